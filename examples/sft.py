@@ -35,7 +35,7 @@ class Config(GRPOConfig):
 
 
 def main(argv: list[str]) -> None:
-    config = load_config(argv, Config)
+    config = load_config(argv, Config, generates=False)
     task = config.task
     rows, held_out = load_rows(
         task.dataset,

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from contextlib import closing
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import chat_templates as templates
 from ledger_history import History, a_run
 from msgspec import structs
 from recorded_groups import add_trained, played, recorder_of
 from sample_rows import sample
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from areal_sc.agents.rows import AgentRows, rows_of
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import MetricsLog
 from areal_sc.records.recorded_rows import RecordedRejection
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.disk import Disk
 from areal_sc.system.json_lines import JsonLines
+from areal_sc.workflows.chat_format import Message
+from areal_sc.workflows.chat_turn import NextTurn, PastTurns, TurnNode
 from areal_sc.workflows.trajectory import Trajectory
 
 EVIL = "<script>document.title='evil'</script><img src=x onerror='document.title=1'>\u202e\x1b[2J"
-SYSTEM = "<|im_start|>user\nHow many letters has strawberry? " + EVIL + "<|im_end|>\n"
-CALL = '<tool_call>{"name": "python", "arguments": {"code": "len(\'strawberry\')"}}</tool_call>'
-RESULT = "<tool_response>10</tool_response>\n"
+QUESTION = "How many letters has strawberry? " + EVIL
+SYSTEM = f"<|im_start|>user\n{QUESTION}<|im_end|>\n"
+CODE = "len('strawberry')  # </pre><script>document.title='evil'</script>"
+PYTHON = {"type": "function", "function": {"name": "python", "parameters": {}}}
+END = "<|im_end|>"
 
 CONFIG = """\
 actor:
@@ -45,11 +58,44 @@ Part = tuple[str | bytes, int]
 
 
 def tokenizer() -> Tokenizer:
-    """A token a byte."""
+    """A token a byte, and one that ends an answer."""
     alphabet = {f"<0x{number:02X}>": number for number in range(256)}
-    made = Tokenizer(models.WordLevel(alphabet))
+    made = Tokenizer(models.BPE(vocab=alphabet, merges=[], byte_fallback=True))
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    made.add_tokens([AddedToken(END, special=True)])
     return made
+
+
+@cache
+def chat_engine() -> Any:
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token=END)
+    made.chat_template = templates.QWEN
+    end = made.convert_tokens_to_ids(END)
+    return SimpleNamespace(tokenizer=made, end_token_ids=(end,))
+
+
+def answered(
+    after: TurnNode | None, messages: Sequence[Message], said: str, version: int
+) -> TurnNode:
+    """A call of the model, as a session of an agent has it."""
+    engine = chat_engine()
+    settings = {"history": PastTurns.template, "arguments": {}, "model": "counter"}
+    turn = NextTurn(engine, after, messages, [PYTHON], GenerationConfig(), **settings)
+    ids = engine.tokenizer.encode(said + END)
+    return turn.node(Completion(ids, [-0.25] * len(ids), [version] * len(ids), "stop", 1.0), 0)
+
+
+def agent_rows(number: int) -> list[Trajectory]:
+    """An agent that calls a tool; with its result two conversations go on."""
+    begun: list[Message] = [{"role": "user", "content": QUESTION}]
+    call = json.dumps({"name": "python", "arguments": {"code": CODE}})
+    first = answered(None, begun, f"I count.\n<tool_call>\n{call}\n</tool_call>", 3)
+    begun += [first.turn.message, first.turn.tool_calls[0].answer(f"10 {EVIL}")]
+    counted = answered(first, begun, f"It has ten letters, {number}.", 4)
+    doubted = answered(first, begun, "Wait: is that right?", 4)
+    more = [*begun, doubted.turn.message, {"role": "user", "content": "Yes."}]
+    nodes = [first, counted, doubted, answered(doubted, more, "Ten.", 5)]
+    return rows_of(nodes, dict.fromkeys(nodes, 1.0), AgentRows.merge, {"accuracy": 1.0})
 
 
 def row(*parts: Part, reward: float = 0.5) -> Trajectory:
@@ -104,14 +150,9 @@ def groups(numbers: Sequence[int]) -> list[object]:
     made = []
     for number in numbers:
         rng = random.Random(number)
-        begun: list[Part] = [(SYSTEM, -1), (f"I count. {CALL}", 3), (RESULT, -1)]
-        agent = [
-            row(*begun, (f"It has ten letters, {number}.", 4), reward=1.0),
-            row(*begun, ("Wait: is that right?", 4), ("Yes.", -1), (" Ten.", 5), reward=1.0),
-        ]
         plain = row((SYSTEM, -1), (f"Nine of {number}, Straße €.", rng.choice([3, 4])), reward=0.0)
         rejected = (RecordedRejection("reward_error", EVIL, 1),) if number == 1 else ()
-        its = played(number, agent, [plain], rejected=rejected)
+        its = played(number, agent_rows(number), [plain], rejected=rejected)
         group = structs.replace(its.group, began=1000.5 + number)
         made.append(type(its)(group, its.episodes))
     return made

@@ -293,6 +293,7 @@ class Session:
             sampling,
             history=PastTurns(self._settings.history),
             arguments=self._settings.chat_template_arguments or {},
+            model=call.model,
         )
         if turn.new_row:
             self.counts["other_tools" if turn.new_row == OTHER_TOOLS else "template_rewrites"] += 1

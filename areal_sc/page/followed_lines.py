@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
-import msgspec
+from areal_sc.system.json_lines import UNDECODABLE
 
 T = TypeVar("T")
 
@@ -104,11 +104,11 @@ class FollowedLines(Generic[T]):
         try:
             yield self._decode(line)
             return
-        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        except (*UNDECODABLE, KeyError, TypeError, ValueError) as error:
             cause: Exception = error
         try:
             whole = self._decode(line.decode(errors="replace").encode())
-        except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        except (*UNDECODABLE, KeyError, TypeError, ValueError):
             self.note_bad(f"is left out: {cause}")
         else:
             self.note_bad("is no valid UTF-8: \N{REPLACEMENT CHARACTER} stands for what is not")

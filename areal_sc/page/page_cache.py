@@ -16,6 +16,7 @@ import msgspec
 from areal_sc.errors import RunFolderError
 from areal_sc.page.row_search import RowName
 from areal_sc.system.durable import write_atomic
+from areal_sc.system.json_lines import UNDECODABLE
 
 _UNUSED_S: Final = 30 * 86400.0
 """Rows of a run at which nobody has looked for so long are deleted here."""
@@ -56,7 +57,7 @@ class Bookmarks:
         """
         try:
             told = msgspec.json.decode(self._path.read_bytes(), type=list[tuple[RowName, str]])
-        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        except (FileNotFoundError, *UNDECODABLE):
             return {}
         except OSError as error:
             raise RunFolderError(f"{self._path} cannot be read: {error.strerror}") from error

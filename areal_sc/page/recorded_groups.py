@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,9 +18,11 @@ from areal_sc.page.row_index import PlacedGroup, RowIndex
 from areal_sc.page.row_texts import decoded
 from areal_sc.page.trained_numbers import TrainedNumbers
 from areal_sc.records.blocks import RecordBlock, read_blocks, read_body
+from areal_sc.records.recorded_calls import RecordedCall
 from areal_sc.records.recorded_rows import (
     RecordedGroup,
     RecordedTokens,
+    calls_of,
     unpack_group,
     unpack_tokens,
 )
@@ -88,8 +91,9 @@ class RecordedGroups:
 
         Returns: `ids`, `mask`, `logprobs`, `versions` and, with a tokenizer, `texts` (None without
             one), each with one value a token; `first`, `num_tokens` of the row; `turns`, runs of
-            tokens that were sampled, or were not, with `is_sampled`, `begin`, `end`, `text` (None
-            without a tokenizer), and `mean_logprob`; `branches`, of the other rows of the episode
+            tokens that were sampled, or were not, with `is_sampled`, `is_trained`, `begin`, `end`,
+            `first_version`, `last_version`, `mean_logprob`, `text` (None without a tokenizer) and,
+            of an answer, `call`, if that is recorded; `branches`, of the other rows of the episode
             `row` and `num_shared`, the tokens that both begin with; `trained`, what
             `TrainedNumbers.of_row` tells. None: it is not recorded.
         Raises: RunFolderError: it cannot be read any more.
@@ -102,12 +106,14 @@ class RecordedGroups:
                 names = [(it.episode, it.row) for it in group.rows]
                 if (episode, row) not in names:
                     return None
-                of_rows = unpack_tokens(read_body(file, found), group.rows)
+                body = read_body(file, found)
+                of_rows, of_calls = unpack_tokens(body, group.rows), calls_of(group, body)
         except FileNotFoundError:
             raise RunFolderError(
                 f"{placed.path.name} is gone: records.max_bytes has room for newer rows alone"
             ) from None
-        tokens = of_rows[names.index((episode, row))]
+        place = names.index((episode, row))
+        tokens = of_rows[place]
         branches = [
             {"row": other, "num_shared": _num_shared(tokens.input_ids, it.input_ids)}
             for (of_episode, other), it in zip(names, of_rows, strict=True)
@@ -123,7 +129,7 @@ class RecordedGroups:
             "texts": None if tokenizer is None else texts_of(tokenizer, ids),
             "first": told.start,
             "num_tokens": len(tokens.input_ids),
-            "turns": _turns(tokens, tokenizer),
+            "turns": _turns(tokens, of_calls[place], tokenizer),
             "branches": branches,
             "trained": self._trained.of_row(
                 (number, attempt, episode, row), tokens.loss_mask, told, group.began
@@ -131,27 +137,45 @@ class RecordedGroups:
         }
 
 
-def _turns(tokens: RecordedTokens, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+def _turns(
+    tokens: RecordedTokens, calls: Sequence[RecordedCall], tokenizer: Tokenizer | None
+) -> list[dict[str, Any]]:
     mask = tokens.loss_mask
-    ends = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
-    parts = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
+    parts = _parts(mask, calls)
     texts = (
         [None] * len(parts)
         if tokenizer is None
-        else decoded([tokens.input_ids[part] for part in parts], tokenizer)
+        else decoded([tokens.input_ids[part] for part, _, _ in parts], tokenizer)
     )
     return [
         {
-            "is_sampled": bool(mask[part.start]),
+            "is_sampled": is_sampled,
+            "is_trained": bool(mask[part.start]),
             "begin": part.start,
             "end": part.stop,
             "first_version": int(tokens.versions[part.start]),
             "last_version": int(tokens.versions[part.stop - 1]),
             "mean_logprob": float(tokens.behavior_logprobs[part].mean()),
             "text": text,
+            "call": call,
         }
-        for part, text in zip(parts, texts, strict=True)
+        for (part, is_sampled, call), text in zip(parts, texts, strict=True)
     ]
+
+
+def _parts(
+    mask: np.ndarray, calls: Sequence[RecordedCall]
+) -> list[tuple[slice, bool, RecordedCall | None]]:
+    """What was given and what was sampled: tokens, whether sampled, and the call of an answer."""
+    parts, end = list[tuple[slice, bool, RecordedCall | None]](), 0
+    for call in calls:
+        begin, end = end + call.num_given, end + call.num_given + call.num_sampled
+        parts.append((slice(begin - call.num_given, begin), False, None))
+        parts.append((slice(begin, end), True, call))
+    if end != len(mask):  # no conversation, or the workflow has made another row of it
+        ends = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
+        parts = [(slice(*pair), bool(mask[pair[0]]), None) for pair in pairwise(ends)]
+    return [it for it in parts if it[0].start < it[0].stop]
 
 
 def _num_shared(first: np.ndarray, second: np.ndarray) -> int:

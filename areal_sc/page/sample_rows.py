@@ -19,6 +19,7 @@ from areal_sc.errors import RunFolderError
 from areal_sc.page.followed_lines import FollowedLines
 from areal_sc.page.row_query import MAX_ROWS, METRIC, SHOWN_CHARS, VERSION, RowQuery
 from areal_sc.records.samples import Sample, leave_out_replaced
+from areal_sc.system.json_lines import UNDECODABLE
 
 SEARCH_S: Final = 1.0
 """A search gives what it has found by then, and where it goes on."""
@@ -181,7 +182,7 @@ class SampleRows:
                 yield lambda row: _decoded(os.pread(file.fileno(), row.num_bytes, row.offset))
         except OSError as error:
             raise RunFolderError(f"{self._path.name} cannot be read: {error.strerror}") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise RunFolderError(f"{self._path.name} has changed meanwhile; try again") from error
 
 

@@ -51,7 +51,7 @@ from areal_sc.page.group_book import GroupQuery
 from areal_sc.page.row_search import recorded_query
 from areal_sc.page.sample_rows import sample_query
 from areal_sc.page.stamps import Stamp
-from areal_sc.system.json_lines import to_json
+from areal_sc.system.json_lines import UNDECODABLE, to_json
 
 STATIC: Final = Path(__file__).with_name("static")
 LOOK_S: Final = 0.5
@@ -99,6 +99,7 @@ class PageServer:
         self._runs = runs
         self._can_control = can_control
         self._asked = set[Path]()  # runs, while a command on them goes on
+        self._commands = set[asyncio.subprocess.Process]()
         self._is_ending = asyncio.Event()
         app = web.Application(middlewares=[access.middleware, _errors_told])
         app.router.add_get("/", self._index)
@@ -142,8 +143,11 @@ class PageServer:
         return found
 
     async def close(self) -> None:
-        """Ends all answers."""
+        """Ends all answers, and commands; what these have asked a run for stays so."""
         self._is_ending.set()
+        for process in self._commands:
+            with suppress(ProcessLookupError):
+                process.terminate()
         await self._runner.cleanup()
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
@@ -186,9 +190,24 @@ class PageServer:
             return refusal(409, "an earlier request to this run goes on; wait for its answer")
         self._asked.add(path)
         try:
-            return await _said(words)
+            return await self._said(words)
         finally:
             self._asked.remove(path)
+
+    async def _said(self, words: Sequence[str]) -> web.StreamResponse:
+        """What a command of `areal_sc` says."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "areal_sc", *words),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        self._commands.add(process)
+        try:
+            said, _ = await process.communicate()
+        finally:
+            self._commands.remove(process)
+        text = said.decode(errors="replace").strip()
+        return refusal(409, text) if process.returncode else answer({"text": text})
 
     async def _recorded_lines(self, request: web.Request) -> web.StreamResponse:
         run, query = self._run(request), recorded_query(request.query)
@@ -264,20 +283,8 @@ async def _sent(request: web.Request, what: str, kind: type[_T]) -> _T:
     """Raises: ValueError: the body is something else."""
     try:
         return msgspec.json.decode(await request.read(), type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ValueError(f"{what}: {error}") from error
-
-
-async def _said(words: Sequence[str]) -> web.StreamResponse:
-    """What a command of `areal_sc` says."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "areal_sc", *words),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    said, _ = await process.communicate()
-    text = said.decode(errors="replace").strip()
-    return refusal(409, text) if process.returncode else answer({"text": text})
 
 
 @web.middleware

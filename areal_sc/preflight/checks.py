@@ -18,7 +18,6 @@ from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
 from areal_sc.config.further_models import further_models
 from areal_sc.config.named_scheduler import own_scheduler
-from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.placement import Purpose
 from areal_sc.config.ppo_settings import ppo_requirements
 from areal_sc.config.schema import (
@@ -42,29 +41,35 @@ from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
 from areal_sc.preflight.evaluation_checks import check_evaluation
-from areal_sc.preflight.placement import check_turns
+from areal_sc.preflight.generation_checks import check_generation
 from areal_sc.preflight.settings_warnings import settings_warnings
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
 from areal_sc.sizing.model_context import known_context
 from areal_sc.sizing.model_folder import check_model_folder
-from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
 from areal_sc.sizing.tokenizer_file import tokens_of
-from areal_sc.sources.prompt_choice import WITH_SIGNAL, PromptChoice
+from areal_sc.sources.prompt_choice import WITH_SIGNAL
 from areal_sc.system.process import max_more_tasks, open_files_advice
 from areal_sc.transport.sockets.interface import Interface
+
+OF_GENERATION = ("rollout.", "generation.", "weight_update.", "actor.ppo.", "actor.head")
+"""Where the settings begin that say how a model is trained on what it generates."""
 
 MIN_HEARTBEATS_TO_ORPHAN = 2
 """Heartbeats that must be missing before a worker gives its controller up."""
 
 
 def check_config(
-    config: GRPOConfig, count_devices: Callable[[], int] = count_cuda_devices
+    config: GRPOConfig,
+    count_devices: Callable[[], int] = count_cuda_devices,
+    *,
+    generates: bool = True,
 ) -> list[str]:
     """Checks every setting and what goes together.
 
     Args:
         count_devices: number of CUDA devices of this machine; asked only when it matters.
+        generates: False: a run on rows of a data set, for which settings of generation do nothing.
     Returns: warnings: settings without effect, and settings that are allowed but seldom meant.
     Raises:
         ConfigError: names the setting, its value, and what is allowed.
@@ -78,33 +83,30 @@ def check_config(
         *ppo_requirements(config.actor.ppo),
         *_other_requirements(config),
     ):
-        if not is_met:
+        if not is_met and (generates or not key.startswith(OF_GENERATION)):
             got = value_at(config, key)
             shown = got.value if isinstance(got, Enum) else repr(got)
             raise ConfigError(f"{key}: expected {expected}, got {shown}")
-    _check_store(config)
     check_evaluation(config)
     is_local = config.scheduler.type == SchedulerType.local
     for role, model in _trained_models(config).items():
         make_actor(model).check(count_devices if is_local else None)
         _check_mesh(model)
-        loss_of(model.ppo).search_path(f"{role}.ppo.loss")  # raises where there is none
-    PromptChoice(config.rollout.choose_prompts, config.rollout.seed)  # likewise
-    generator = make_generator(config.rollout)
-    generator.check(config)
-    if config.rollout.placement is Placement.turns:
-        check_turns(config, count_devices)
-    elif config.rollout.autoscale.max:
-        generator.check_scaling()
+        if generates:
+            loss_of(model.ppo).search_path(f"{role}.ppo.loss")  # raises where there is none
+    if generates:
+        check_generation(config, count_devices)
     return [
-        *settings_warnings(config),
-        *_check_devices(config, count_devices),
+        *settings_warnings(config, () if generates else OF_GENERATION),
+        *_check_devices(config, count_devices, generates=generates),
     ]
 
 
-def check_models(config: GRPOConfig) -> None:
+def check_models(config: GRPOConfig, *, generates: bool = True) -> None:
     """Checks that the models that the workers load are there; downloads those of the hub.
 
+    Args:
+        generates: as of `check_config`.
     Raises: ModelError: there is no such model, or a folder holds none that can be used.
         ConfigError: the trained one cannot be spread over its ranks.
     """
@@ -114,23 +116,27 @@ def check_models(config: GRPOConfig) -> None:
         if model.has_adapter and model.lora.path:
             check_adapter(model.lora)
         _check_tokenizer(role, model, config.actor)
-    _check_model(config.rollout)
+    if generates:
+        _check_model(config.rollout)
 
 
-def check_limits(config: GRPOConfig) -> None:
+def check_limits(config: GRPOConfig, *, generates: bool = True) -> None:
     """Checks the kernel's limits: a process that meets them ends somewhere inside of a library.
 
     The numbers are what a small run takes; a large one takes more. Not for a worker that reads its
     settings again: the run has taken its part by then.
 
+    Args:
+        generates: as of `check_config`.
     Raises: ConfigError: this machine's limits are too low for workers on it.
     """
     if config.scheduler.type != SchedulerType.local:
         return
     rollout = config.rollout
     num_ranks = sum(model.parallel.num_ranks for model in _trained_models(config).values())
-    num_tasks = 12 + 7 * num_ranks + (7 + rollout.num_reward_processes) * rollout.num_workers
-    left, num_files = max_more_tasks(), 64 + 4 * (num_ranks + rollout.num_workers)
+    num_workers = rollout.num_workers if generates else 0
+    num_tasks = 12 + 7 * num_ranks + (7 + rollout.num_reward_processes) * num_workers
+    left, num_files = max_more_tasks(), 64 + 4 * (num_ranks + num_workers)
     if left < num_tasks:
         raise ConfigError(
             f"ulimit -u: expected room for {num_tasks} more processes and threads of this user, "
@@ -363,25 +369,9 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     )
 
 
-def _check_store(config: GRPOConfig) -> None:
-    """Each limit leaves room for the groups of a batch that may lie there, each as a whole."""
-    rollout = config.rollout
-    num_groups = {
-        "store_bytes": -(-rollout.train_batch_groups // rollout.fewest_workers),
-        "node_store_bytes": rollout.train_batch_groups,  # all workers are on one node
-    }
-    for name, count in num_groups.items():
-        limit, least = value_at(rollout, name), count * max_group_bytes(rollout)
-        if limit < least and (limit or name == "store_bytes"):
-            raise ConfigError(
-                f"rollout.{name}: expected at least {least} (room for {count} of the "
-                f"rollout.train_batch_groups={rollout.train_batch_groups} groups of a batch; "
-                f"{describe_largest_group(rollout)}), got {limit}; give more room, or set smaller "
-                "batches, or a smaller rollout.max_context_tokens"
-            )
-
-
-def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> list[str]:
+def _check_devices(
+    config: GRPOConfig, count_devices: Callable[[], int], *, generates: bool
+) -> list[str]:
     """Returns: a warning, where float32 is computed on CUDA."""
     rollout = config.rollout
     most = "autoscale.max" if rollout.most_workers > rollout.num_workers else "num_workers"
@@ -389,8 +379,9 @@ def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> list
         (role, make_actor(model), model.dtype, "parallel", model.parallel.num_ranks)
         for role, model in _trained_models(config).items()
     ]
-    generator = make_generator(rollout)
-    roles.append(("rollout", generator, rollout.dtype, most, rollout.most_workers))
+    if generates:
+        generator = make_generator(rollout)
+        roles.append(("rollout", generator, rollout.dtype, most, rollout.most_workers))
     is_known = config.scheduler.type in (SchedulerType.local, SchedulerType.slurm)
     # what any other scheduler lends, it will tell
     if not is_known or all(handle.devices[0] == Device.cpu for _, handle, _, _, _ in roles):

@@ -44,19 +44,18 @@ def without_traces(config: C) -> C:
     return replace(config, **changes, scheduler=scheduler, trackers=[])
 
 
-def other_machine(config: GRPOConfig, machine: Machine) -> Iterator[str]:
-    """What the run would start on a machine that is not there, whose model has no weights yet."""
-    yield from _placed_lines(config, machine)
-
-
-def _placed_lines(config: GRPOConfig, machine: Machine) -> Iterator[str]:
-    found = settle_placement(config, lambda: machine)
-    yield from plan(config, lambda: machine).lines()
+def placed_lines(config: GRPOConfig, machine: Machine, *, generates: bool) -> Iterator[str]:
+    """What the run would start on a machine, which may not be there, and how it is shared."""
+    found = settle_placement(config, lambda: machine) if generates else []
+    yield from plan(config, lambda: machine, generates=generates).lines()
     yield from placement_lines(config, found)
 
 
-def dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:
-    """What the run would start, and where; refused in the order in which the run would be."""
+def dry_run(config: GRPOConfig, *, makes_model: bool, generates: bool) -> Iterator[str]:
+    """What the run would start, and where; refused in the order in which the run would be.
+
+    Arguments are those of `load_config`.
+    """
     folder = RunFolder(config.run_dir)
     opening = folder.preview(
         config_text=config_text(config),
@@ -65,21 +64,23 @@ def dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:
         total_steps=config.total_steps,
     )
     try:
-        check_models(config)
+        check_models(config, generates=generates)
     except ModelError:
         if not makes_model:
             raise
         yield f"model {config.actor.path}: not there yet, the script makes it"
     if config.scheduler.type == SchedulerType.slurm:
-        yield from _job_lines(config)
+        yield from _job_lines(config, generates=generates)
     elif config.scheduler.type != SchedulerType.local:
         yield f"workers are placed on what {config.scheduler.type} lends, once that is known"
     else:
         machine = this_machine()
-        yield from _placed_lines(config, machine)
-        yield from _shared_memory_lines(config, plan(config, lambda: machine))
-    longest = config.rollout.max_context_tokens or "as many as the model takes"
-    yield f"longest row, prompt and answer: {longest} tokens (rollout.max_context_tokens)"
+        yield from placed_lines(config, machine, generates=generates)
+        planned = plan(config, lambda: machine, generates=generates)
+        yield from _shared_memory_lines(config, planned)
+    if generates:
+        longest = config.rollout.max_context_tokens or "as many as the model takes"
+        yield f"longest row, prompt and answer: {longest} tokens (rollout.max_context_tokens)"
     yield f"run folder {folder.path}: would {opening.value}"
     if opening is Opening.resume:
         for line in describe_resume(folder, make_actor(config.actor)):
@@ -90,7 +91,7 @@ def dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:
         yield "  a loop without a `Run` would start again from nothing"
 
 
-def _job_lines(config: GRPOConfig) -> Iterator[str]:
+def _job_lines(config: GRPOConfig, *, generates: bool) -> Iterator[str]:
     """The jobs that SLURM would get, what it says of them, and what their nodes would do.
 
     Raises: ConfigError: a node has too little for its workers.
@@ -112,7 +113,7 @@ def _job_lines(config: GRPOConfig) -> Iterator[str]:
         nodes += _planned_nodes(job, reported_bytes)
     if not scheduler.slurm.gang:  # more workers than at first come with nodes of their own
         config = replace(config, rollout=replace(config.rollout, autoscale=AutoscaleConfig()))
-    for name, planned in plans(config, nodes).items():
+    for name, planned in plans(config, nodes, generates=generates).items():
         yield f"{name}:"
         yield from (f"  {line}" for line in planned.lines())
 

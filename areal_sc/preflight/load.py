@@ -37,6 +37,7 @@ def load_config(
     source: SettingsSource = ...,
     *overrides: str,
     makes_model: bool = ...,
+    generates: bool = ...,
     count_devices: Callable[[], int] = ...,
 ) -> GRPOConfig: ...
 
@@ -47,13 +48,18 @@ def load_config(
     schema: type[T],
     *overrides: str,
     makes_model: bool = ...,
+    generates: bool = ...,
     count_devices: Callable[[], int] = ...,
 ) -> T: ...
 
 
 @overload
 def load_config(
-    source: C, *, makes_model: bool = ..., count_devices: Callable[[], int] = ...
+    source: C,
+    *,
+    makes_model: bool = ...,
+    generates: bool = ...,
+    count_devices: Callable[[], int] = ...,
 ) -> C: ...
 
 
@@ -62,6 +68,7 @@ def load_config(
     schema: Any = GRPOConfig,
     *overrides: str,
     makes_model: bool = False,
+    generates: bool = True,
     count_devices: Callable[[], int] = count_cuda_devices,
 ) -> Any:
     """Composes, checks and returns the configuration of a run.
@@ -77,6 +84,8 @@ def load_config(
         schema: `GRPOConfig`, or a dataclass that derives from it; it may be left out.
         overrides: `key=value`, or a flag such as `--overwrite`; they win over `source`.
         makes_model: the script itself makes the model at `actor.path`, if it is not there yet.
+        generates: False: it trains on rows of a data set alone, as `SFTTrainer` does: settings of
+            generation are not looked at.
         count_devices: number of CUDA devices of this machine; asked only when it matters.
     Returns: an instance of `schema` in which every `${...}` is replaced by its value. With
         `--dry-run` the plan was shown, and the run folder is one that goes with this process: the
@@ -119,13 +128,16 @@ def load_config(
         if other is not None:
             count_devices = lambda: other.num_cuda_devices  # noqa: E731
         take_context(config)
-        warnings = check_config(config, count_devices)
+        warnings = check_config(config, count_devices, generates=generates)
         if other is not None:
-            _show_plan(config, other, warnings)
+            _show_plan(config, other, warnings, generates=generates)
         if not makes_model and fetch_models(config):
             take_context(config)
-            warnings = check_config(config, count_devices)  # by what is known of the model now
-        settle_placement(config, this_machine)
+            warnings = check_config(
+                config, count_devices, generates=generates
+            )  # by what is known of the model now
+        if generates:
+            settle_placement(config, this_machine)
         for warning in warnings:
             _logger.warning("%s", warning)
         shown_before.update(warnings)
@@ -133,7 +145,8 @@ def load_config(
             # reads run folders, which needs more modules than a script waits for
             from areal_sc.preflight.dry_run import dry_run, without_traces
 
-            sys.stdout.write("\n".join(dry_run(config, makes_model=makes_model)) + "\n")
+            lines = dry_run(config, makes_model=makes_model, generates=generates)
+            sys.stdout.write("\n".join(lines) + "\n")
             sys.stdout.flush()
             return without_traces(config)
     return config
@@ -150,18 +163,20 @@ def _other_machine(arguments: argparse.Namespace) -> Machine | None:
     return Machine(host, (gpu,) * arguments.gpus)
 
 
-def _show_plan(config: GRPOConfig, machine: Machine, warnings: Sequence[str]) -> NoReturn:
+def _show_plan(
+    config: GRPOConfig, machine: Machine, warnings: Sequence[str], *, generates: bool
+) -> NoReturn:
     """Shows what would be started on a machine that is not there, and ends the process.
 
     Raises: ConfigError: it does not fit. ModelError: there is no `config.json`.
     """
-    from areal_sc.preflight.dry_run import other_machine
+    from areal_sc.preflight.dry_run import placed_lines
 
     folder = local_model(config.actor.path, config.actor.revision)
     check_model_folder(folder, needs_weights=False)
     for warning in warnings:
         _logger.warning("%s", warning)
-    sys.stdout.write("\n".join(other_machine(config, machine)) + "\n")
+    sys.stdout.write("\n".join(placed_lines(config, machine, generates=generates)) + "\n")
     raise SystemExit(0)
 
 

@@ -49,29 +49,37 @@ class PlannedNode:
     purpose: Purpose = Purpose.any
 
 
-def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> RunPlan:
+def plan(
+    config: GRPOConfig, probe: Callable[[], Machine] = this_machine, *, generates: bool = True
+) -> RunPlan:
     """The processes that a run would start on this machine, and an estimate of their memory.
 
-    Raises: as `plans`.
+    Arguments and errors are those of `plans`.
     """
-    return plans(config, [PlannedNode("", probe())])[""]
+    return plans(config, [PlannedNode("", probe())], generates=generates)[""]
 
 
-def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan]:
+def plans(
+    config: GRPOConfig, nodes: Sequence[PlannedNode], *, generates: bool = True
+) -> dict[str, RunPlan]:
     """The processes that a run would start on each node, by its name, and their memory.
 
+    Args:
+        generates: False: it has train workers alone.
     Raises:
         ConfigError: what can be counted beforehand is already more than there is.
         ModelError: the model folder exists and cannot be read.
     """
-    results = unchecked_plans(config, nodes)
+    results = unchecked_plans(config, nodes, generates=generates)
     _check_store(config, results.values())
     for name, result in results.items():
         _check_fits(result, name, make_actor(config.actor), make_generator(config.rollout))
     return results
 
 
-def unchecked_plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan]:
+def unchecked_plans(
+    config: GRPOConfig, nodes: Sequence[PlannedNode], *, generates: bool = True
+) -> dict[str, RunPlan]:
     """The same, whether or not there is as much memory as they need.
 
     Trainers start first, so generation has the CUDA memory that they leave.
@@ -114,8 +122,10 @@ def unchecked_plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[st
     beside = machines
     if not takes_turns:
         beside = [_machine_beside(*pair) for pair in zip(trainers, machines, strict=True)]
-    generator = make_generator(config.rollout)
-    generators = workers_of(ROLLOUT_ROLE, generator, shapes[TRAIN_ROLE], beside)
+    generators: list[list[WorkerPlan]] = [[] for _ in nodes]
+    if generates:
+        generator = make_generator(config.rollout)
+        generators = workers_of(ROLLOUT_ROLE, generator, shapes[TRAIN_ROLE], beside)
     for of_node, num_bytes in zip(generators, copies, strict=True):
         of_node[:1] = [replace(it, store_bytes=it.store_bytes + num_bytes) for it in of_node[:1]]
     results = {}

@@ -84,16 +84,22 @@ _IDLE = (
 )
 
 
-def settings_warnings(config: GRPOConfig) -> Iterator[str]:
-    """A sentence for each, with the setting and its value."""
-    yield from _distribution_warnings(config)
-    yield from _effect_warnings(config)
-    yield from preset_warnings(config)
+def settings_warnings(config: GRPOConfig, unused: tuple[str, ...] = ()) -> Iterator[str]:
+    """A sentence for each, with the setting and its value.
+
+    Args:
+        unused: where settings begin that the run does not use; if any, it generates nothing.
+    """
+    yield from _effect_warnings(config, unused)
     yield from _step_warnings(config)
+    yield from _attention_warnings(config)
+    if unused:
+        return
+    yield from _distribution_warnings(config)
+    yield from preset_warnings(config)
     yield from _kept_row_warnings(config)
     yield from _rank_warnings(config)
     yield from _engine_warnings(config)
-    yield from _attention_warnings(config)
 
 
 def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
@@ -111,9 +117,9 @@ def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
+def _effect_warnings(config: GRPOConfig, unused: tuple[str, ...]) -> Iterator[str]:
     """Settings that the user changed and that change nothing."""
-    for stop in config.generation.stop:
+    for stop in () if unused else config.generation.stop:
         if "\\n" in stop:
             yield (
                 f"generation.stop: {stop} holds a backslash and an n, not the end of a line: set "
@@ -124,6 +130,8 @@ def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
         for key in keys:
             value = value_at(config, key)
             if value_at(config, cause) != idle_value or value == value_at(defaults, key):
+                continue
+            if key.startswith(unused):
                 continue
             if key.startswith("actor.ppo.clip_") and (
                 config.actor.ppo.clip_center != ClipCenter.proximal

@@ -51,7 +51,8 @@ def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
     """Draws a run: accuracy and reward a step, evaluations, and below what tells how it learns.
 
     Accuracy and reward share a panel where they are the same. Of several reward functions each has
-    a panel of its own. Numbers that no step has get none.
+    a panel of its own. Numbers that no step has get none. A run on rows of a data set has its loss
+    in their place.
 
     Raises: RunFolderError: the picture cannot be written.
     """
@@ -62,7 +63,9 @@ def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
     accuracies, rewards = (_values(history.steps, name) for name in ("accuracy", "reward"))
     has_accuracy = np.isfinite([*accuracies, *_values(history.evaluations, "accuracy")]).any()
     is_same = np.array_equal(accuracies, rewards, equal_nan=True)
-    names = ["accuracy"] * bool(has_accuracy) + ["reward"] * (not has_accuracy or not is_same)
+    is_of_rows = bool(history.steps) and history.steps[-1].is_of_rows()
+    names = ["accuracy"] * bool(has_accuracy)
+    names += ["loss"] if is_of_rows else ["reward"] * (not has_accuracy or not is_same)
 
     parts = (name for step in history.steps for name in step.reward_parts())
     names += dict.fromkeys(parts)
@@ -72,18 +75,18 @@ def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
         figsize=(8, 4 + 2 * len(names) + 1.2 * len(further)), dpi=150, layout="constrained"
     )
     canvas = FigureCanvasAgg(figure)
-    ratios = [2.0] * len(names) + [1.0] * (len(further) + 1)
-    panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
-    learning, staleness = panels[: len(names)], panels[-1]
-    for axes, name in zip(learning, names, strict=True):
+    ratios = [2.0] * len(names) + [1.0] * (len(further) + (not is_of_rows))
+    panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
+    for axes, name in zip(panels, names, strict=False):
         _draw_values(axes, history.steps, name)
         _draw_evaluations(axes, history.evaluations, name)
         axes.margins(y=0.12)
         if name == "accuracy":
             axes.set_ylim(-0.02, 1.08)
-    for axes, (label, its) in zip(panels[len(names) : -1], further.items(), strict=True):
+    for axes, (label, its) in zip(panels[len(names) :], further.items(), strict=False):
         _draw_further(axes, history.steps, label, its)
-    _draw_staleness(staleness, history.steps)
+    if not is_of_rows:
+        _draw_staleness(panels[-1], history.steps)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
@@ -91,8 +94,8 @@ def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
             axes.legend(
                 frameon=False, fontsize=9, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.98)
             )
-    staleness.xaxis.get_major_locator().set_params(integer=True)
-    staleness.set_xlabel("training step")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    panels[-1].set_xlabel("training step")
     figure.suptitle(title, x=0.02, ha="left", fontweight="bold")
     with os_errors_as(RunFolderError, f"cannot write {png_path}"):
         canvas.print_figure(png_path, format="png")

@@ -156,6 +156,12 @@ class StepMetrics(_Record):
         is_of_engine = name in self.train and not hasattr(self, name)
         return self.train[name] if is_of_engine else super().value(name)
 
+    def is_of_rows(self) -> bool:
+        """It was trained on rows of a data set: nothing was generated, or rewarded."""
+        return math.isnan(self.reward) and not (
+            self.num_generated_tokens or self.num_rollout_workers
+        )
+
     @property
     def num_rejected_episodes(self) -> int:
         """Episodes rejected since the step before, of all causes."""
@@ -259,8 +265,9 @@ class Summary:
         reward_parts_before, reward_parts_after: see `StepMetrics.reward_parts`.
         metrics_before, metrics_after: other means of the evaluations: those of the workflow, or the
             loss and margin of held-out rows.
-        other_evaluations: name of an evaluation -> accuracy and reward of its newest result: those
-            of further prompts (`NAME/before`, ...), and `periodic`.
+        other_evaluations: name of an evaluation -> accuracy and reward of its newest result, or
+            what was measured of held-out rows: those of further prompts (`NAME/before`, ...), and
+            `periodic`.
         max_token_staleness_trained, max_group_staleness: in policy versions.
         num_rows_trained_twice: by the ledger; anything but 0 is a defect.
         num_worker_restarts: of workers that were lost and started again.
@@ -323,7 +330,7 @@ def summarize(
         f"{metric}_{name}": getattr(named[name], metric)
         for metric in ("accuracy", "reward")
         for name in ("before", "after")
-        if name in named
+        if name in named and not math.isnan(getattr(named[name], metric) or 0.0)
     }
     for name in ("before", "after"):
         if name in named and (parts := named[name].reward_parts()):
@@ -333,13 +340,17 @@ def summarize(
     if "greedy" in named:
         measured["greedy_accuracy_after"] = named["greedy"].accuracy
     further = {
-        name: {"accuracy": result.accuracy, "reward": result.reward}
+        name: dict(result.workflow)
+        if math.isnan(result.reward)  # of rows of a data set
+        else {"accuracy": result.accuracy, "reward": result.reward}
         for name, result in named.items()
         if name not in ("before", "after", "greedy")
     }
     measured["other_evaluations"] = further or None
     if steps:
         time_s, num_rows = total("step_time_s"), total("num_rows")
+        measured["trained_tokens_per_s"] = _ratio(total("num_trained_tokens"), time_s)
+    if steps and not steps[-1].is_of_rows():
         measured |= {
             "max_token_staleness_trained": max(step.token_staleness_max for step in steps),
             "max_group_staleness": max(step.group_staleness_max for step in steps),
@@ -347,7 +358,6 @@ def summarize(
             "num_wasted_tokens": total("num_wasted_tokens"),
             "controller_bytes_per_row": _ratio(total("controller_bytes"), num_rows),
             "generated_tokens_per_s": _ratio(total("num_generated_tokens"), time_s),
-            "trained_tokens_per_s": _ratio(total("num_trained_tokens"), time_s),
             **{f"{part}_share": _ratio(total(f"{part}_s"), time_s) for part in STEP_PARTS},
         }
     # the record of a step is lost with a script that dies between the two

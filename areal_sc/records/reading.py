@@ -26,9 +26,11 @@ from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History, read_metrics
 from areal_sc.records.open_spans import open_files
 from areal_sc.records.record_files import RecordFile, Series, record_files
+from areal_sc.records.recorded_calls import RecordedCall
 from areal_sc.records.recorded_rows import (
     RecordedGroup,
     RecordedTokens,
+    calls_of,
     unpack_group,
     unpack_tokens,
 )
@@ -63,6 +65,8 @@ class Row:
         began, took_s: of its group; Unix time and time, in seconds.
         metrics: what the workflow reports of it.
         num_rejected: episodes of the group that have no rows.
+        calls: of the model, in their order, with their messages; none of a workflow that is no
+            conversation. Rows of an episode that begin alike share them.
         input_ids, loss_mask, behavior_logprobs, versions: [T], as of `RecordedTokens`.
     """
 
@@ -79,6 +83,7 @@ class Row:
     reward: float
     metrics: dict[str, float]
     num_rejected: int
+    calls: tuple[RecordedCall, ...]
     input_ids: np.ndarray
     loss_mask: np.ndarray
     behavior_logprobs: np.ndarray
@@ -95,8 +100,8 @@ def rows(run: str | Path) -> Iterator[Row]:
     for file in _files(run):
         if file.series not in (Series.rows, Series.kept):
             continue
-        for group, of_rows in _read(file, _rows_of):
-            for row, tokens in zip(group.rows, of_rows, strict=True):
+        for group, of_rows, of_calls in _read(file, _rows_of):
+            for row, tokens, calls in zip(group.rows, of_rows, of_calls, strict=True):
                 yield Row(
                     **vars(tokens),
                     worker=group.worker,
@@ -112,6 +117,7 @@ def rows(run: str | Path) -> Iterator[Row]:
                     reward=row.reward,
                     metrics=row.metrics,
                     num_rejected=sum(it.num_episodes for it in group.rejected),
+                    calls=calls,
                 )
 
 
@@ -214,9 +220,11 @@ def _files(run: str | Path) -> list[RecordFile]:
 
 def _rows_of(
     file: RecordFile, found: RecordBlock, body: bytes
-) -> tuple[RecordedGroup, list[RecordedTokens]]:
+) -> tuple[RecordedGroup, list[RecordedTokens], list[tuple[RecordedCall, ...]]]:
     group = unpack_group(found.head)
-    return group, unpack_tokens(body, group.rows) if group.rows else []
+    if not group.rows:
+        return group, [], []
+    return group, unpack_tokens(body, group.rows), calls_of(group, body)
 
 
 def _trained_of(

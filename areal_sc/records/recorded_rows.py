@@ -1,5 +1,7 @@
 """Rows as rollout workers record them: a group a block, numbers in its head, tokens in its body.
 
+What an episode asked of the model stands behind the tokens.
+
 A token takes about 3.5 bytes: ids and log-probabilities (float16) are stored byte by byte, first
 all the lowest bytes, so that zlib finds what is alike; what the rows of a group share, their prompt
 above all, is stored once.
@@ -15,7 +17,9 @@ from typing import Final, Protocol
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
+
+from areal_sc.records.recorded_calls import RecordedCall, pack_calls, unpack_calls
 
 LEVEL: Final = 1
 """The level of zlib; 6 takes 3 times as long, and saves a tenth."""
@@ -37,6 +41,7 @@ class PlayedRow(Protocol):
     versions: Sequence[int]
     reward: float
     metrics: dict[str, float]
+    calls: Sequence[RecordedCall]
 
 
 class RecordedRow(Struct, frozen=True):
@@ -87,6 +92,7 @@ class RecordedGroup(Struct, frozen=True, kw_only=True):
         admitted_version: policy version when it was admitted.
         began: Unix time in seconds.
         took_s: until its last episode had ended.
+        num_call_bytes: of the body, at its end: the calls of the rows.
     """
 
     worker: str
@@ -100,6 +106,7 @@ class RecordedGroup(Struct, frozen=True, kw_only=True):
     took_s: float
     rows: tuple[RecordedRow, ...] = ()
     rejected: tuple[RecordedRejection, ...] = ()
+    num_call_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,8 +134,32 @@ def numbers_of(row: PlayedRow, episode: int, number: int) -> RecordedRow:
     return RecordedRow(episode, number, len(row.input_ids), float(row.reward), runs, metrics)
 
 
+def pack_rows(group: RecordedGroup, rows: Sequence[PlayedRow]) -> tuple[bytes, bytes]:
+    """Head and body of a block.
+
+    Args:
+        rows: whose numbers `group` has.
+    """
+    calls = pack_calls([row.calls for row in rows], LEVEL)
+    group = structs.replace(group, num_call_bytes=len(calls))
+    return pack_group(group), pack_tokens(rows) + calls if rows else b""
+
+
+def calls_of(group: RecordedGroup, body: bytes) -> list[tuple[RecordedCall, ...]]:
+    """The calls of each row; none where an earlier areal_sc has recorded them.
+
+    Raises: ValueError: it is not the body of such rows.
+    """
+    if not group.num_call_bytes:
+        return [()] * len(group.rows)
+    found = unpack_calls(body[-group.num_call_bytes :])
+    if len(found) != len(group.rows):
+        raise ValueError(f"expected calls of {len(group.rows)} rows, got {len(found)}")
+    return found
+
+
 def pack_tokens(rows: Sequence[PlayedRow]) -> bytes:
-    """The body of a block."""
+    """The beginning of a body."""
     ids = np.concatenate([np.asarray(row.input_ids, "<i4") for row in rows])
     mask = np.concatenate([np.asarray(row.loss_mask, bool) for row in rows])
     logprobs = np.concatenate([np.asarray(row.behavior_logprobs) for row in rows])
@@ -139,7 +170,7 @@ def pack_tokens(rows: Sequence[PlayedRow]) -> bytes:
 
 
 def unpack_tokens(body: bytes, rows: Sequence[RecordedRow]) -> list[RecordedTokens]:
-    """Inverse of `pack_tokens`.
+    """Inverse of `pack_tokens`; what stands behind that is left alone.
 
     Raises: ValueError: it is not the body of such rows.
     """

@@ -34,8 +34,7 @@ from areal_sc.records.recorded_rows import (
     PlayedRow,
     RecordedGroup,
     numbers_of,
-    pack_group,
-    pack_tokens,
+    pack_rows,
 )
 from areal_sc.records.spans import NO_VERSION, RecordedSpan, pack_spans
 from areal_sc.records.trained_rows import TrainedRow, TrainedTokens, pack_trained
@@ -280,9 +279,8 @@ class Recorder:
             for number, row in enumerate(its)
         ]
         group = replace(played.group, rows=tuple(numbers for numbers, _ in rows))
-        body = pack_tokens([row for _, row in rows]) if rows else b""
         series = Series.kept if played.is_remarkable else Series.rows
-        self._append(series, pack_group(group), body)
+        self._append(series, *pack_rows(group, [row for _, row in rows]))
 
     def _append(self, series: Series, head: bytes, body: bytes) -> None:
         assert self._files is not None, "nothing is recorded without a folder"

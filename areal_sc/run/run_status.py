@@ -13,6 +13,7 @@ import msgspec
 
 from areal_sc.errors import RunFolderError
 from areal_sc.run.wishes import PauseWish
+from areal_sc.system.json_lines import UNDECODABLE
 
 FORMAT: Final = 1
 SCRIPT: Final = "the script"
@@ -206,7 +207,7 @@ def read_status(path: Path) -> RunStatus | None:
         raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
     try:
         status = msgspec.json.decode(content, type=RunStatus)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise RunFolderError(f"{path} is damaged: {error}") from error
     if status.format != FORMAT:
         raise RunFolderError(

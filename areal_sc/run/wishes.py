@@ -25,7 +25,7 @@ import msgspec
 from areal_sc.errors import RunFolderError
 from areal_sc.run.run_files import RunFiles
 from areal_sc.system.durable import own_file, replace_file
-from areal_sc.system.json_lines import to_json
+from areal_sc.system.json_lines import UNDECODABLE, to_json
 from areal_sc.system.os_errors import os_errors_as
 
 W = TypeVar("W", bound=msgspec.Struct)
@@ -157,7 +157,7 @@ def _read(path: Path, kind: type[W]) -> W | None:
         )
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise RunFolderError(f"{path} is damaged: {error}") from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -13,6 +13,9 @@ from areal_sc.system.durable import append_or_undo, own_file
 from areal_sc.system.os_errors import os_errors_as
 
 T = TypeVar("T")
+
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoders raise of what is something else, or is nested too deep."""
 
 
 class JsonLines:
@@ -56,7 +59,7 @@ def read_json_lines(path: Path, line_type: type[T]) -> list[T]:
     for number, line in enumerate(lines[:-1], start=1):  # after the last newline: unfinished
         try:
             found.append(decoder.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise RunFolderError(
                 f"{path}, line {number}: expected a JSON object, got {line[:200]!r}: {error}; "
                 "delete the line, or move the file away"

@@ -31,7 +31,7 @@ from areal_sc.records.trackers.base import Tracker
 from areal_sc.rejection import describe_counts
 from areal_sc.system.telling import Outlet
 from areal_sc.trainer.sample_view import group_view
-from areal_sc.trainer.step_table import StepTable, named_values
+from areal_sc.trainer.step_table import StepTable, columns_of, named_values
 
 _REPORTS_PER_PHASE = 4
 """Plain lines about the progress of one phase, beside those of its start and end."""
@@ -290,8 +290,8 @@ class LiveDisplay(Display):
 
     def on_step(self, metrics: StepMetrics) -> None:
         if self._table is None or self._table.width != self._console.width:
-            parts = metrics.reward_parts()
-            self._table = StepTable(self._console.width, self._total_steps, parts)
+            columns = columns_of(metrics)
+            self._table = StepTable(self._console.width, self._total_steps, columns)
             self._rows_since_header = _ROWS_PER_HEADER
         if self._rows_since_header >= _ROWS_PER_HEADER:
             self._rows_since_header = 0

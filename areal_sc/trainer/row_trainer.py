@@ -77,12 +77,13 @@ class RowTrainer(Run):
     """
 
     head = ModelHead.lm
+    generates = False
 
     def _encoder(self, *, use_chat_template: bool) -> TurnEncoder:
         """For the model of the settings. Raises: ModelError: it has no tokenizer."""
         from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 
-        check_models(self.config)
+        check_models(self.config, generates=False)
         folder = local_model(self.config.actor.path, self.config.actor.revision)
         tokenizer = load_tokenizer(folder)
         ends = read_end_token_ids(folder, tokenizer)
@@ -168,7 +169,7 @@ class RowTrainer(Run):
 
         Raises: as `Run.training`.
         """
-        check_models(self.config)
+        check_models(self.config, generates=False)
         compare_with_begin(self.folder, self.config)
         outages = Outages(self.display.show_outages, self._tell_outage, dict)
         settings, total = self.config.checkpoint, self.config.total_steps

@@ -84,6 +84,7 @@ class Run:
     Attributes:
         scheduler: starts the workers; its fork server begins to import at once.
         log: the metrics file.
+        generates: what it trains on is generated, and not the rows of a data set.
         checkpoints: what writes its snapshots, once there is one.
         beside: what goes on beside training.
     """
@@ -92,6 +93,7 @@ class Run:
     scheduler: Scheduler
     display: Display
     log: MetricsLog
+    generates = True
     checkpoints: KeepsSnapshots | None = None
     _retreats: Retreats
     _adviser: Adviser
@@ -116,8 +118,8 @@ class Run:
     def __enter__(self) -> Self:
         self.config = typed(self.config)
         take_context(self.config)
-        warnings = check_config(self.config)
-        check_limits(self.config)
+        warnings = check_config(self.config, generates=self.generates)
+        check_limits(self.config, generates=self.generates)
         trackers = [*map(make_tracker, self.config.trackers), *self._given_trackers]
         with ExitStack() as stack:  # nothing stays open when something of this fails
             self.folder = RunFolder(self.config.run_dir)

@@ -6,7 +6,7 @@ columns, as many as fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -93,6 +93,14 @@ COLUMNS = (
     Column(("bound",), "bound", 5, 8, lambda bound: _BOUNDS[bound].ljust(5)),
 )
 
+_OF_GENERATION = frozenset(
+    [
+        *("reward", "answer_tokens", "token_staleness_mean", "group_staleness_mean"),
+        *("generated_tokens_per_s", "bound"),
+    ]
+)
+"""What says nothing of a step on rows of a data set; what else such a step lacks is None."""
+
 _CAUSES = Column(("rejected_episodes",), "", 0, 0, describe_counts)
 
 LOSSES = (
@@ -107,8 +115,15 @@ LOSSES = (
 _MAX_PART_WIDTH = 12
 
 
-def _with_reward_parts(names: Iterable[str]) -> tuple[Column, ...]:
-    """The columns with one more for each part of the reward, behind the reward's."""
+def columns_of(metrics: StepMetrics) -> tuple[Column, ...]:
+    """The columns of a run, by its first step, with one for each part of the reward."""
+    if metrics.is_of_rows():
+        return tuple(
+            column
+            for column in COLUMNS
+            if column.names[0] not in _OF_GENERATION and None not in column.values(metrics)
+        )
+    names = metrics.reward_parts()
     titles = {name: name.removeprefix(PART_PREFIX)[:_MAX_PART_WIDTH] for name in names}
     parts = (
         Column((name,), title, max(len(title), 6), 10, heading=PART_PREFIX)
@@ -119,7 +134,7 @@ def _with_reward_parts(names: Iterable[str]) -> tuple[Column, ...]:
 
 def named_values(metrics: StepMetrics) -> Iterator[tuple[str, Any]]:
     """Name and value of all that a step's line tells."""
-    for column in _with_reward_parts(metrics.reward_parts()):
+    for column in columns_of(metrics):
         yield from zip(column.names, column.values(metrics), strict=True)
     for column in LOSSES:
         (value,) = column.values(metrics)
@@ -131,19 +146,19 @@ class StepTable:
     """Lays out step lines for one terminal width; no line is longer than it."""
 
     def __init__(
-        self, width: int, total_steps: int | None, reward_parts: Iterable[str] = ()
+        self, width: int, total_steps: int | None, columns: Sequence[Column] = COLUMNS
     ) -> None:
         """Args:
         width: characters a line.
         total_steps: None where it is not known.
-        reward_parts: names of metrics; see `StepMetrics.reward_parts`.
+        columns: see `columns_of`.
         """
         self.width = width
         total = f"/{total_steps}" if total_steps and width >= _NARROW else ""
         digits = len(str(total_steps or 100_000)) + len(total)
         step = replace(COLUMNS[0], width=max(digits, 4), text=lambda number: f"{number}{total}")
         self._gap = " "
-        self._columns = [step, *_with_reward_parts(reward_parts)[1:]]
+        self._columns = [step, *columns[1:]]
         room = width - _ROOM_FOR_LOSSES if width >= _WIDE else width
         while _length(self._columns, self._gap) > room and len(self._columns) > 1:
             self._columns.remove(max(self._columns, key=lambda column: column.rank))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkflowError
+from areal_sc.records.recorded_calls import RecordedCall, RecordedMessage
 from areal_sc.workflows.answer_text import TextStream, begins_thought, split_reasoning, text_of
 from areal_sc.workflows.chat_format import ChatFormat, Message, MessageShape, TurnBridge, format_of
 from areal_sc.workflows.tool_calls import ReadAnswer, ToolCall
@@ -35,6 +37,9 @@ OnText: TypeAlias = Callable[[str], None]
 
 _CALL_ID: Final = re.compile("[A-Za-z0-9]{9}")
 """What every template takes; the strictest, Mistral's, take nothing else."""
+
+_NUMBERS: Final = count()
+"""Of the calls of this process."""
 
 OTHER_TOOLS: Final = "it got other tools or arguments"
 """Why a row begins; every other reason is the template's."""
@@ -122,6 +127,7 @@ class TurnNode:
         chat: the template that both were read with.
         beginning: shapes of the messages before the conversation's first answer.
         turns: shapes of each answer with what follows it, up to this one; each sequence once.
+        call: what is recorded of it.
     """
 
     row: TurnNode | None
@@ -132,6 +138,7 @@ class TurnNode:
     chat: ChatFormat
     beginning: tuple[MessageShape, ...]
     turns: tuple[tuple[MessageShape, ...], ...]
+    call: RecordedCall
 
     @property
     def path(self) -> list[TurnNode]:
@@ -173,6 +180,7 @@ def transcript_of(path: Sequence[TurnNode], trained: Collection[TurnNode]) -> Tr
     """
     row = Transcript()
     for node in path:
+        row.calls.append(node.call)
         row.add_context(node.context)
         if node in trained:
             row.add_completion(node.completion)
@@ -189,6 +197,7 @@ class NextTurn:
         messages: the whole conversation.
         tools: in OpenAI's form.
         arguments: what the template reads beside messages and tools.
+        model: the name by which it is called.
 
     Attributes:
         prompt: tokens that the model reads.
@@ -206,7 +215,10 @@ class NextTurn:
         *,
         history: PastTurns,
         arguments: Mapping[str, Any],
+        model: str = "",
     ) -> None:
+        self._model = model
+        self._began, self._began_s = time.time(), time.monotonic()
         self._tokenizer = engine.tokenizer
         self._ends = frozenset((*engine.end_token_ids, *sampling.stop_token_ids))
         self._tools = tools
@@ -272,6 +284,23 @@ class NextTurn:
             chat=self._chat,
             beginning=beginning,
             turns=turns,
+            call=self._record(message, num_tokens),
+        )
+
+    def _record(self, answer: Message, num_tokens: int) -> RecordedCall:
+        after = self._after
+        given = self._messages[after.num_messages if after else 0 :]
+        return RecordedCall(
+            number=next(_NUMBERS),
+            after=after.call.number if after else -1,
+            new_row=self.new_row,
+            model=self._model,
+            began=self._began,
+            took_s=time.monotonic() - self._began_s,
+            num_given=len(self._context),
+            num_sampled=num_tokens,
+            given=tuple(map(RecordedMessage.of, given)),
+            answer=RecordedMessage.of(answer),
         )
 
     def _bridge(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal_sc.records.recorded_calls import RecordedCall
 from areal_sc.rewards.base import Score
 
 
@@ -25,6 +26,7 @@ class Trajectory:
         fields: values of each of `Workflow.fields`, by its name: [T, *shape], or [*shape] of one
             that is `per_row`.
         output: what the episode wrote for people who read its samples.
+        calls: what it asked of the model, for people who read its rows.
     Raises: ValueError: a metric has the name of a part of the reward, and another value.
     """
 
@@ -37,6 +39,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     output: str = ""
+    calls: Sequence[RecordedCall] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         parts = self.reward.metrics if isinstance(self.reward, Score) else {}

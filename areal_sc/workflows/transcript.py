@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from areal_sc.engines.base import Completion
+from areal_sc.records.recorded_calls import RecordedCall
 from areal_sc.workflows.trajectory import Trajectory
 
 
@@ -16,10 +17,14 @@ class Transcript:
     completion = await engine.generate(transcript.input_ids)
     transcript.add_completion(completion)
     trajectory = transcript.trajectory(reward)
+
+    Attributes:
+        calls: of the model, for people who read the row.
     """
 
     def __init__(self) -> None:
         self.input_ids: list[int] = []
+        self.calls: list[RecordedCall] = []
         self._loss_mask: list[bool] = []
         self._behavior_logprobs: list[float] = []
         self._versions: list[int] = []
@@ -56,4 +61,5 @@ class Transcript:
             temperatures=list(self._temperatures),
             reward=reward,
             metrics=dict(metrics or {}),
+            calls=tuple(self.calls),
         )

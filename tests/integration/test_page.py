@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from integration.run_process import LIMIT_S, open_gate, tiny_run
+from integration.run_process import LIMIT_S, gate_of, tiny_run
 
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.records.samples import read_samples
@@ -99,7 +99,7 @@ def workers_of(page: Page) -> set[str]:
 
 
 def test_beside_a_run_that_goes_on(tmp_path: Path, tiny_model_folder: Path) -> None:
-    held = ("task.num_free_episodes=32", "total_steps=5")  # after the evaluation and three steps
+    held = ("task.num_free_episodes=32", "total_steps=5000")  # after the evaluation and three steps
     with tiny_run(tmp_path / "run", tiny_model_folder, *held) as run:
         run.wait_for_step(1)
         with page_of(run.run_dir, options=["--control"]) as page:
@@ -109,14 +109,20 @@ def test_beside_a_run_that_goes_on(tmp_path: Path, tiny_model_folder: Path) -> N
             assert page.control(what="resume") == "the run goes on"
             before = page.get("/api/runs/0/steps")
             assert before["columns"]["step"][0] == 1
-            for _ in range(5):
-                open_gate(run.run_dir)
-            run.finish()
+            assert "are 2 from now on" in page.control(what="scale", num_workers=2)
+            all_three = {"train/0", "rollout/0", "rollout/1"}
+            run.wait_until(lambda: workers_of(page) == all_three, "a second rollout worker")
+            gate_of(run.run_dir).write_bytes(b"." * 1000)
+            run.wait_for_step(5)
+            assert "stopped: nothing of the run is left" in page.control(what="stop")
+            assert run.wait() == 130
             known = f"epoch={before['epoch']}&first={before['num_steps']}"
             after = page.get(f"/api/runs/0/steps?{known}")
-            assert before["columns"]["step"] + after["columns"]["step"] == [1, 2, 3, 4, 5]
+            steps = before["columns"]["step"] + after["columns"]["step"]
+            assert steps == [*range(1, len(steps) + 1)]
+            assert len(steps) >= 5
             fleet = page.get("/api/runs/0/fleet")
-            assert fleet["state"] == "finished"
+            assert fleet["state"] == "interrupted"
             for role in fleet["status"]["roles"].values():
                 for worker in role["workers"]:
                     assert 0 <= worker["held_bytes"] <= worker["store_bytes"]

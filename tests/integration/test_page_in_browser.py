@@ -18,7 +18,7 @@ import pytest_asyncio
 from integration.browser import CHROMIUM, Tab, browser_tab
 from integration.run_process import RunProcess, open_gate, tiny_run
 from integration.test_page import OLD_RUN, Page, page_of
-from page_runs import damage, make_run, row
+from page_runs import CODE, EVIL, damage, make_run, row
 from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
 
@@ -243,19 +243,48 @@ async def test_turns_and_branches_of_an_agent(runs: list[Path], page: Page, tab:
     assert "<script>document.title='evil'</script>" in shown
     assert "\\u202e\\u001b[2J" in shown
     assert "1 answers were rejected: reward_error:" in shown
-    turns = await tab.value("[...document.querySelectorAll('.turn h2')].map(h => h.innerText)")
-    assert [it.split(" ")[0] for it in turns] == ["Prompt", *["Model,", "Given"] * 2, "Model,"]
-    assert "calls python" in turns[1]
-    assert turns[2].startswith("Given by a tool")
-    texts = await tab.value("[...document.querySelectorAll('.turn pre')].map(h => h.innerText)")
-    assert texts[3:] == ["Wait: is that right?", "Yes.", " Ten."]
-    table = await tab.value("document.querySelector('[aria-label=branches]').innerText")
     (first, second) = [it for it in rows(runs[0]) if (it.group, it.episode) == (1, 0)]
+    turns = await tab.value("[...document.querySelectorAll('.turn h2')].map(h => h.innerText)")
+    assert [it.split(" tokens given")[0] for it in turns] == [
+        f"counter, turn {number} of 3 {call.num_given}"
+        for number, call in enumerate(second.calls, 1)
+    ]
+    assert "trained in another row" in turns[0]
+    assert turns[0].endswith("calls python")
+    said = "its => its.map(it => it.textContent)"
+    heads, texts = await tab.value(
+        "(shown => [shown('.turn > h3'), shown('.turn > pre')])"
+        f"(name => ({said})([...document.querySelectorAll(name)]))"
+    )
+    assert [it.split(" within")[0] for it in heads] == [
+        *("user", "answer", "calls python", "result"),
+        *("answer", "user", "answer"),
+    ]
+    evil = EVIL.replace("\u202e", "\\u202e").replace("\x1b", "\\u001b")
+    code = json.dumps({"code": CODE})
+    question, *others = texts
+    assert question == f"How many letters has strawberry? {evil}"
+    assert others == ["I count.", code, f"10 {evil}", "Wait: is that right?", "Yes.", "Ten."]
+    whole = await tab.value("document.querySelectorAll('.turn .raw pre')[1].textContent")
+    assert whole.startswith("I count.\n<tool_call>")
+    await tab.value("document.querySelectorAll('.turn > summary')[1].focus()")
+    await tab.press("Enter")
+    assert await tab.value("document.querySelectorAll('.turn')[1].open") is False
+    table = await tab.value("document.querySelector('[aria-label=branches]').innerText")
     parts = zip(first.input_ids, second.input_ids, strict=False)
     shared = next(number for number, (a, b) in enumerate(parts) if a != b)
     assert f"1.1\t{shared}\t{len(first.input_ids)}\t1" in table
+    assert first.calls[0] == second.calls[0]
+    begun = first.calls[0]
+    assert shared == begun.num_given + begun.num_sampled + first.calls[1].num_given
+    parting = "document.querySelectorAll('.turn')[1].querySelector('.parting a')"
+    place = await tab.value(f"{parting}.hash")
     beside = await tab.value("document.querySelectorAll('.beside .answer').length")
     assert beside == 3
+    assert f"token={shared}" in place
+    await shows(tab, place)
+    under = await tab.value("document.querySelector('.under').innerText")
+    assert f"token {shared} of {len(first.input_ids)}, id {first.input_ids[shared]}" in under
 
 
 async def test_tokens_are_those_that_were_recorded(runs: list[Path], page: Page, tab: Tab) -> None:

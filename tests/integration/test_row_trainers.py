@@ -30,6 +30,7 @@ from areal_sc import (
 )
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss
 from areal_sc.errors import WorkflowError
+from areal_sc.records.learning_curve import plot_learning_curve
 from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import RunFolder
 
@@ -138,7 +139,9 @@ def chat_model(tiny_model_folder: Path, tmp_path: Path) -> Path:
 def config_of(model: Path, run_dir: Path, *overrides: str) -> GRPOConfig:
     paths = (f"run_dir={run_dir}", f"actor.path={model}", "task.gate=unused")
     settings = ("actor.optimizer.lr=2e-3", "checkpoint.every_steps=5", "evaluation.every_steps=5")
-    return load_config(["--config", str(TINY_YAML), *paths, *settings, *overrides], GRPOConfig)
+    unused = ("generation.max_new_tokens=4096", "rollout.group_size=1")  # GRPO refuses both
+    words = ["--config", str(TINY_YAML), *paths, *settings, *unused, *overrides]
+    return load_config(words, GRPOConfig, generates=False)
 
 
 def sorting_rows(count: int) -> list[dict[str, Any]]:
@@ -155,7 +158,9 @@ def sorting_rows(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_sft_lowers_the_loss_of_held_out_rows_and_goes_on(chat_model: Path, tmp_path: Path) -> None:
+def test_sft_lowers_the_loss_of_held_out_rows_and_goes_on(
+    chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows, run_dir = sorting_rows(80), tmp_path / "run"
     for total in (10, 20):  # the second start goes on from the snapshot of step 10
         best = "checkpoint.keep_best=loss"
@@ -174,6 +179,12 @@ def test_sft_lowers_the_loss_of_held_out_rows_and_goes_on(chat_model: Path, tmp_
     assert summary["num_steps"] == 20
     assert summary["metrics_before"] == {"loss": losses[0]}
     assert summary["metrics_after"] == {"loss": losses[20]}
+    said = capsys.readouterr().out
+    assert re.search(r"step=20/20 entropy=\S+ loss=\S+ grad_norm=\S+ trained_tokens_per_s=", said)
+    assert not re.search("nan|reward|staleness|generated|rejected", said)
+    plot_learning_curve(history, "sft", tmp_path / "curve.png")
+    shown = (tmp_path / "curve.png").read_bytes()
+    assert shown.startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("lora", [[], ["actor.lora.rank=8", "actor.optimizer.lr=2e-2"]])

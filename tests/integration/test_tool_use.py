@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 from integration.run_process import REPOSITORY, SCRIPTS, started
+from tokenizers import Tokenizer
+
+from areal_sc.records.reading import rows
 
 EXAMPLES = REPOSITORY / "examples"
 CONFIG = ("--config", str(REPOSITORY / "configs" / "tool_use.yaml"))
@@ -57,3 +62,33 @@ def test_an_agent_learns_the_tool(tmp_path: Path) -> None:
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.28
     assert summary["greedy_accuracy_after"] >= 0.8
     assert summary["num_episodes_rejected"] == 0
+    check_conversations(tmp_path / "run", tmp_path / "model")
+
+
+def check_conversations(run_dir: Path, model: Path) -> None:
+    """Of each row its record has the turns that its tokens are, by role, tool and result."""
+    tokenizer, num_tools = Tokenizer.from_file(str(model / "tokenizer.json")), 0
+    recorded = list(rows(run_dir))
+    for row in recorded:
+        (call, *more), given = row.calls, row.calls[0].num_given
+        sizes = [it.num_given + it.num_sampled for it in row.calls]
+        assert sum(sizes) == len(row.input_ids)
+        assert not row.loss_mask[:given].any()
+        assert row.loss_mask[given : given + call.num_sampled].all()
+        text = tokenizer.decode(row.input_ids.tolist(), skip_special_tokens=False)
+        assert [it.role for it in call.given] == ["user"]
+        assert call.given[0].text in text
+        assert len(more) == bool(call.answer.tool_calls)
+        assert row.began <= call.began <= row.began + row.took_s
+        for it in more:
+            assert it.after == call.number
+            assert it.began >= call.began
+            for tool, result in zip(call.answer.tool_calls, it.given, strict=True):
+                num_tools += 1
+                assert tool.name == "look_up"
+                assert (result.role, result.answers) == ("tool", tool.id)
+                key = str(json.loads(tool.arguments).get("key"))
+                table = ast.literal_eval(row.prompt)["table"]
+                assert result.text == table.get(key, "none")
+    assert num_tools > 0
+    assert {it.model for row in recorded for it in row.calls} == {"policy"}

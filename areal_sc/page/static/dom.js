@@ -12,7 +12,7 @@ export function el(tag, attributes = {}, ...children) {
       element.setAttribute(name, value);
     }
   }
-  element.append(...children.flat(4).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return element;
 }
 

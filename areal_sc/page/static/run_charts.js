@@ -72,6 +72,12 @@ const MARKED = {
   pause_ended: () => "goes on",
 };
 
+/** Whether a run trains on rows of a data set: it generates nothing, and has no rewards. */
+export function isOfRows({ columns, num_steps: numSteps }) {
+  const isEmpty = (name) => (columns[name] || []).every((value) => !value);
+  return numSteps > 0 && ["reward", "num_generated_tokens", "num_rollout_workers"].every(isEmpty);
+}
+
 /** The charts of runs, in sections. `runs`: {name, index, told}, those that are shown. */
 export function runCharts(runs, { x, isSmooth }) {
   const shownNames = new Set(SECTIONS.flatMap(([, specs]) => specs.flatMap((spec) => spec.names || [])));
@@ -105,8 +111,9 @@ function oneChart(spec, runs, xName, isSmooth) {
     const xs = columns.step ? axis.of(columns) : [];
     const names = spec.prefix ? Object.keys(columns).filter((it) => it.startsWith(spec.prefix)) : spec.names;
     const several = runs.length > 1;
+    const ofRows = isOfRows(told);
     for (const [nth, column] of names.entries()) {
-      if (!columns[column]?.some((value) => value !== null)) continue;
+      if (!columns[column]?.some((value) => (ofRows ? value : value !== null))) continue; // of rows 0 is what it does not do
       if (several && nth > 0 && !spec.prefix) continue; // one curve a run
       const label = several ? name : column.replace(/^[a-z_]+\//, "");
       const own = color(several ? index : nth);

@@ -5,6 +5,7 @@ import { choice, el, field, notes, number, short, shown } from "./dom.js";
 import { get } from "./source.js";
 
 export const NUM_HUES = 12;
+export const MAX_TOKENS = 10000; // of one answer
 const TRACED_EVERY = 16; // groups of whose tokens train ranks record numbers
 // numbers that give a token its colour: where one ends and the next one begins; p: from good to bad, d: from low to high
 const SCALES = {
@@ -49,8 +50,8 @@ export async function recordedRows(run, group, wanted = {}) {
   );
 }
 
-/** The tokens of a row, a part of them at once. `load` gives those from another one on. */
-export function tokenArea(row, tokens, load) {
+/** The tokens of a row, a part of them at once. `load` gives those from another one on; at `at` the reader looks. */
+export function tokenArea(row, tokens, load, at = -1) {
   const area = el("div", {});
   const show = (told) => {
     const { first, ids, num_tokens: numTokens } = told;
@@ -66,13 +67,13 @@ export function tokenArea(row, tokens, load) {
             last < numTokens ? part("later tokens", last) : null,
           )
         : null;
-    area.replaceChildren(...[parts, tokenBox(row, told)].filter(Boolean));
+    area.replaceChildren(...[parts, tokenBox(row, told, at - first)].filter(Boolean));
   };
   show(tokens);
   return area;
 }
 
-function tokenBox(row, told) {
+function tokenBox(row, told, start) {
   const { ids, mask, logprobs, versions, texts, first, num_tokens: numTokens, trained } = told;
   const colors = ["version", ...Object.keys(SCALES).filter((it) => SCALES[it].of(told)), "mask"];
   const under = el("p", { class: "under", role: "status" }, "point at a token, or go along them with ← and →");
@@ -115,6 +116,10 @@ function tokenBox(row, told) {
     marks[next].scrollIntoView({ block: "nearest" });
   });
   box.append(...marks);
+  if (marks[start]) {
+    point(start);
+    setTimeout(() => marks[start].scrollIntoView({ block: "center" })); // once it is on the page
+  }
   const chosen = colors.includes(color) ? color : "version";
   paint(chosen);
   return el(

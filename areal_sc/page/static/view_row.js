@@ -1,13 +1,14 @@
 // One row: what the model read and wrote turn by turn, its numbers and tokens, and its group side by side.
 
 import { linkTo } from "./address.js";
-import { el, notes, number, short, shown, table, textBox, tile } from "./dom.js";
+import { duration, el, notes, number, short, shown, table, textBox, tile } from "./dom.js";
 import { get, isFile, marks } from "./source.js";
-import { recordedRows, tokenArea } from "./tokens.js";
+import { MAX_TOKENS, recordedRows, tokenArea } from "./tokens.js";
 import { listed, nameOf, rowNumbers, star } from "./view_rows.js";
 import { span } from "./view_run.js";
 
 export const rowParts = [];
+const OPEN_TURNS = 12; // of a longer row the last turn is open
 
 export function showRow({ run, words }) {
   return words.name ? showRecorded(run, words) : showSample(run, words);
@@ -15,21 +16,21 @@ export function showRow({ run, words }) {
 
 /** A recorded row: all of its turns and tokens, and its group. */
 async function showRecorded(run, words) {
-  const { name, run: _, ...asked } = words;
+  const { name, token = "-1", run: _, ...asked } = words;
   const [group, attempt, episode, row] = name.split(".").map(encodeURIComponent);
   const base = `/api/runs/${run.index}`;
   const path = `${base}/tokens/${group}/${attempt}/${episode}/${row}`;
   const [recorded, stars, found] = await Promise.all([
     get(`${base}/recorded/${group}`),
     marks(run.index),
-    get(path).then(
+    get(path, { first: token < MAX_TOKENS ? 0 : token - 100 }).then(
       (tokens) => ({ tokens }),
       (error) => ({ failure: error.message }),
     ),
   ]);
   const chosen = recorded.rows.find((one) => nameOf(one) === name);
   if (!chosen) throw new Error(`${recorded.damage.join("; ")} The row ${name} is not recorded (records.keep), or gone (records.max_bytes).`.trim());
-  const to = (one) => linkTo("row", { ...asked, run: run.name, name: nameOf(one) });
+  const to = (one, more) => linkTo("row", { ...asked, ...more, run: run.name, name: nameOf(one) });
   const ofGroup = recorded.rows.filter((one) => one.episode >= 0 && one.attempt === chosen.attempt);
   const place = ofGroup.indexOf(chosen);
   const ofAttempt = recorded.attempts.find((it) => it.attempt === chosen.attempt);
@@ -42,6 +43,10 @@ async function showRecorded(run, words) {
     p: isFile ? null : linkTo("rows", { run: run.name, dataset: chosen.dataset, index: chosen.index }),  // a file has no other rows
     Escape: linkTo("rows", { run: run.name, ...asked }),
   };
+  const others = (found.tokens?.branches || []).flatMap(({ row: other, num_shared: numShared }) => {
+    const one = ofGroup.find((it) => it.episode === chosen.episode && it.row === other);
+    return one ? [{ ...one, name: `${one.episode + 1}.${other + 1}`, num_shared: numShared, href: to(one, { token: numShared }) }] : [];
+  });
   const button = isFile ? null : star(run, name, stars);
   const root = el(
     "article",
@@ -51,9 +56,9 @@ async function showRecorded(run, words) {
     notes(recorded.damage, "damage"),
     tilesOf(chosen),
     ofAttempt ? [el("h2", {}, `Row ${short(chosen.index)} of the data`), textBox(ofAttempt.prompt, "row of the data")] : null,
-    found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turnsOf(chosen, found.tokens.turns),
-    found.failure ? null : branches(ofGroup, chosen, found.tokens.branches, to),
-    found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenArea({ ...chosen, run: run.name, versions: numbers.versions }, found.tokens, (first) => get(path, { first }))],
+    found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turnsOf(chosen, found.tokens.turns, others),
+    found.failure ? null : branches(others),
+    found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenArea({ ...chosen, run: run.name, versions: numbers.versions }, found.tokens, (first) => get(path, { first }), Number(token))],
     ofGroup.length > 1 || rejected.length ? el("h2", {}, "The group side by side") : null,
     rejected.map((it) => el("p", { class: "complaint" }, `${short(it.num_episodes)} answers were rejected: `, shown(`${it.cause}: ${it.message}`))),
     ofGroup.length > 1
@@ -125,23 +130,68 @@ function textsOf(row) {
   return [el("h2", {}, "Prompt"), textBox(row.prompt, "prompt"), el("h2", {}, "Answer"), textBox(row.answer, "answer")];
 }
 
-/** What was given and what was sampled, in turns. */
-function turnsOf(row, turns) {
-  if (turns.some((it) => it.text === null)) return textsOf(row);
+/** What was given and what was sampled, in turns; where another row of the episode parts from it. */
+function turnsOf(row, turns, parting) {
+  if (turns.some((it) => it.text === null && !it.call)) return textsOf(row);
   const numTurns = turns.filter((it) => it.is_sampled).length;
+  const asked = new Set(turns.flatMap(({ call }) => (call?.answer.tool_calls || []).map((it) => it.id)));
+  const results = new Map(turns.flatMap(({ call }) => (call?.given || []).filter((it) => asked.has(it.answers)).map((it) => [it.answers, { ...it, came: call.began }])));
   let turn = 0;
-  return turns.map(({ is_sampled: isSampled, begin, end, text, first_version: first, last_version: last, mean_logprob: logprob }) => {
+  let before = null; // the call before
+  let given = null; // tokens before a recorded call
+  return turns.map((part, place) => {
+    const { is_sampled: isSampled, begin, end, text, call, first_version: first, last_version: last, mean_logprob: logprob } = part;
+    if (!call && turns[place + 1]?.call) {
+      given = part;
+      return null;
+    }
     if (isSampled) turn += 1;
-    const name = isSampled ? (numTurns > 1 ? `Model, turn ${turn} of ${numTurns}` : "Answer") : begin === 0 ? "Prompt" : isOfTool(text) ? "Given by a tool" : "Given";
-    const calls = isSampled ? toolCalls(text) : [];
-    const about = `${short(end - begin)} tokens${isSampled ? `, version ${span(first, last)}, mean log-probability ${short(logprob)}` : ""}`;
-    return el(
-      "section",
-      { class: isSampled ? "turn sampled" : "turn" },
-      el("h2", {}, `${name} `, el("span", { class: "dim why" }, about), calls.map((call) => [" ", el("span", { class: "call" }, "calls ", shown(call))])),
-      textBox(text, name),
+    const model = call?.model || "Model";
+    const name = isSampled ? (numTurns > 1 || call ? `${model}, turn ${turn} of ${numTurns}` : "Answer") : begin === 0 ? "Prompt" : isOfTool(text) ? "Given by a tool" : "Given";
+    const tools = call ? (call.answer.tool_calls || []).map((it) => it.name) : isSampled ? toolCalls(text) : [];
+    const about = [
+      given ? `${short(given.end - given.begin)} tokens given, ${short(end - begin)} sampled` : `${short(end - begin)} tokens`,
+      isSampled && part.is_trained ? `version ${span(first, last)}, mean log-probability ${short(logprob)}` : null,
+      isSampled && !part.is_trained ? "trained in another row, or not at all" : null,
+      call ? duration(call.took_s) : null,
+      call && before ? `${duration(Math.max(0, call.began - before.began - before.took_s))} after the turn before` : null,
+    ];
+    const from = given ? given.begin : begin;
+    const here = parting.filter((it) => it.num_shared >= from && (it.num_shared < end || place === turns.length - 1));
+    const block = el(
+      "details",
+      { class: isSampled ? "turn sampled" : "turn", open: numTurns <= OPEN_TURNS || here.length > 0 || turn === numTurns },
+      el("summary", {}, el("h2", {}, shown(name), " ", el("span", { class: "dim why" }, about.filter(Boolean).join(", ")), tools.map((it) => [" ", el("span", { class: "call" }, "calls ", shown(it))]))),
+      here.map((it) => el("p", { class: "parting" }, `Row ${it.name} parts from this one at token ${short(it.num_shared)}: `, el("a", { href: it.href }, "open"))),
+      call ? messagesOf(call, results, text === null ? [] : [given?.text, text]) : textBox(text, name),
     );
+    given = null;
+    before = call;
+    return block;
   });
+}
+
+/** What a call gave the model and what that answered; the result of a tool stands with its call. */
+function messagesOf(call, results, texts) {
+  const message = (role, text, label = role) => (text ? [el("h3", {}, shown(role)), textBox(text, label)] : null);
+  const { reasoning, text, tool_calls: tools = [] } = call.answer;
+  return [
+    call.new_row ? el("p", { class: "dim" }, "The row begins here, though the conversation is older: ", shown(call.new_row)) : null,
+    call.given.filter((it) => results.get(it.answers)?.text !== it.text).map((it) => [message(it.role, it.text), ...(it.tool_calls || []).map((one) => toolOf(one))]),
+    message("thought", reasoning),
+    message("answer", text),
+    tools.map((it) => toolOf(it, results.get(it.id), call)),
+    texts.length ? el("details", { class: "raw" }, el("summary", {}, "all of it as its tokens have it"), texts.filter(Boolean).map((it) => textBox(it, "text of the tokens"))) : null,
+  ];
+}
+
+function toolOf({ name, arguments: told }, result, call) {
+  const took = result ? duration(Math.max(0, result.came - call.began - call.took_s)) : "";
+  return [
+    el("h3", {}, "calls ", el("span", { class: "call" }, shown(name))),
+    textBox(told, `arguments of ${name}`),
+    result ? [el("h3", {}, "result ", el("span", { class: "dim" }, `within ${took}`)), textBox(result.text, `result of ${name}`)] : null,
+  ];
 }
 
 function isOfTool(text) {
@@ -156,16 +206,13 @@ function toolCalls(text) {
 }
 
 /** The other rows of the episode: where they part from this one. */
-function branches(ofGroup, row, found, to) {
-  if (!found.length) return null;
+function branches(others) {
+  if (!others.length) return null;
   return [
     el("h2", {}, "Branches of this episode"),
     table(
       ["row", "the same as this one up to token", "tokens", "reward", ""],
-      found.map(({ row: other, num_shared: numShared }) => {
-        const one = ofGroup.find((it) => it.episode === row.episode && it.row === other);
-        return [`${row.episode + 1}.${other + 1}`, number(numShared), number(one?.num_tokens), number(one?.reward), one ? el("a", { href: to(one) }, "open") : ""];
-      }),
+      others.map((it) => [it.name, number(it.num_shared), number(it.num_tokens), number(it.reward), el("a", { href: it.href }, "open")]),
       { label: "branches" },
     ),
   ];

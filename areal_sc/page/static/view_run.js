@@ -3,7 +3,7 @@
 import { change, linkTo } from "./address.js";
 import { color } from "./charts.js";
 import { choice, duration, el, field, notes, number, percent, short, shown, table, tile } from "./dom.js";
-import { X_NAMES, runCharts } from "./run_charts.js";
+import { X_NAMES, isOfRows, runCharts } from "./run_charts.js";
 import { get, steps } from "./source.js";
 
 const NEWEST = 20; // steps that tell what bounds a run now
@@ -83,6 +83,7 @@ function summary(run, several) {
   const last = (column) => columns[column]?.at(-1);
   const step = told.num_steps ? last("step") : 0;
   const results = newestResults(told.evaluations);
+  const ofRows = isOfRows(told);
   return el(
     "section",
     { class: "summary" },
@@ -92,13 +93,13 @@ function summary(run, several) {
       "div",
       { class: "tiles" },
       tile("step", number(step), fleet.total_steps ? ` of ${short(fleet.total_steps)}` : ""),
-      tile("reward", number(last("reward"))),
+      ofRows ? tile("loss", number(last("train/loss"))) : tile("reward", number(last("reward"))),
       columns.accuracy?.some((value) => value !== null) ? tile("accuracy", number(last("accuracy"))) : null,
       results.map((result) => tile(`${result.name}, step ${result.step}`, ...score(result))),
-      tile("tokens/s generated", number(last("generated_tokens_per_s"))),
+      ofRows ? null : tile("tokens/s generated", number(last("generated_tokens_per_s"))),
       tile("tokens/s trained", number(last("trained_tokens_per_s"))),
-      told.num_steps ? tile(`bound by, last ${Math.min(NEWEST, told.num_steps)} steps`, ...bound(columns)) : null,
-      told.num_steps ? episodeTile(run) : null,
+      told.num_steps && !ofRows ? tile(`bound by, last ${Math.min(NEWEST, told.num_steps)} steps`, ...bound(columns)) : null,
+      told.num_steps && !ofRows ? episodeTile(run) : null,
       told.num_steps ? tile("newest step", duration(fleet.now - last("time")), " ago") : tile("steps", "none yet"),
     ),
     fleet.warnings.length
@@ -148,7 +149,7 @@ function newestResults(evaluations) {
 }
 
 function score(result) {
-  if (result.accuracy === null || result.accuracy === undefined) return [number(result.reward)];
+  if (result.accuracy === null || result.accuracy === undefined) return [number(result.reward ?? result.workflow.loss)];
   const interval = result.accuracy_low === null ? "" : ` ${short(result.accuracy_low)} to ${short(result.accuracy_high)}`;
   return [number(result.accuracy), el("span", { class: "dim", title: "95 % confidence" }, interval)];
 }
@@ -163,23 +164,27 @@ function evaluationsTable(told, several) {
   const rows = told.flatMap((run) => run.told.evaluations.map((result) => ({ run, result }))).reverse();
   const own = [...new Set(rows.flatMap(({ result }) => Object.keys(result.workflow)))].filter((name) => name !== "accuracy");
   const passes = [...new Set(rows.flatMap(({ result }) => Object.keys(result.pass_at)))].sort((a, b) => a - b);
-  const heads = [several ? ["run"] : [], "step", "name", "accuracy", "95 %", "reward", passes.map((k) => `pass@${k}`), own, "prompts", "answers", "rejected", "versions", "temperature"].flat();
+  const columns = [
+    ["run", ({ run }) => (several ? [dot(run.index), shown(run.name)] : null)],
+    ["step", ({ result }) => number(result.step)],
+    ["name", ({ result }) => shown(result.name)],
+    ["accuracy", ({ result }) => result.accuracy],
+    ["95 %", ({ result }) => (result.accuracy_low === null ? null : `${short(result.accuracy_low)} to ${short(result.accuracy_high)}`)],
+    ["reward", ({ result }) => result.reward],
+    ...passes.map((k) => [`pass@${k}`, ({ result }) => result.pass_at[k]]),
+    ...own.map((name) => [name, ({ result }) => result.workflow[name]]),
+    ["prompts", ({ result }) => result.num_prompts],
+    ...["num_samples", "num_rejected", "temperature"].map((name) => [{ num_samples: "answers", num_rejected: "rejected" }[name] || name, ({ run, result }) => (isOfRows(run.told) ? null : result[name])]),
+    ["versions", ({ result }) => span(result.version_min, result.version_max)],
+  ].filter(([, of]) => rows.some((row) => (of(row) ?? null) !== null));
+  const cell = (value) => (typeof value === "number" || value == null ? number(value) : value);
   return el(
     "section",
     {},
     el("h2", {}, "Evaluations"),
     table(
-      heads,
-      rows.slice(0, 200).map(({ run, result }) =>
-        [
-          several ? [[dot(run.index), shown(run.name)]] : [],
-          [number(result.step), shown(result.name), number(result.accuracy)],
-          [result.accuracy_low === null ? "–" : `${short(result.accuracy_low)} to ${short(result.accuracy_high)}`, number(result.reward)],
-          passes.map((k) => number(result.pass_at[k])),
-          own.map((name) => number(result.workflow[name])),
-          [number(result.num_prompts), number(result.num_samples), number(result.num_rejected), span(result.version_min, result.version_max), number(result.temperature)],
-        ].flat(),
-      ),
+      columns.map(([name]) => name),
+      rows.slice(0, 200).map((row) => columns.map(([, of]) => cell(of(row)))),
       { label: "evaluations" },
     ),
   );

@@ -29,8 +29,8 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
+from areal_sc.system.json_lines import UNDECODABLE
 from areal_sc.transport.bulk.buffer_pool import BufferPool
-from areal_sc.transport.rpc.method import UNDECODABLE
 from areal_sc.transport.sockets.zmq_socket import Buffer
 
 HELLO, READ, ROWS, FAILURE = range(4)

@@ -19,7 +19,8 @@ from msgspec import Meta, Raw, Struct
 
 from areal_sc import errors
 from areal_sc.errors import ArealError, ProtocolError, RemoteError
-from areal_sc.transport.rpc.method import UNDECODABLE, short_text
+from areal_sc.system.json_lines import UNDECODABLE
+from areal_sc.transport.rpc.method import short_text
 from areal_sc.transport.security.passes import MAX_PASS_BYTES
 from areal_sc.transport.sockets.zmq_socket import FRAME_BYTES, Buffer, Frame
 from areal_sc.user_code import text_of

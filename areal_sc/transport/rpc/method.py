@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Raw
 
 from areal_sc.errors import ProtocolError
+from areal_sc.system.json_lines import UNDECODABLE
 from areal_sc.transport.security.passes import CONTROLLER, Caller
 
 A = TypeVar("A")
@@ -30,9 +31,6 @@ Handler = Callable[[A], Coroutine[Any, Any, R] | R]
 A plain function is answered in the turn in which its request arrives, so it must be quick."""
 
 MAX_ERROR_CHARS: Final = 200
-
-UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not of the declared type, or not msgpack at all."""
 
 T = TypeVar("T")
 

@@ -83,6 +83,19 @@ def as_sent_back(answer: ModelAnswer) -> Message:
     )
 
 
+def check_calls(engine: ScriptedEngine, rows: Sequence[Trajectory]) -> None:
+    """The calls of a row are its tokens, one behind the other, as they were sent and sampled."""
+    for row in rows:
+        end = 0
+        for call in row.calls:
+            begin, end = end + call.num_given, end + call.num_given + call.num_sampled
+            sampled = list(row.input_ids[begin:end])
+            assert (list(row.input_ids[:begin]), sampled) in zip(
+                engine.sent, engine.sampled, strict=True
+            )
+        assert end == len(row.input_ids)
+
+
 def lengths(rows: Sequence[Trajectory]) -> list[tuple[int, int]]:
     """(tokens, trained ones) of each row."""
     return [(len(row.input_ids), sum(row.loss_mask)) for row in rows]
@@ -97,12 +110,21 @@ async def test_a_tool_loop_is_one_row_of_what_was_sent_and_sampled() -> None:
     )
     first = await agent.turn()
     assert [it.arguments for it in first.turn.tool_calls] == [{"city": "Paris"}]
-    await agent.turn()
+    second = await agent.turn()
     last = await agent.turn()
     assert last.turn.content == "fine"
     assert last.num_prompt_tokens == len(engine.sent[-1])
     rows = session.trajectories(0.5)
     assert len(rows) == 1
+    check_calls(engine, rows)
+    given = [[(it.role, it.text, it.answers) for it in call.given] for call in rows[0].calls]
+    ids = [turn.id for call in (first, second) for turn in call.turn.tool_calls]
+    assert given == [[("user", "hi there", "")], *([("tool", "sunny", it)] for it in ids)]
+    asked = [call.answer.tool_calls for call in rows[0].calls]
+    cities = [[("weather", f'{{"city": "{city}"}}')] for city in ("Paris", "Rome")]
+    assert [[(it.name, it.arguments) for it in its] for its in asked] == [*cities, []]
+    assert [[it.id for it in its] for its in asked[:2]] == [[it] for it in ids]
+    assert rows[0].calls[-1].answer.text == "fine"
     assert rows[0].input_ids == engine.sent[-1] + engine.sampled[-1]
     assert rows[0].metrics == {
         "agent/calls": 3.0,
@@ -137,6 +159,13 @@ async def test_branches_and_a_compacted_history_are_a_tree_trained_once() -> Non
     rows = session.trajectories(1.0)
     assert len(rows) == 4  # two branches, the other agent, the compacted history
     check_trained(engine, rows)
+    check_calls(engine, rows)
+    begun = rows[0].calls[0].number
+    assert [row.calls[0].number == begun for row in rows] == [True, True, False, False]
+    assert len({call.number for row in rows for call in row.calls}) == 8
+    for row in rows:
+        afters, numbers = zip(*((it.after, it.number) for it in row.calls), strict=True)
+        assert afters == (-1, *numbers[:-1])
     first = len(engine.sampled[0])
     one, two = (row for row in rows if row.input_ids[: len(engine.sent[0])] == engine.sent[0])
     start = len(engine.sent[0])
@@ -267,6 +296,11 @@ async def test_other_tools_and_a_template_that_rewrites_begin_rows_and_are_count
     rows = session.trajectories(1.0)
     assert len(rows) == 3
     check_trained(engine, rows)
+    check_calls(engine, rows)
+    calls = [row.calls[0] for row in rows]
+    assert [it.after for it in calls] == [-1, *(it.number for it in calls[:2])]
+    assert [it.new_row for it in calls[::2]] == ["", "it got other tools or arguments"]
+    assert calls[1].new_row.startswith("it leaves out the reasoning")
 
 
 async def test_rows_per_call_and_the_longest_one() -> None:

@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import ClientResponse, ClientSession, CookieJar, web
 from ledger_history import History, a_run
@@ -18,7 +20,6 @@ from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
 
 from areal_sc.page import row_index
-from areal_sc.page import server as page_server
 from areal_sc.page.access import Access
 from areal_sc.page.answers import answer
 from areal_sc.page.followed_run import FollowedRun
@@ -338,7 +339,7 @@ async def test_whatever_lies_in_the_folder_each_view_answers(
         path.unlink()
     folder.ledger.rmdir()
     folder.ledger.write_text("no folder")
-    folder.status_path.write_bytes(b"\x00")
+    folder.status_path.write_bytes(b'{"a":' + 10_000 * b"[")
     shutil.rmtree(folder.records)
     folder.records.write_text("no folder")
     (folder.path / "run.json").unlink()
@@ -395,18 +396,37 @@ async def test_who_may_control_a_run(session: ClientSession, controlling: Client
         assert any(it in said for it in ("no run goes on", "is not paused"))
 
 
+async def test_a_command_ends_with_the_page(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, pid = tmp_path / "waits.sh", tmp_path / "pid"
+    waiting.write_text(f"#!/bin/sh\necho $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 600\n")
+    waiting.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(waiting))
+    runs = [FollowedRun(folder.path, "run")]
+    server = PageServer(runs, Access(KEY, ()), can_control=True)
+    address = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    async with ClientSession(address, headers={"Origin": address}) as session:
+        asked = asyncio.create_task(control(session, '{"what": "stop"}'))
+        while not pid.exists():  # noqa: ASYNC110, another process makes it
+            await asyncio.sleep(0.01)
+        await server.close()
+        assert (await asked)[0] == 409
+    assert not psutil.pid_exists(int(pid.read_text())), "the page has waited for its end"
+
+
 async def test_a_run_is_asked_for_one_thing_at_a_time(
     controlling: ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second `stop` beside the first one would end the run at once."""
     asked, may_answer = asyncio.Event(), asyncio.Event()
 
-    async def said(words: Sequence[str]) -> web.StreamResponse:
+    async def said(_: PageServer, words: Sequence[str]) -> web.StreamResponse:
         asked.set()
         await may_answer.wait()
         return answer({"text": words[0]})
 
-    monkeypatch.setattr(page_server, "_said", said)
+    monkeypatch.setattr(PageServer, "_said", said)
     first = asyncio.create_task(control(controlling, '{"what": "stop"}'))
     await asked.wait()
     for what in ("stop", "pause"):

@@ -11,7 +11,7 @@ from areal_sc.config.parallel_settings import Placement, TrainEngineKind
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.engines.servers.sglang import handle as sglang_handle
 from areal_sc.errors import ConfigError
-from areal_sc.preflight.dry_run import other_machine
+from areal_sc.preflight.dry_run import placed_lines
 from areal_sc.preflight.placement import check_turns, placement_lines, settle_placement
 from areal_sc.preflight.plan import plan
 from areal_sc.sizing.machine import Machine
@@ -106,7 +106,7 @@ def test_too_little_memory_is_no_shared_gpu(
         "store": r"actor\.store_bytes: expected at least \d+",
     }
     with pytest.raises(ConfigError, match=cause[lack]):
-        list(other_machine(config, machine))
+        list(placed_lines(config, machine, generates=True))
 
 
 def test_in_turns_a_gpu_holds_the_larger_side(load: Load, tiny_model_folder: Path) -> None:

@@ -10,9 +10,12 @@ import subprocess
 import sys
 import threading
 import weakref
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from recorded_groups import MEBI, add_trained, played, recorder_of, trajectory
@@ -20,8 +23,10 @@ from recorded_groups import MEBI, add_trained, played, recorder_of, trajectory
 from areal_sc.config.follow_settings import RecordsConfig
 from areal_sc.records import record_files as record_files_module
 from areal_sc.records import recorder as recorder_module
+from areal_sc.records.blocks import RecordBlock, block, read_blocks, read_body
 from areal_sc.records.reading import rows, spans, trace_events, trained_rows
 from areal_sc.records.record_files import Series, record_files
+from areal_sc.records.recorded_calls import RecordedCall, RecordedMessage
 from areal_sc.records.recorded_rows import RecordedRejection
 from areal_sc.records.recorder import Recorder
 
@@ -41,6 +46,63 @@ def test_rows_come_back(tmp_path: Path) -> None:
         assert row.behavior_logprobs.tolist() == np.float16(was.behavior_logprobs).tolist()
         assert (row.reward, row.metrics) == (was.reward, was.metrics)
         assert (row.prompt, row.index, row.began) == ("{'prompt': 'sort <script>‮'}", 7, 1000.5)
+
+
+def test_calls_of_rows_come_back_each_stored_once(tmp_path: Path) -> None:
+    asked = {"content": "x" * 5000, "role": "user", "reasoning_content": None}
+    parts = {"content": [{"type": "text", "text": "\ud800"}], "role": "tool", "tool_call_id": "a"}
+    tools = [{"id": "a", "function": {"name": "python", "arguments": {"code": "é", "of": {1}}}}]
+    answer = {"content": None, "role": "assistant", "reasoning_content": "hm", "tool_calls": tools}
+    calls = [
+        RecordedCall(
+            number=number,
+            after=number - 1,
+            new_row="",
+            model="m",
+            began=1000.5,
+            took_s=0.25,
+            num_given=3,
+            num_sampled=4,
+            given=tuple(map(RecordedMessage.of, given)),
+            answer=RecordedMessage.of(answer),
+        )
+        for number, given in enumerate(([asked], [parts], []))
+    ]
+    begun, plain = trajectory(1), trajectory(4)
+    ways = [calls[:2], [calls[0], calls[2]]]
+    recorder = recorder_of(tmp_path)
+    recorder.add_group(played(1, [replace(begun, calls=way) for way in ways], [plain]))
+    recorder.close()
+    back = sorted(rows(tmp_path), key=lambda it: (it.episode, it.row))
+    assert [list(it.calls) for it in back] == [*ways, []]
+    assert back[0].calls[0] is back[1].calls[0]
+    (question,), (result,) = (call.given for call in back[0].calls)
+    assert len(question.text) < 2100
+    assert "[... 3000 characters ...]" in question.text
+    assert (result.text, result.answers) == ('[{"type": "text", "text": "?"}]', "a")
+    said = back[0].calls[0].answer
+    assert (said.text, said.reasoning) == ("", "hm")
+    assert [(it.name, it.arguments) for it in said.tool_calls] == [
+        ("python", '{"code": "é", "of": "{1}"}')
+    ]
+    assert back[2].input_ids.tolist() == list(plain.input_ids)
+
+
+def test_a_group_that_an_earlier_areal_sc_has_recorded_has_no_calls(tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path)
+    recorder.add_group(played(1, [trajectory(1)]))
+    recorder.close()
+    (file,) = record_files(tmp_path / "records")
+    with file.path.open("rb") as opened:
+        (found,) = read_blocks(opened.fileno(), 0, file.path.stat().st_size)
+        assert isinstance(found, RecordBlock)
+        body = read_body(opened.fileno(), found)
+    head = msgspec.msgpack.decode(zlib.decompress(found.head))
+    assert head.pop("num_call_bytes") == 0
+    file.path.write_bytes(block(zlib.compress(msgspec.msgpack.encode(head)), body))
+    (row,) = rows(tmp_path)
+    assert row.calls == ()
+    assert row.input_ids.tolist() == list(trajectory(1).input_ids)
 
 
 def test_a_group_without_rows_tells_why(tmp_path: Path) -> None:
@@ -163,11 +225,11 @@ def test_whatever_fails_ends_the_records_with_one_warning(
 ) -> None:
     may_fail = threading.Event()
 
-    def fails(group: object) -> bytes:
+    def fails(*group: object) -> bytes:
         may_fail.wait()
         raise TypeError("no such value")
 
-    monkeypatch.setattr(recorder_module, "pack_group", fails)
+    monkeypatch.setattr(recorder_module, "pack_rows", fails)
     recorder = recorder_of(tmp_path)
     left = [played(number, [trajectory(number)]) for number in range(1, 9)]
     groups = [weakref.ref(it) for it in left]

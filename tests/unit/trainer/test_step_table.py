@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from areal_sc.records.metrics import StepMetrics
-from areal_sc.trainer.step_table import COLUMNS, StepTable, named_values
+from areal_sc.trainer.step_table import COLUMNS, StepTable, columns_of, named_values
 
 MakeStep = Callable[..., StepMetrics]
 
@@ -46,12 +46,12 @@ def test_what_an_engine_does_not_report_is_a_dash(make_step: MakeStep) -> None:
 def test_several_rewards_are_shown_where_there_is_room(make_step: MakeStep) -> None:
     parts = {"reward/right": 0.5, "reward/length_of_the_answer": -40.0}
     step = make_step(7, workflow={"accuracy": 0.2, **parts})
-    table = StepTable(130, 80, parts)
+    table = StepTable(130, 80, columns_of(step))
     shared, titles = table.header()
     assert titles.plain.startswith(" step reward  right length_of_th   acc")
     assert shared.plain.split()[0] == "reward/"
     assert table.rows(step)[0].plain.startswith(" 7/80  0.250  0.500       -40.00 0.200")
-    assert StepTable(80, 80, parts).rows(step) == StepTable(80, 80).rows(step)
+    assert StepTable(80, 80, columns_of(step)).rows(step) == StepTable(80, 80).rows(step)
     values = dict(named_values(step))
     assert values["reward/length_of_the_answer"] == -40.0
 
@@ -66,6 +66,20 @@ def test_plain_lines_have_every_column_and_what_was_lost(make_step: MakeStep) ->
     values = dict(named_values(make_step(rejected_episodes={"timeout": 1, "rejected": 9})))
     assert values["num_rejected_episodes"] == 10
     assert values["rejected_episodes"] == "rejected x9, timeout x1"
+
+
+def test_of_a_step_on_rows_of_a_data_set_nothing_is_shown_that_it_has_not(
+    make_step: MakeStep,
+) -> None:
+    nothing = {"workflow": {}, "num_generated_tokens": 0, "num_rollout_workers": 0}
+    nothing |= dict.fromkeys(("signal_share", "lead", "slack"))
+    step = make_step(7, reward=math.nan, train={"loss": 2.5, "grad_norm": 0.5}, **nothing)
+    told = {name: value for name, value in named_values(step) if value is not None}
+    assert told.keys() == {"step", "loss", "grad_norm", "trained_tokens_per_s", "step_time_s"}
+    table = StepTable(80, 80, columns_of(step))
+    *_, titles = table.header()
+    assert titles.plain.split() == ["step", "loss", "grad", "train", "time"]
+    assert "nan" not in table.rows(step)[0].plain
 
 
 @pytest.mark.parametrize("total_steps", [None, 9, 80, 100_000])
