@@ -37,14 +37,16 @@ class PlayedRow(Protocol):
     versions: Sequence[int]
     reward: float
     metrics: dict[str, float]
+    returns: Sequence[tuple[float, int]]
 
 
-class RecordedRow(Struct, frozen=True):
+class RecordedRow(Struct, frozen=True, omit_defaults=True):
     """What the head of a block tells of a row.
 
     Attributes:
         episode: number within the group, from 0.
         row: number within the episode, from 0.
+        returns: of each answer, where they differ from the reward.
     """
 
     episode: int
@@ -53,6 +55,7 @@ class RecordedRow(Struct, frozen=True):
     reward: float
     versions: VersionRuns
     metrics: dict[str, float]
+    returns: tuple[float, ...] = ()
 
     @property
     def num_trained_tokens(self) -> int:
@@ -124,7 +127,10 @@ def numbers_of(row: PlayedRow, episode: int, number: int) -> RecordedRow:
     sampled = np.asarray(row.versions)[np.asarray(row.loss_mask, bool)]
     runs = tuple((version, len([*same])) for version, same in groupby(sampled.tolist()))
     metrics = {name: float(value) for name, value in row.metrics.items()}
-    return RecordedRow(episode, number, len(row.input_ids), float(row.reward), runs, metrics)
+    returns = tuple(float(value) for value, _ in row.returns)
+    return RecordedRow(
+        episode, number, len(row.input_ids), float(row.reward), runs, metrics, returns
+    )
 
 
 def pack_tokens(rows: Sequence[PlayedRow]) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ import numpy as np
 from areal_sc.algorithms.reward_shaping import soft_length_penalty
 from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.metadata import TRAJECTORY_FIELDS, TensorMetadata
+from areal_sc.metadata import MAX_RETURNS, TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.workflows.base import Trajectory
 
@@ -73,7 +73,8 @@ def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:
     num_tokens = int(np.count_nonzero(row.loss_mask))
     cost = limit.penalty * soft_length_penalty(num_tokens, limit.limit_tokens, limit.margin_tokens)
     metrics = {**row.metrics, "length_penalty": cost}
-    return replace(row, reward=float(row.reward) + cost, metrics=metrics)
+    returns = [(value + cost, size) for value, size in row.returns]
+    return replace(row, reward=float(row.reward) + cost, metrics=metrics, returns=returns)
 
 
 def _problem(row: Any, *, is_trained: bool) -> str:
@@ -100,11 +101,26 @@ def _problem(row: Any, *, is_trained: bool) -> str:
             "numbers above 0: a greedy answer (0) is no sample of the policy and cannot be "
             "trained; sample it, or add it to the transcript as context, which is not trained"
         )
+    if problem := _problem_of_returns(row.returns, int(np.count_nonzero(row.loss_mask))):
+        return problem
     for name, value in row.metrics.items():
         if type(name) is not str or not name.isprintable():
             return f"the name of a metric must be printable text, got {name!r}"
         if not _is_finite(value):
             return f"metric {name!r} must be finite, got {value!r}"
+    return ""
+
+
+def _problem_of_returns(returns: Sequence[tuple[float, int]], num_trained: int) -> str:
+    """Why they are not those of a row with so many trained tokens; "" if they are, or are none."""
+    sizes = [size for _, size in returns]
+    if len(returns) > MAX_RETURNS:
+        return f"the trajectory has {len(returns)} returns, expected at most {MAX_RETURNS}"
+    if returns and (min(sizes) < 1 or sum(sizes) != num_trained):
+        return f"the returns are of {sizes} tokens, expected {num_trained} together: all trained"
+    for value, _ in returns:
+        if not _is_finite(value):
+            return f"the returns must be finite, got {value!r}"
     return ""
 
 

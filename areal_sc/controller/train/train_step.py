@@ -5,7 +5,7 @@ Pure state: nothing here waits.
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
@@ -104,19 +104,26 @@ class TrainStep:
         return self._ranks.calls.layout.split(learning, min(most, len(batch.episodes)))
 
     def with_advantages(self, batch: BatchMetadata) -> BatchMetadata:
-        """The batch with one advantage per row, as `actor.ppo.advantage` says.
+        """The batch with one advantage per row, or return of it, as `actor.ppo.advantage` says.
 
         Raises: ConfigError: a critic gives them.
         """
         compute = self._advantages_of or advantage_of(self._ppo)  # which says so
+        parts = [(row, *part) for row in batch.rows for part in row.parts]
         rows = AdvantageRows(
-            rewards=np.asarray([row.reward for row in batch.rows], dtype=np.float64),
-            groups=np.asarray([row.group_id for row in batch.rows], dtype=np.int64),
-            episodes=np.asarray([row.episode for row in batch.rows], dtype=np.int64),
-            num_tokens=np.asarray([row.sequence_length for row in batch.rows], dtype=np.int64),
-            num_loss_tokens=np.asarray([row.num_loss_tokens for row in batch.rows], dtype=np.int64),
+            rewards=np.asarray([reward for _, reward, _ in parts], dtype=np.float64),
+            groups=np.asarray([row.group_id for row, _, _ in parts], dtype=np.int64),
+            episodes=np.asarray([row.episode for row, _, _ in parts], dtype=np.int64),
+            num_tokens=np.asarray([row.sequence_length for row, _, _ in parts], dtype=np.int64),
+            num_loss_tokens=np.asarray([num_tokens for _, _, num_tokens in parts], dtype=np.int64),
         )
-        return batch.with_advantages(compute(rows).tolist())
+        of_parts = iter(compute(rows).tolist())
+        return batch.with_advantages(
+            [
+                tuple(islice(of_parts, len(row.returns))) if row.returns else next(of_parts)
+                for row in batch.rows
+            ]
+        )
 
     def lose_rows(self, batch: BatchMetadata, error: ArealError) -> ArealError:
         """Rows that the ranks need are gone; returns what the caller gets to know.

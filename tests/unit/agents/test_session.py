@@ -292,18 +292,20 @@ async def test_rows_per_call_and_the_longest_one() -> None:
     assert trained["per_call"] == [(a + b, b) for a, b in zip(sent, sizes, strict=True)]
 
 
-async def test_a_discounted_reward_is_trained_in_a_row_for_each_return() -> None:
+async def test_answers_of_a_row_have_discounted_returns() -> None:
     engine = engine_for(templates.QWEN)
     session = session_of(engine)
     engine.will_say(*[f"answer {n}<|im_end|>" for n in range(3)])
     agent = Agent(session, "hi there")
     for _ in range(3):
         last = await agent.turn("more")
-    rows = session.trajectories(2.0, discount=0.5)
-    assert [row.reward for row in rows] == [0.5, 1.0, 2.0]
-    check_trained(engine, rows)
+    (row,) = session.trajectories(2.0, discount=0.5)
+    sizes = [len(it) for it in engine.sampled]
+    assert row.returns == [*zip([0.5, 1.0, 2.0], sizes, strict=True)]
+    assert row.reward == pytest.approx(3.5 / 3)
+    check_trained(engine, [row])
     rows = session.trajectories({f"chatcmpl-{last.answer_id}": 3.0})
-    assert [row.reward for row in rows] == [3.0]
+    assert [(row.reward, row.returns) for row in rows] == [(3.0, [])]
     with pytest.raises(WorkflowError, match=r"names of models .* got \['judge'\]"):
         session.trajectories({"judge": 1.0})
     with pytest.raises(WorkflowError, match=r"expected a number, .* got \{\}"):
@@ -597,3 +599,40 @@ async def test_half_a_character_in_a_tool_call_is_an_answer_of_the_model() -> No
     assert session.counts["refused"] == 0
     assert len(session.trajectories(1.0)) == 1
     check_trained(engine, session.trajectories(1.0))
+
+
+async def test_a_call_goes_on_from_an_answer_by_its_id() -> None:
+    """Exactly that one, though others have said the same; instructions are those of the call."""
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    engine.will_say(*["same<|im_end|>"] * 2, *[f"answer {n}<|im_end|>" for n in range(4)])
+    instructed = ({"role": "system", "content": "be kind"}, user("hi"))
+
+    async def ask(*messages: Message, after: str = "", num_instructions: int = 1) -> ModelAnswer:
+        call = ModelCall(messages, after=after, num_instructions=num_instructions, is_kept=True)
+        return await session.answer(call)
+
+    first = await ask(*instructed)
+    await ask(*instructed)
+    third = await ask(instructed[0], user("and?"), after=first.answer_id)
+    assert engine.sent[2][: len(engine.sent[0]) + len(engine.sampled[0])] == (
+        engine.sent[0] + engine.sampled[0]
+    )
+    last = await ask(instructed[0], user("so?"), after=third.answer_id)
+    rows = session.trajectories(1.0)
+    assert [len(row.versions) - row.versions.count(-1) for row in rows] == [
+        len(engine.sampled[1]),
+        sum(len(engine.sampled[number]) for number in (0, 2, 3)),
+    ]
+    check_trained(engine, rows)
+    other = {"role": "system", "content": "be short"}
+    await ask(other, user("why?"), after=last.answer_id)
+    told = engine.tokenizer.decode(engine.sent[4])
+    assert "be kind" not in told
+    assert [told.count(it) for it in ("be short", "same", "and?", "answer 1", "why?")] == [1] * 5
+    plain = await session.answer(ModelCall((user("hi"),)))
+    assert len(session.trajectories(1.0)) == 4
+    for unknown in (plain.answer_id, "resp_1"):
+        with pytest.raises(CallRefused, match=r"no answer .* that has ended") as caught:
+            await ask(user("and?"), after=unknown, num_instructions=0)
+        assert (caught.value.status, caught.value.code) == (400, "previous_response_not_found")

@@ -97,12 +97,34 @@ class TokenFields(dict[str, torch.Tensor]):
 
 
 def with_token_advantages(rows: PackedRows) -> PackedRows:
-    """The rows with field `advantages`, [T] float32: that of its row for each token, if known."""
+    """The rows with field `advantages`, [T] float32, if they are known.
+
+    That of its row for each token; or of its answer for each trained one, where these have returns.
+    """
     if rows.advantages is None or "advantages" in rows.fields:
         return rows
-    advantages = torch.tensor(rows.advantages, dtype=torch.float32)
-    of_tokens = advantages.repeat_interleave(torch.tensor(rows.lengths, dtype=torch.int64))
-    return replace(rows, fields={**rows.fields, "advantages": of_tokens})
+    return replace(rows, fields={**rows.fields, "advantages": of_tokens(rows, rows.advantages)})
+
+
+def of_tokens(rows: PackedRows, values: Sequence[float | tuple[float, ...]]) -> torch.Tensor:
+    """[T] float32: the value of each token's row; or, of several, that of a trained token's answer.
+
+    Args:
+        values: of each row; a tuple has one for each of its returns.
+    """
+    plain = [0.0 if isinstance(value, tuple) else value for value in values]
+    lengths = torch.tensor(rows.lengths, dtype=torch.int64)
+    found = torch.tensor(plain, dtype=torch.float32).repeat_interleave(lengths)
+    for row, (value, begin, length) in enumerate(
+        zip(values, rows.starts, rows.lengths, strict=True)
+    ):
+        if isinstance(value, tuple):
+            assert rows.metadata is not None, "only metadata have returns"
+            sizes = torch.tensor([size for _, size in rows.metadata[row].returns])
+            mask = require_field(rows, "loss_mask")[begin : begin + length].bool()
+            of_row = torch.tensor(value, dtype=torch.float32).repeat_interleave(sizes)
+            found[begin : begin + length][mask] = of_row
+    return found
 
 
 def with_staleness(rows: PackedRows, version: int) -> PackedRows:
