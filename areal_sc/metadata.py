@@ -367,8 +367,8 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
     def with_advantages(self, advantages: Sequence[float | tuple[float, ...]]) -> BatchMetadata:
         """The same batch with one advantage per row, or one for each of the row's returns.
 
-        Raises: MetadataError: the number of advantages is not the number of rows, or of a row's
-            returns; or the batch has a field of advantages.
+        Raises: MetadataError: the number of advantages is not the number of rows, or the batch has
+            a field of advantages.
         """
         if "advantages" in self.fields:
             raise MetadataError(f"batch {self.batch_id} has advantages of its tokens already")
@@ -377,7 +377,10 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
                 f"batch {self.batch_id} has {self.total_batch_size} rows, "
                 f"got {len(advantages)} advantages"
             )
-        rows = tuple(map(_with_advantage, self.rows, advantages))
+        rows = tuple(
+            replace(row, advantage=a if isinstance(a, tuple) else float(a))
+            for row, a in zip(self.rows, advantages, strict=True)
+        )
         return replace(self, rows=rows)
 
     def without_advantages(self) -> BatchMetadata:
@@ -459,17 +462,6 @@ def _runs(moved: Iterable[tuple[int, int]]) -> tuple[RowRun, ...]:
         pairs = [pair for _, pair in run]
         runs.append(RowRun(*pairs[0], len(pairs)))
     return tuple(runs)
-
-
-def _with_advantage(row: RowMetadata, advantage: float | tuple[float, ...]) -> RowMetadata:
-    if not isinstance(advantage, tuple):
-        return replace(row, advantage=float(advantage))
-    if len(advantage) != len(row.returns):
-        raise MetadataError(
-            f"row {row.row} of group {row.group_id} has {len(row.returns)} returns, "
-            f"got {len(advantage)} advantages"
-        )
-    return replace(row, advantage=tuple(map(float, advantage)) if any(advantage) else 0.0)
 
 
 def _identity(row: RowMetadata) -> tuple[int, int, int]:

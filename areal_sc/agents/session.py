@@ -171,17 +171,6 @@ class Session:
         """Somebody is there."""
         self._last_activity_s = time.monotonic()
 
-    async def answer(self, call: ModelCall) -> ModelAnswer:
-        """A whole call of a client in this process.
-
-        Raises: CallRefused: there is no answer.
-        """
-        begun = self.begin(call)
-        with begun.client():
-            answer = await begun.answer()
-        begun.note_delivered()
-        return answer
-
     @contextmanager
     def raising(self) -> Iterator[None]:
         """Around the use of the session; raises its `failure`, though the agent may have caught it.
@@ -313,7 +302,8 @@ class Session:
         self._num_tool_calls += len(node.turn.tool_calls)
         begun.node = node
         if call.is_kept:
-            begun.keep(messages, first)
+            after = begun.after if begun.after and begun.after.kept else None
+            begun.kept = [*messages[after.num_messages if after else first :], node.turn.message]
         self._history.add(place, begun)
         tokens = tuple[SampledToken, ...]()
         if call.wants_logprobs:
@@ -331,7 +321,7 @@ class Session:
     def _earlier(self, answer_id: str) -> SessionCall:
         """Raises: CallRefused: the session has no such answer that was kept."""
         for call in self._calls:
-            if call.answer_id == answer_id and call.is_kept:
+            if call.answer_id == answer_id and call.kept:
                 return call
         raise CallRefused(
             400,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall
@@ -23,6 +23,8 @@ class SessionCall:
         model: that the call named.
         node: what it came to; None: it runs, or failed.
         after: the call that it goes on from.
+        kept: messages that it adds to the conversation of that call, if that is kept, with the
+            answer; None: nothing is kept.
     """
 
     def __init__(self, call: ModelCall, digest: str) -> None:
@@ -32,7 +34,7 @@ class SessionCall:
         self.model = call.model
         self.node: TurnNode | None = None
         self.after: SessionCall | None = None
-        self._kept: list[Message] | None = None
+        self.kept: list[Message] | None = None
         self._was_delivered = False
         self._passed_on = set[str]()
         self._num_sending = 0
@@ -53,28 +55,12 @@ class SessionCall:
         assert self.node is not None
         return self.node.num_messages
 
-    def keep(self, messages: Sequence[Message], num_instructions: int) -> None:
-        """Keeps what it adds to the conversation, for calls that go on from it by its id.
-
-        Args:
-            messages: of the conversation, without the answer.
-            num_instructions: of them, those at the beginning that are for this call alone.
-        """
-        after = self.after if self.after and self.after.is_kept else None
-        first = after.num_messages if after else num_instructions
-        self._kept = [*messages[first:], self.message]
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether its conversation is known."""
-        return self._kept is not None
-
     @property
     def conversation(self) -> list[Message]:
-        """The messages up to its answer, without instructions, of a call that is kept."""
+        """The messages up to its answer, without instructions, where it is kept."""
         found, call = list[Message](), self
-        while call is not None and call._kept is not None:
-            found[:0], call = call._kept, call.after
+        while call is not None and call.kept is not None:
+            found[:0], call = call.kept, call.after
         return found
 
     @property

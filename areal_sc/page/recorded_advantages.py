@@ -41,17 +41,10 @@ def advantages_by(settings: Mapping[str, str]) -> Advantages:
         if not is_known or deviation not in DEVIATIONS or not all(map(math.isfinite, rewards)):
             return [None] * len(returns)
         episodes = [row.episode for row, its in zip(group.rows, returns, strict=True) for _ in its]
-        found = iter(
-            normalized_advantages(
-                rewards,
-                [0] * len(rewards),
-                episodes,
-                mean=mean,
-                std=std,
-                deviation=deviation,
-                eps=eps,
-            ).tolist()
-        )
-        return [fmean(islice(found, len(its))) for its in returns]
+        found: list[float] = normalized_advantages(
+            rewards, [0] * len(rewards), episodes, mean=mean, std=std, deviation=deviation, eps=eps
+        ).tolist()
+        of_rows = iter(found)
+        return [fmean(islice(of_rows, len(its))) for its in returns]
 
     return advantages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -101,26 +101,19 @@ def _problem(row: Any, *, is_trained: bool) -> str:
             "numbers above 0: a greedy answer (0) is no sample of the policy and cannot be "
             "trained; sample it, or add it to the transcript as context, which is not trained"
         )
-    if problem := _problem_of_returns(row.returns, int(np.count_nonzero(row.loss_mask))):
-        return problem
+    sizes, num_trained = [size for _, size in row.returns], np.count_nonzero(row.loss_mask)
+    is_whole = not sizes or (sum(sizes) == num_trained and min(sizes) > 0)
+    are_finite = all(_is_finite(value) for value, _ in row.returns)
+    if not (is_whole and are_finite and len(sizes) <= MAX_RETURNS):
+        return (
+            f"the trajectory's returns are {row.returns!r:.200}: expected finite ones, at most "
+            f"{MAX_RETURNS}, each with its trained tokens, of which there are {num_trained}"
+        )
     for name, value in row.metrics.items():
         if type(name) is not str or not name.isprintable():
             return f"the name of a metric must be printable text, got {name!r}"
         if not _is_finite(value):
             return f"metric {name!r} must be finite, got {value!r}"
-    return ""
-
-
-def _problem_of_returns(returns: Sequence[tuple[float, int]], num_trained: int) -> str:
-    """Why they are not those of a row with so many trained tokens; "" if they are, or are none."""
-    sizes = [size for _, size in returns]
-    if len(returns) > MAX_RETURNS:
-        return f"the trajectory has {len(returns)} returns, expected at most {MAX_RETURNS}"
-    if returns and (min(sizes) < 1 or sum(sizes) != num_trained):
-        return f"the returns are of {sizes} tokens, expected {num_trained} together: all trained"
-    for value, _ in returns:
-        if not _is_finite(value):
-            return f"the returns must be finite, got {value!r}"
     return ""
 
 

@@ -61,10 +61,9 @@ class Transcript:
         """
         returns, told = list[tuple[float, int]](), dict(metrics or {})
         if isinstance(reward, Sequence):
-            for score in (it for it in reward if isinstance(it, Score)):
-                told |= score.metrics
-            sampled = zip(reward, self._num_sampled, strict=True)
-            returns = [(float(value), size) for value, size in sampled if size]
+            for value, size in zip(reward, self._num_sampled, strict=True):
+                told |= value.metrics if isinstance(value, Score) else {}
+                returns += [(float(value), size)] if size else []
             reward = fmean(reward)
         return Trajectory(
             input_ids=list(self.input_ids),

@@ -40,8 +40,7 @@ class Responses:
             raise CallRefused(
                 400,
                 "invalid_body",
-                "conversation: there are none here: send all items as the input, or "
-                "previous_response_id",
+                "conversation: send all items as the input, or previous_response_id",
             )
         asked = read_body(_with_types(body), _ResponsesBody, without=_WITHOUT)
         if asked.tools and not asked.parallel_tool_calls:

@@ -118,12 +118,8 @@ class TrainStep:
             num_loss_tokens=np.asarray([num_tokens for _, _, num_tokens in parts], dtype=np.int64),
         )
         of_parts = iter(compute(rows).tolist())
-        return batch.with_advantages(
-            [
-                tuple(islice(of_parts, len(row.returns))) if row.returns else next(of_parts)
-                for row in batch.rows
-            ]
-        )
+        each = (tuple(islice(of_parts, len(row.parts))) for row in batch.rows)
+        return batch.with_advantages([it if len(it) > 1 and any(it) else it[0] for it in each])
 
     def lose_rows(self, batch: BatchMetadata, error: ArealError) -> ArealError:
         """Rows that the ranks need are gone; returns what the caller gets to know.

@@ -10,7 +10,7 @@ from typing import Any
 import chat_templates as templates
 import pytest
 import torch
-from scripted_engine import ScriptedEngine, check_trained, engine_for
+from scripted_engine import ScriptedEngine, answer_to, check_trained, engine_for
 
 from areal_sc.agents.calls import ModelCall
 from areal_sc.agents.session import Session, SessionSettings
@@ -39,7 +39,7 @@ async def play(rng: Random, rows: str, num_calls: int) -> tuple[Session, list[st
     for number in range(num_calls):
         past = rng.choice(histories)
         messages = [*past, {"role": "user", "content": f"question {number}"}]
-        answer = await session.answer(ModelCall(tuple(messages)))
+        answer = await answer_to(session, ModelCall(tuple(messages)))
         ids.append(answer.answer_id)
         histories.append([*messages, {"role": "assistant", "content": answer.turn.content}])
     return session, ids, engine
@@ -145,7 +145,7 @@ async def test_many_answers_are_several_rows_and_parts_of_a_score_stay() -> None
     messages = list[Message]()
     for number in range(num_calls):
         messages.append({"role": "user", "content": f"question {number}"})
-        answer = await session.answer(ModelCall(tuple(messages)))
+        answer = await answer_to(session, ModelCall(tuple(messages)))
         messages.append({"role": "assistant", "content": answer.turn.content})
     (row,) = session.trajectories(Score(1.0, {"style": 0.5}))
     assert (row.reward, row.returns, row.metrics["reward/style"]) == (1.0, [], 0.5)

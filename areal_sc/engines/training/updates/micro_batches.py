@@ -97,10 +97,7 @@ class TokenFields(dict[str, torch.Tensor]):
 
 
 def with_token_advantages(rows: PackedRows) -> PackedRows:
-    """The rows with field `advantages`, [T] float32, if they are known.
-
-    That of its row for each token; or of its answer for each trained one, where these have returns.
-    """
+    """The rows with field `advantages`, [T] float32, if they are known; see `of_tokens`."""
     if rows.advantages is None or "advantages" in rows.fields:
         return rows
     return replace(rows, fields={**rows.fields, "advantages": of_tokens(rows, rows.advantages)})
@@ -112,18 +109,16 @@ def of_tokens(rows: PackedRows, values: Sequence[float | tuple[float, ...]]) -> 
     Args:
         values: of each row; a tuple has one for each of its returns.
     """
-    plain = [0.0 if isinstance(value, tuple) else value for value in values]
     lengths = torch.tensor(rows.lengths, dtype=torch.int64)
+    plain = [0.0 if isinstance(it, tuple) else it for it in values]
     found = torch.tensor(plain, dtype=torch.float32).repeat_interleave(lengths)
-    for row, (value, begin, length) in enumerate(
-        zip(values, rows.starts, rows.lengths, strict=True)
-    ):
+    starts, metadata = rows.starts, rows.metadata or ()
+    for row, value in enumerate(values):
         if isinstance(value, tuple):
-            assert rows.metadata is not None, "only metadata have returns"
-            sizes = torch.tensor([size for _, size in rows.metadata[row].returns])
-            mask = require_field(rows, "loss_mask")[begin : begin + length].bool()
-            of_row = torch.tensor(value, dtype=torch.float32).repeat_interleave(sizes)
-            found[begin : begin + length][mask] = of_row
+            own = slice(starts[row], starts[row] + rows.lengths[row])
+            trained = require_field(rows, "loss_mask")[own].bool()
+            sizes = torch.tensor([size for _, size in metadata[row].returns])
+            found[own][trained] = torch.tensor(value).repeat_interleave(sizes)
     return found
 
 

@@ -42,7 +42,9 @@ def token_values(
     ((numbers, _),) = count_rows([known], [trained], 0, lambda own: [own])
     of_rows = numbers.take(chosen.tolist()).with_tokens(row_of_token, position[places])
     fields = {field: given[places] for field, given in known.fields.items()}
-    found = function(RowTokens(fields, of_rows, _returns(rows)[places]))
+    returns = [tuple(it for it, _ in row.returns) or row.reward for row in rows.metadata or ()]
+    of_answers = of_tokens(rows, returns or [0.0] * rows.num_rows)
+    found = function(RowTokens(fields, of_rows, of_answers[places]))
     if not isinstance(found, torch.Tensor) or found.shape != places.shape:
         got = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
         raise WorkflowError(f"{name}: expected [{len(places)}], a number a token, got {got}")
@@ -50,12 +52,3 @@ def token_values(
         raise WorkflowError(f"{name}: expected finite numbers, got {found[~found.isfinite()][0]}")
     values[places] = found.detach().float()
     return values
-
-
-def _returns(rows: PackedRows) -> torch.Tensor:
-    """[T] float32, of each trained token's answer, or its row's reward."""
-    if rows.metadata is None:
-        return torch.zeros(rows.num_tokens)
-    return of_tokens(
-        rows, [tuple(it for it, _ in row.returns) or row.reward for row in rows.metadata]
-    )
