@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall
 from areal_sc.workflows.chat_format import Message
@@ -58,8 +59,8 @@ class SessionCall:
     @property
     def conversation(self) -> list[Message]:
         """The messages up to its answer, without instructions, where it is kept."""
-        found, call = list[Message](), self
-        while call is not None and call.kept is not None:
+        found, call = list[Message](), cast("SessionCall | None", self)
+        while call and call.kept:
             found[:0], call = call.kept, call.after
         return found
 
