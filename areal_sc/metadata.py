@@ -132,8 +132,8 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
         admitted_version: policy version when the group was admitted.
         version_spans: (policy version, number of trained tokens sampled by it), ascending.
         episode: which of the group's episodes the trajectory is a row of, from 0.
-        advantage: set by `TrainController.compute_advantages`; None before. Where the row has
-            returns, one for each of them.
+        advantage: set by `TrainController.compute_advantages`; None before. A tuple has one
+            for each of the row's returns.
         row: number within the episode, from 0.
         returns: (return, number of trained tokens) of each answer in the row, in their order; empty
             where the reward is that of all of them.
@@ -365,7 +365,7 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
         return replace(self, columns=self.columns + other.columns)
 
     def with_advantages(self, advantages: Sequence[float | tuple[float, ...]]) -> BatchMetadata:
-        """The same batch with one advantage per row, or one for each of the row's returns.
+        """The same batch with one advantage per row, or a tuple of one for each of its returns.
 
         Raises: MetadataError: the number of advantages is not the number of rows, or the batch has
             a field of advantages.

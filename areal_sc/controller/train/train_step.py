@@ -104,7 +104,7 @@ class TrainStep:
         return self._ranks.calls.layout.split(learning, min(most, len(batch.episodes)))
 
     def with_advantages(self, batch: BatchMetadata) -> BatchMetadata:
-        """The batch with one advantage per row, or return of it, as `actor.ppo.advantage` says.
+        """The batch with advantages of its rows, or of their returns, by `actor.ppo.advantage`.
 
         Raises: ConfigError: a critic gives them.
         """
