@@ -47,6 +47,9 @@ MAX_COLUMNS = 240
 FIELD_DTYPES: Mapping[str, int] = {"float32": 4, "int32": 4, "uint8": 1, "bool": 1}
 """The dtypes of fields that workflows add, and the bytes of a value."""
 
+MAX_RETURNS = 32
+"""Answers of a row that may have returns of their own: each takes some 60 bytes of what travels."""
+
 FIELD_ALIGNMENT_BYTES = 64
 """Each field of a shard takes whole cache lines: any dtype may be viewed in place."""
 
@@ -129,8 +132,11 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
         admitted_version: policy version when the group was admitted.
         version_spans: (policy version, number of trained tokens sampled by it), ascending.
         episode: which of the group's episodes the trajectory is a row of, from 0.
-        advantage: set by `TrainController.compute_advantages`; None before.
+        advantage: set by `TrainController.compute_advantages`; None before. A tuple has one
+            for each of the row's returns.
         row: number within the episode, from 0.
+        returns: (return, number of trained tokens) of each answer in the row, in their order; empty
+            where the reward is that of all of them.
     """
 
     group_id: int
@@ -140,12 +146,18 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
     admitted_version: int
     version_spans: tuple[tuple[int, int], ...]
     episode: int
-    advantage: float | None = None
+    advantage: float | tuple[float, ...] | None = None
     row: int = 0
+    returns: tuple[tuple[float, int], ...] = ()
 
     @property
     def num_loss_tokens(self) -> int:
         return sum(count for _, count in self.version_spans)
+
+    @property
+    def parts(self) -> tuple[tuple[float, int], ...]:
+        """(return, number of trained tokens): of each answer, or of the row."""
+        return self.returns or ((self.reward, self.num_loss_tokens),)
 
     def num_loss_tokens_since(self, version: int) -> int:
         """Number of trained tokens sampled by `version` or a later one."""
@@ -352,8 +364,8 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
             )
         return replace(self, columns=self.columns + other.columns)
 
-    def with_advantages(self, advantages: Sequence[float]) -> BatchMetadata:
-        """The same batch with one advantage per row.
+    def with_advantages(self, advantages: Sequence[float | tuple[float, ...]]) -> BatchMetadata:
+        """The same batch with one advantage per row, or a tuple of one for each of its returns.
 
         Raises: MetadataError: the number of advantages is not the number of rows, or the batch has
             a field of advantages.
@@ -366,7 +378,8 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
                 f"got {len(advantages)} advantages"
             )
         rows = tuple(
-            replace(row, advantage=float(a)) for row, a in zip(self.rows, advantages, strict=True)
+            replace(row, advantage=a if isinstance(a, tuple) else float(a))
+            for row, a in zip(self.rows, advantages, strict=True)
         )
         return replace(self, rows=rows)
 

@@ -1,13 +1,15 @@
 """Agents while processes are killed at random: each delivered turn is trained once, or not at all.
 
     python benchmarks/agent_kills.py --json agent_kills.json      300 kills, in two runs
+    python benchmarks/agent_kills.py --only served --sglang-python .venv-sglang/bin/python
     python benchmarks/agent_kills.py --quick
 
-A model learns a tool from agents of the run (`inside`), then from agents outside (`outside`). All
-of them speak HTTP, and close a tenth of their connections themselves to try again. SIGKILL hits
-the processes of agents, of clients outside, of the run's address, workers, ranks, and the script;
-some kills strike while the run recovers from an earlier one. Afterwards the account is made from
-the books of agents, rollout workers and ranks (`agent_kills_run.py`), and from the journal.
+A model learns a tool from agents of the run (`inside`), then from agents outside (`outside`), and
+from agents of the run whose answers come from two SGLang servers (`served`). All of them speak
+HTTP, and close a tenth of their connections themselves to try again. SIGKILL hits the processes of
+agents, of clients outside, of the run's address, servers, workers, ranks, and the script; some
+kills strike while the run recovers from an earlier one. Afterwards the account is made from the
+books of agents, rollout workers and ranks (`agent_kills_run.py`), and from the journal.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import report
-from chaos import DURING_RECOVERY_SHARE, Script, processes_of, started, version_of
+from chaos import DURING_RECOVERY_SHARE, Script, processes_of, started, targets, version_of
 from chaos_books import Books, Kill
 from chaos_run import BOOKS, ROOT
 
@@ -36,6 +38,7 @@ KINDS: Final = {
     "episode": "areal:episode/",
     "client": "",
     "address": "areal:agents",
+    "server": "",
     "rollout": "areal:rollout/",
     "train": "areal:train/",
     "controller": "",
@@ -45,6 +48,7 @@ KINDS: Final = {
 SHARES: Final = {
     "inside": {"episode": 6, "rollout": 4, "train": 2, "controller": 3},
     "outside": {"client": 4, "address": 3, "rollout": 3, "train": 2, "controller": 3},
+    "served": {"server": 8, "episode": 3, "rollout": 1, "train": 1, "controller": 2},
 }
 NUM_CLIENTS: Final = 3
 END_S: Final = 60.0
@@ -89,10 +93,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=150, help="of each run")
     parser.add_argument("--steps", type=int, default=300, help="of training, of each run")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
-    parser.add_argument("--only", choices=list(SHARES), help="one of the two runs")
+    parser.add_argument("--only", choices=list(SHARES), help="one of the runs")
+    parser.add_argument("--sglang-python", type=Path, help="that has SGLang, for `served`")
     arguments = report.parse(parser, kills=6, steps=15)
+    if arguments.only == "served" and not arguments.sglang_python:
+        parser.error("--only served: expected --sglang-python")
+    runs = [it for it in SHARES if it != "served" or arguments.sglang_python]
     metrics: report.Metrics = {}
-    for agents in [arguments.only] if arguments.only else SHARES:
+    for agents in [arguments.only] if arguments.only else runs:
         with (
             tempfile.TemporaryDirectory(prefix="agents-") as folder,
             tempfile.TemporaryDirectory(prefix="agents-", dir="/dev/shm") as memory,
@@ -108,16 +116,22 @@ def play(agents: str, folder: Path, memory: Path, arguments: Any) -> report.Metr
     """A run with its kills, and the account."""
     books, run_dir = folder / "books", folder / "run"
     books.mkdir()
+    served = agents == "served"
     command = [
-        *(sys.executable, str(ROOT / "benchmarks" / "agent_kills_run.py"), agents),
+        *(sys.executable, str(ROOT / "benchmarks" / "agent_kills_run.py")),
+        "inside" if served else agents,
         *("--config", "configs/tool_use.yaml", f"run_dir={run_dir}"),
-        *(f"total_steps={arguments.steps}", "rollout.num_workers=2", "task.warm_up_steps=100"),
+        *(f"total_steps={arguments.steps}", "task.warm_up_steps=100"),
+        f"rollout.num_workers={1 if served else 2}",
         *("rollout.train_batch_groups=8", "rollout.group_size=4", "evaluation.every_steps=0"),
         *("rollout.rejection_window=1000000", "rollout.field_bytes=4", "agents.idle_timeout_s=4"),
         *("scheduler.heartbeat_interval_s=0.5", "scheduler.hung_after_s=20"),
         *("checkpoint.every_steps=5", f"transport.shared_memory={memory}"),
-        *(f"actor.path={folder / 'model'}",),
+        f"actor.path={folder / 'model'}",
     ]
+    if served:
+        command += ["rollout.engine=sglang", "sglang.num_servers=2"]
+        command += [f"sglang.python={arguments.sglang_python}"]
     paths = str(ROOT / "benchmarks"), str(ROOT / "examples"), os.getenv("PYTHONPATH")
     environment = os.environ | {
         BOOKS: str(books),
@@ -177,6 +191,8 @@ def kill(
         script.kill()
         return pid
     pids = [pid for pid, name in alive.items() if name.startswith(KINDS[kind])]
+    if kind == "server":
+        pids = targets(alive, kind)
     if not pids:
         return None
     os.kill(pid := rng.choice(pids), signal.SIGKILL)

@@ -62,6 +62,7 @@ class DrawnRow:
     versions: np.ndarray
     reward: float
     metrics: dict[str, float]
+    returns: tuple[tuple[float, int], ...] = ()
 
 
 def main() -> None:

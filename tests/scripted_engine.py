@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import chat_templates as templates
 
+from areal_sc.agents.calls import ModelAnswer, ModelCall
+from areal_sc.agents.session import Session
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, GenerationEngine, OnTokens
 from areal_sc.engines.stop_strings import StopStrings
@@ -75,6 +77,15 @@ class ScriptedEngine:
 
 def engine_for(template: str, **settings: Any) -> ScriptedEngine:
     return ScriptedEngine(templates.tokenizer_for(template), **settings)
+
+
+async def answer_to(session: Session, call: ModelCall) -> ModelAnswer:
+    """What a client in this process gets."""
+    begun = session.begin(call)
+    with begun.client():
+        answer = await begun.answer()
+    begun.note_delivered()
+    return answer
 
 
 def check_trained(

@@ -53,6 +53,9 @@ class ModelCall:
         wants_usage: a streamed answer tells its numbers of tokens, where that is the client's
             choice.
         is_streamed: the answer is sent in pieces.
+        after: id of an answer whose conversation comes before the messages; "": they are all.
+        num_instructions: of the messages, those at the beginning that are for this call alone.
+        is_kept: a later call may go on from the answer by its id.
     """
 
     messages: tuple[Message, ...]
@@ -65,6 +68,9 @@ class ModelCall:
     wants_reasoning: bool = True
     wants_usage: bool = False
     is_streamed: bool = False
+    after: str = ""
+    num_instructions: int = 0
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Final
 
 from areal_sc.errors import WorkflowError
+from areal_sc.metadata import MAX_RETURNS
 from areal_sc.workflows.chat_turn import TurnNode, paths_of, transcript_of
 from areal_sc.workflows.trajectory import Trajectory
 
@@ -101,8 +102,7 @@ def rows_of(
 ) -> list[Trajectory]:
     """Each answer that has a return is trained in one row (of `longest`: at most).
 
-    A row has one reward: answers of one way with different returns are trained in rows of their
-    own.
+    A way with more than `MAX_RETURNS` answers of different returns is several rows.
 
     Args:
         nodes: of all calls, in their order.
@@ -111,16 +111,16 @@ def rows_of(
     if kind is AgentRows.longest:
         paths = [max(paths, key=lambda path: len(path[-1].input_ids))] if paths else []
     left = {node for node in nodes if node in returns and node.completion.token_ids}
+    are_equal = len({returns[node] for node in left}) <= 1
     rows = list[Trajectory]()
     for path in paths:
         new = path[-1:] if kind is AgentRows.per_call else path
-        by_return = dict[float, list[int]]()
-        for place, node in enumerate(path):
-            if node in left and node in new:
-                by_return.setdefault(returns[node], []).append(place)
-                left.discard(node)
-        for places in by_return.values():
-            trained = {path[place] for place in places}
-            row = transcript_of(path[: places[-1] + 1], trained)
-            rows.append(row.trajectory(returns[path[places[-1]]], metrics))
+        places = [place for place, node in enumerate(path) if node in left and node in new]
+        left -= {path[place] for place in places}
+        most = max(1, len(places)) if are_equal else MAX_RETURNS
+        for first in range(0, len(places), most):
+            trained = [path[place] for place in places[first : first + most]]
+            row = transcript_of(path[: places[first : first + most][-1] + 1], trained)
+            its = [returns[node] for node in trained]
+            rows.append(row.trajectory(its[-1] if are_equal or len(its) == 1 else its, metrics))
     return rows

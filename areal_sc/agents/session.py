@@ -171,17 +171,6 @@ class Session:
         """Somebody is there."""
         self._last_activity_s = time.monotonic()
 
-    async def answer(self, call: ModelCall) -> ModelAnswer:
-        """A whole call of a client in this process.
-
-        Raises: CallRefused: there is no answer.
-        """
-        begun = self.begin(call)
-        with begun.client():
-            answer = await begun.answer()
-        begun.note_delivered()
-        return answer
-
     @contextmanager
     def raising(self) -> Iterator[None]:
         """Around the use of the session; raises its `failure`, though the agent may have caught it.
@@ -277,7 +266,10 @@ class Session:
 
     async def _answer(self, call: ModelCall, begun: SessionCall) -> ModelAnswer:
         check_tools(call.tools)
-        messages = [checked_message(it, number) for number, it in enumerate(call.messages)]
+        earlier = self._earlier(call.after) if call.after else None
+        past, first = earlier.conversation if earlier else [], call.num_instructions
+        whole = *call.messages[:first], *past, *call.messages[first:]
+        messages = [checked_message(it, number) for number, it in enumerate(whole)]
         if not messages or messages[-1]["role"] == "assistant":
             raise WorkflowError(
                 "messages: expected a last one that the assistant answers to, got "
@@ -285,6 +277,8 @@ class Session:
             )
         sampling = self._sampling(call)
         place = self._history.place(messages)
+        if earlier and place.after and place.after.num_messages == earlier.num_messages:
+            place = replace(place, after=earlier)  # others may have said the same
         turn = NextTurn(
             self._engine,
             self._last_node(begun, place),
@@ -308,6 +302,9 @@ class Session:
         node = turn.node(completion, self._num_tool_calls)
         self._num_tool_calls += len(node.turn.tool_calls)
         begun.node = node
+        if call.is_kept:
+            after = begun.after if begun.after and begun.after.kept else None
+            begun.kept = [*messages[after.num_messages if after else first :], node.turn.message]
         self._history.add(place, begun)
         tokens = tuple[SampledToken, ...]()
         if call.wants_logprobs:
@@ -320,6 +317,18 @@ class Session:
             num_prompt_tokens,
             tokens,
             stop=_stop_of(node, call.stop),
+        )
+
+    def _earlier(self, answer_id: str) -> SessionCall:
+        """Raises: CallRefused: the session has no such answer that was kept."""
+        for call in self._calls:
+            if call.answer_id == answer_id and call.kept:
+                return call
+        raise CallRefused(
+            400,
+            "previous_response_not_found",
+            f"previous_response_id: the session has no answer {answer_id[:40]!r} that has ended, "
+            "and whose call did not say store=false",
         )
 
     def _last_node(self, begun: SessionCall, place: CallPlace[SessionCall]) -> TurnNode | None:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall
 from areal_sc.workflows.chat_format import Message
@@ -23,6 +24,8 @@ class SessionCall:
         model: that the call named.
         node: what it came to; None: it runs, or failed.
         after: the call that it goes on from.
+        kept: messages that it adds to the conversation of that call, if that is kept, with the
+            answer; None: nothing is kept.
     """
 
     def __init__(self, call: ModelCall, digest: str) -> None:
@@ -32,6 +35,7 @@ class SessionCall:
         self.model = call.model
         self.node: TurnNode | None = None
         self.after: SessionCall | None = None
+        self.kept: list[Message] | None = None
         self._was_delivered = False
         self._passed_on = set[str]()
         self._num_sending = 0
@@ -51,6 +55,14 @@ class SessionCall:
         """How many messages the conversation has with the answer."""
         assert self.node is not None
         return self.node.num_messages
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The messages up to its answer, without instructions, where it is kept."""
+        found, call = list[Message](), cast("SessionCall | None", self)
+        while call and call.kept:
+            found[:0], call = call.kept, call.after
+        return found
 
     @property
     def is_delivered(self) -> bool:

@@ -19,11 +19,14 @@ DEVIATIONS = ("population", "sample")
 class AdvantageRows:
     """What an advantage of whole rows may depend on: R rows of one batch.
 
+    A row whose answers have returns of their own stands here once for each of them.
+
     Attributes:
-        rewards: [R] float64.
+        rewards: [R] float64, of the row or the answer.
         groups, episodes: [R] int64; rows of one prompt have one group, and rows of one group and
             episode are of one answer or agent.
-        num_tokens, num_loss_tokens: [R] int64, tokens of the row, and those that are trained.
+        num_tokens, num_loss_tokens: [R] int64, tokens of the row, and those that are trained, of
+            the answer alone where it has a return.
     """
 
     rewards: npt.NDArray[np.float64]

@@ -12,24 +12,27 @@ from areal_sc.algorithms.losses import Metric, Metrics
 
 
 def token_rewards(
-    rewards: torch.Tensor,
+    returns: torch.Tensor,
     row_tokens: torch.Tensor,
     kl: torch.Tensor | None = None,
     kl_coefficient: float = 0.0,
 ) -> torch.Tensor:
     """The reward of each trained token: the row's at its last one, and -beta kl at every one.
 
+    Where answers have returns of their own, the last token of one has what its return is more than
+    that of the next one, so that the rewards to go are the returns.
     Source: arXiv:1909.08593, eq. 2, a token (InstructGPT, arXiv:2203.02155, appendix C).
 
     Args:
-        rewards: [R]. row_tokens: [R] int64, trained tokens of each row, >= 1.
+        returns: [N], of each trained token's answer or row.
+        row_tokens: [R] int64, trained tokens of each row, >= 1.
         kl: [N] estimates of the divergence from a reference; None: none.
     Returns: [N].
     """
-    last = row_tokens.cumsum(0) - 1
-    num_tokens = int(row_tokens.sum())
-    of_tokens = rewards.new_zeros(num_tokens) if kl is None else -kl_coefficient * kl
-    return of_tokens.index_add(0, last, rewards.to(of_tokens.dtype))
+    later = returns.roll(-1)
+    later[row_tokens.cumsum(0) - 1] = 0
+    rewards = returns - later
+    return rewards if kl is None else rewards.to(kl.dtype) - kl_coefficient * kl
 
 
 def generalized_advantages(
@@ -87,7 +90,7 @@ def token_advantages(
     kl = None
     if kl_coefficient:
         kl = kl_estimate(fields["behavior_logprobs"], fields["reference_logprobs"], kl_estimator)
-    rewards = token_rewards(rows.reward, row_tokens, kl, kl_coefficient)
+    rewards = token_rewards(tokens.returns, row_tokens, kl, kl_coefficient)
     values = fields["values"]
     return generalized_advantages(
         rewards.to(values.dtype), values, row_tokens, discount=discount, gae_lambda=gae_lambda

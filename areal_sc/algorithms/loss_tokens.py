@@ -65,10 +65,12 @@ class RowTokens:
         fields: by name: [N, ...] values of the rows' field at these tokens; `advantages` are those
             of the token, or else of its row, where they are known.
         rows: where the tokens stand.
+        returns: [N] float32, of the token's answer, or else the reward of its row.
     """
 
     fields: Mapping[str, torch.Tensor]
     rows: LossRows
+    returns: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
+from statistics import fmean
 from typing import Final
 
 from areal_sc.algorithms.advantages import DEVIATIONS, normalized_advantages
@@ -18,6 +20,8 @@ _ADVANTAGE: Final = ("advantage", "advantage_std", "advantage_deviation", "advan
 
 def advantages_by(settings: Mapping[str, str]) -> Advantages:
     """How a run makes advantages of rewards, where it compares those of a group alone.
+
+    That of a row whose answers have returns of their own is the mean of theirs.
 
     Args:
         settings: of the run, by their names.
@@ -32,13 +36,15 @@ def advantages_by(settings: Mapping[str, str]) -> Advantages:
     is_known = {mean, std} <= {"group", "leave_one_out", "none"} and eps > 0
 
     def advantages(group: RecordedGroup) -> Sequence[float | None]:
-        rewards = [row.reward for row in group.rows]
+        returns = [row.returns or (row.reward,) for row in group.rows]
+        rewards = [*chain.from_iterable(returns)]
         if not is_known or deviation not in DEVIATIONS or not all(map(math.isfinite, rewards)):
-            return [None] * len(rewards)
-        episodes = [row.episode for row in group.rows]
+            return [None] * len(returns)
+        episodes = [row.episode for row, its in zip(group.rows, returns, strict=True) for _ in its]
         found: list[float] = normalized_advantages(
             rewards, [0] * len(rewards), episodes, mean=mean, std=std, deviation=deviation, eps=eps
         ).tolist()
-        return found
+        of_rows = iter(found)
+        return [fmean(islice(of_rows, len(its))) for its in returns]
 
     return advantages

@@ -42,14 +42,16 @@ class PlayedRow(Protocol):
     reward: float
     metrics: dict[str, float]
     calls: Sequence[RecordedCall]
+    returns: Sequence[tuple[float, int]]
 
 
-class RecordedRow(Struct, frozen=True):
+class RecordedRow(Struct, frozen=True, omit_defaults=True):
     """What the head of a block tells of a row.
 
     Attributes:
         episode: number within the group, from 0.
         row: number within the episode, from 0.
+        returns: of each answer, where they differ from the reward.
     """
 
     episode: int
@@ -58,6 +60,7 @@ class RecordedRow(Struct, frozen=True):
     reward: float
     versions: VersionRuns
     metrics: dict[str, float]
+    returns: tuple[float, ...] = ()
 
     @property
     def num_trained_tokens(self) -> int:
@@ -131,7 +134,10 @@ def numbers_of(row: PlayedRow, episode: int, number: int) -> RecordedRow:
     sampled = np.asarray(row.versions)[np.asarray(row.loss_mask, bool)]
     runs = tuple((version, len([*same])) for version, same in groupby(sampled.tolist()))
     metrics = {name: float(value) for name, value in row.metrics.items()}
-    return RecordedRow(episode, number, len(row.input_ids), float(row.reward), runs, metrics)
+    returns = tuple(float(value) for value, _ in row.returns)
+    return RecordedRow(
+        episode, number, len(row.input_ids), float(row.reward), runs, metrics, returns
+    )
 
 
 def pack_rows(group: RecordedGroup, rows: Sequence[PlayedRow]) -> tuple[bytes, bytes]:

@@ -163,7 +163,7 @@ def of_groups(
     rewards: dict[int, set[float]] = {}
     episodes: dict[int, set[int]] = {}
     for row in batch.rows:
-        rewards.setdefault(row.group_id, set()).add(row.reward)
+        rewards.setdefault(row.group_id, set()).update(reward for reward, _ in row.parts)
         episodes.setdefault(row.group_id, set()).add(row.episode)
         longest[row.group_id] = max(row.num_loss_tokens, longest.get(row.group_id, 0))
     num, group_s = (now.get(k, 0.0) - before.get(k, 0.0) for k in ("finished_groups", "group_s"))

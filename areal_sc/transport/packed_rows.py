@@ -18,13 +18,13 @@ class PackedRows:
     Attributes:
         fields: name -> [T, ...] tensor, T = sum of `lengths`; all fields share the layout.
         lengths: tokens of each row.
-        advantages: one scalar per row, or None when they are not known (yet).
+        advantages: of each row, as its metadata have it; or None when they are not known (yet).
         metadata: rewards, groups and episodes; None: each row stands alone, with reward 0.
     """
 
     fields: dict[str, torch.Tensor]
     lengths: tuple[int, ...]
-    advantages: tuple[float, ...] | None = None
+    advantages: tuple[float | tuple[float, ...], ...] | None = None
     metadata: tuple[RowMetadata, ...] | None = None
 
     def __post_init__(self) -> None:

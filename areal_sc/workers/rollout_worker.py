@@ -448,6 +448,7 @@ class RolloutWorker(Worker):
                 version_spans=version_spans(row),
                 episode=number,
                 row=place,
+                returns=tuple((float(value), int(size)) for value, size in row.returns),
             )
             for (number, row), place, length in zip(numbered, places, lengths, strict=True)
         )

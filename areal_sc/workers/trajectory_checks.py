@@ -13,7 +13,7 @@ import numpy as np
 from areal_sc.algorithms.reward_shaping import soft_length_penalty
 from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.metadata import TRAJECTORY_FIELDS, TensorMetadata
+from areal_sc.metadata import MAX_RETURNS, TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.workflows.base import Trajectory
 
@@ -73,7 +73,8 @@ def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:
     num_tokens = int(np.count_nonzero(row.loss_mask))
     cost = limit.penalty * soft_length_penalty(num_tokens, limit.limit_tokens, limit.margin_tokens)
     metrics = {**row.metrics, "length_penalty": cost}
-    return replace(row, reward=float(row.reward) + cost, metrics=metrics)
+    returns = [(value + cost, size) for value, size in row.returns]
+    return replace(row, reward=float(row.reward) + cost, metrics=metrics, returns=returns)
 
 
 def _problem(row: Any, *, is_trained: bool) -> str:
@@ -99,6 +100,14 @@ def _problem(row: Any, *, is_trained: bool) -> str:
             f"the trajectory has tokens of temperature {min(row.temperatures):g}, expected finite "
             "numbers above 0: a greedy answer (0) is no sample of the policy and cannot be "
             "trained; sample it, or add it to the transcript as context, which is not trained"
+        )
+    sizes, num_trained = [size for _, size in row.returns], np.count_nonzero(row.loss_mask)
+    is_whole = not sizes or (sum(sizes) == num_trained and min(sizes) > 0)
+    are_finite = all(_is_finite(value) for value, _ in row.returns)
+    if not (is_whole and are_finite and len(sizes) <= MAX_RETURNS):
+        return (
+            f"the trajectory's returns are {row.returns!r:.200}: expected finite ones, at most "
+            f"{MAX_RETURNS}, each with its trained tokens, of which there are {num_trained}"
         )
     for name, value in row.metrics.items():
         if type(name) is not str or not name.isprintable():

@@ -22,6 +22,9 @@ class Trajectory:
         temperatures: [T] that the token was sampled at, and is trained at; 1 where `loss_mask` is
             False. 0 (greedy) is for evaluations: a row with greedy tokens is not trained.
         reward: scalar, finite. That of a `Score` adds its parts to the metrics.
+        returns: (return, number of trained tokens) of each answer, in their order, where answers
+            have returns of their own; at most `MAX_RETURNS`. Then the reward is told of the row,
+            and advantages are of the returns. Empty: the reward is that of all trained tokens.
         metrics: numbers to be averaged and shown, e.g. {"accuracy": 1.0}.
         fields: values of each of `Workflow.fields`, by its name: [T, *shape], or [*shape] of one
             that is `per_row`.
@@ -40,6 +43,7 @@ class Trajectory:
     fields: dict[str, Any] = field(default_factory=dict)
     output: str = ""
     calls: Sequence[RecordedCall] = field(default=(), compare=False)
+    returns: Sequence[tuple[float, int]] = ()
 
     def __post_init__(self) -> None:
         parts = self.reward.metrics if isinstance(self.reward, Score) else {}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from areal_sc.engines.base import Completion
 from areal_sc.records.recorded_calls import RecordedCall
+from areal_sc.rewards.base import Score
 from areal_sc.workflows.trajectory import Trajectory
 
 
@@ -29,6 +31,7 @@ class Transcript:
         self._behavior_logprobs: list[float] = []
         self._versions: list[int] = []
         self._temperatures: list[float] = []
+        self._num_sampled: list[int] = []  # tokens of each completion
 
     def add_context(self, token_ids: Sequence[int]) -> None:
         """Tokens that the model reads and that are never trained.
@@ -50,9 +53,23 @@ class Transcript:
         self._behavior_logprobs += completion.logprobs
         self._versions += completion.versions
         self._temperatures += [completion.temperature] * len(completion.token_ids)
+        self._num_sampled.append(len(completion.token_ids))
 
-    def trajectory(self, reward: float, metrics: Mapping[str, float] | None = None) -> Trajectory:
-        """The episode so far, with its reward."""
+    def trajectory(
+        self, reward: float | Sequence[float], metrics: Mapping[str, float] | None = None
+    ) -> Trajectory:
+        """The episode so far, with its reward.
+
+        Args:
+            reward: or the return of each completion, in their order: the row's reward is the mean.
+        Raises: ValueError: the returns are not as many as the completions.
+        """
+        returns, told = list[tuple[float, int]](), dict(metrics or {})
+        if isinstance(reward, Sequence):
+            for value, size in zip(reward, self._num_sampled, strict=True):
+                told |= value.metrics if isinstance(value, Score) else {}
+                returns += [(float(value), size)] if size else []
+            reward = fmean(reward)
         return Trajectory(
             input_ids=list(self.input_ids),
             loss_mask=list(self._loss_mask),
@@ -60,6 +77,7 @@ class Transcript:
             versions=list(self._versions),
             temperatures=list(self._temperatures),
             reward=reward,
-            metrics=dict(metrics or {}),
+            metrics=told,
+            returns=returns,
             calls=tuple(self.calls),
         )

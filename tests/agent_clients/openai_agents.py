@@ -19,8 +19,8 @@ agent = Agent(name="Keeper", instructions="Answer with a digit.", tools=[functio
 
 async def run(is_streamed: bool) -> dict:
     texts: list = []
-    if is_streamed:
-        result = Runner.run_streamed(agent, QUESTION)
+    if is_streamed:  # and sends what is new alone
+        result = Runner.run_streamed(agent, QUESTION, auto_previous_response_id=True)
         async for event in result.stream_events():
             if getattr(getattr(event, "data", None), "type", "") == "response.output_text.delta":
                 texts.append(event.data.delta)

@@ -13,11 +13,11 @@ TOOLS = [
 ]
 
 
-def answer(client: OpenAI, items: list, is_streamed: bool, texts: list):
-    asked = {"model": "policy", "input": items, "tools": TOOLS, "store": False}
+def answer(client: OpenAI, items: list, is_streamed: bool, texts: list, after: str | None = None):
+    asked = {"model": "policy", "input": items, "tools": TOOLS}
     if not is_streamed:
-        return client.responses.create(**asked)
-    with client.responses.stream(**asked) as stream:
+        return client.responses.create(**asked, store=False)
+    with client.responses.stream(**asked, previous_response_id=after) as stream:
         for event in stream:
             if event.type == "response.output_text.delta":
                 texts.append(event.delta)
@@ -25,11 +25,17 @@ def answer(client: OpenAI, items: list, is_streamed: bool, texts: list):
 
 
 def run(client: OpenAI, is_streamed: bool) -> dict:
+    """Whole, it sends all items each time; streamed, those behind the response before."""
     items: list = [{"role": "user", "content": QUESTION}]
     texts: list = []
+    after = None
     while True:
-        response = answer(client, items, is_streamed, texts)
-        items += response.output
+        response = answer(client, items, is_streamed, texts, after)
+        if is_streamed:
+            assert response.previous_response_id == after
+            after, items = response.id, []
+        else:
+            items += response.output
         calls = [it for it in response.output if it.type == "function_call"]
         if not calls:
             usage = [response.usage.input_tokens, response.usage.output_tokens]

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,11 +68,31 @@ def make_rows(seed: int, lengths: list[int], vocabulary: int) -> PackedRows:
 
 
 def make_minibatch(step: int, index: int, minibatch: dict[str, Any]) -> PackedRows:
-    """All rows of a minibatch; `unrewarded` names those whose advantage is 0."""
+    """All rows of a minibatch; `unrewarded` names those whose advantage is 0.
+
+    `answers` has the trained tokens of each answer of a row: the first one has the row's advantage,
+    each further one -0.5 times that of the one before, and the last of several 0.
+    """
     rows = make_rows(100 * step + index, minibatch["lengths"], 30)
     unrewarded = minibatch.get("unrewarded", [])
     advantages = (0.0 if row in unrewarded else a for row, a in enumerate(rows.advantages or ()))
-    return replace(rows, advantages=tuple(advantages), metadata=make_metadata(rows, minibatch))
+    rows = replace(rows, advantages=tuple(advantages), metadata=make_metadata(rows, minibatch))
+    return with_answers(rows, minibatch["answers"]) if "answers" in minibatch else rows
+
+
+def with_answers(rows: PackedRows, answers: list[list[int]]) -> PackedRows:
+    metadata = [
+        msgspec.structs.replace(row, returns=tuple((0.0, size) for size in sizes))
+        for row, sizes in zip(rows.metadata or (), answers, strict=True)
+    ]
+    advantages: list[float | tuple[float, ...]] = []
+    for value, sizes in zip(rows.advantages or (), answers, strict=True):
+        assert isinstance(value, float)
+        of_answers = [value * (-0.5) ** number for number in range(len(sizes))]
+        if len(sizes) > 1:
+            of_answers[-1] = 0.0
+        advantages.append(tuple(of_answers) or value)
+    return replace(rows, metadata=tuple(metadata), advantages=tuple(advantages))
 
 
 def make_metadata(rows: PackedRows, minibatch: dict[str, Any]) -> tuple[RowMetadata, ...] | None:

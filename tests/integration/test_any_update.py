@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from integration.run_process import REPOSITORY
@@ -23,6 +24,7 @@ from areal_sc import (
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.errors import ConfigError, WorkflowError
+from areal_sc.metadata import BatchMetadata
 from areal_sc.schedulers.base import Scheduler
 
 LOSS = """
@@ -101,23 +103,53 @@ def by_choices(tokens):
     is_right = (choices[:, 1] == 2 * choices[:, 0]) & (place == tokens.rows.position)
     loss = -tokens.mean(tokens.logprobs * tokens.fields["advantages"], "token")
     seen = {"right": is_right.float(), "difficulty": tokens.fields["difficulty"]}
-    return loss, {name: Metric.mean(values) for name, values in seen.items()}
+    metrics = {name: Metric.mean(values) for name, values in seen.items()}
+    return loss, metrics | {"weighed": Metric.sum(place * tokens.fields["advantages"])}
 
 
 def of_place(tokens):
     return tokens.fields["choices"][:, 1] - 2 * tokens.fields["choices"][:, 0] + 0.5
 """
 
+OWN_RETURNS = """
 
-def test_fields_of_a_workflow_reach_the_loss(
+
+class Halved(Noted):
+    async def run_episode(self, prompt, engine):
+        row = await super().run_episode(prompt, engine)
+        num_more = sum(row.loss_mask) - 1
+        row.returns = [(row.reward / 2, 1), (row.reward, num_more)] if num_more else []
+        return row
+"""
+
+
+def weighed_by_hand(batch: BatchMetadata) -> float:
+    """Sum of place * advantage over the trained tokens of one group's rows, which end with them."""
+    rewards = [[row.reward / 2] * bool(row.returns) + [row.reward] for row in batch.rows]
+    mean = fmean(fmean(its) for its in rewards)
+    std = fmean(fmean((it - mean) ** 2 for it in its) for its in rewards) ** 0.5
+    total = 0.0
+    for row, its in zip(batch.rows, rewards, strict=True):
+        first = row.sequence_length - row.num_loss_tokens
+        of_places = [its[0]] + its[-1:] * (row.num_loss_tokens - 1)
+        total += sum(
+            place * (it - mean) / (std + 1e-6) for place, it in enumerate(of_places, first)
+        )
+    return total
+
+
+def test_fields_and_returns_of_a_workflow_reach_the_loss(
     tiny_config: Callable[..., GRPOConfig],
     scheduler: Scheduler,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On two ranks, one of which has no row of a minibatch; several values a token among them."""
+    """On two ranks, one of which has no row of a minibatch; several values a token among them.
+
+    Of each answer the first token has half the return of the others.
+    """
     (documented,) = documented_blocks("class Noted")
-    (tmp_path / "own_fields.py").write_text(f"{OWN_FIELDS}\n\n{documented}")
+    (tmp_path / "own_fields.py").write_text(f"{OWN_FIELDS}\n\n{documented}{OWN_RETURNS}")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tiny_config(
         "actor.parallel.data=2",
@@ -128,7 +160,7 @@ def test_fields_of_a_workflow_reach_the_loss(
         "rollout.field_bytes=16",
         "total_steps=4",
     )
-    workflow = importlib.import_module("own_fields").Noted(by_letters)
+    workflow = importlib.import_module("own_fields").Halved(by_letters)
     actor = TrainController(make_actor(config.actor), scheduler)
     rollout = RolloutController(make_generator(config.rollout), scheduler)
     prompts = [{**prompt, "difficulty": 0.25} for prompt in letter_prompts(16, seed=0)]
@@ -144,6 +176,8 @@ def test_fields_of_a_workflow_reach_the_loss(
             batch = actor.compute_proximal_logprobs(actor.compute_advantages(batch))
             stats = actor.ppo_update(batch)
             assert (stats["right"], stats["difficulty"]) == (1.0, 0.25)
+            assert any(row.returns for row in batch.rows)
+            assert stats["weighed"] == pytest.approx(weighed_by_hand(batch), rel=1e-4, abs=1e-4)
             actor.publish_weights(rollout)
 
 

@@ -37,6 +37,13 @@ UNREWARDED = [
 UNREWARDED_ONE_PROCESS = [
     {**minibatch, "rows": [[0, 1, 2, 3, 4, 5, 6, 7]]} for minibatch in UNREWARDED
 ]
+# Rows 0, 2 and 5 have three answers with advantages of their own, row 4 one alone.
+ANSWERS = {
+    "lengths": EIGHT,
+    "answers": [[3, 1, 4], [], [2, 7, 1], [], [6], [2, 9, 3], [], []],
+    "groups": list(range(8)),
+    "episodes": [0] * 8,
+}
 
 
 def save_model(folder: Path, num_layers: int) -> Path:
@@ -98,6 +105,11 @@ def results(
             "activation_checkpointing": True,
         },
         "masked_versions": {**common, "minibatches": MINIBATCHES_UNEVEN, "min_token_version": 1},
+        "answers": {
+            **common,
+            "minibatches": [{**ANSWERS, "rows": [[0, 1, 3, 4, 7], [2, 5, 6]]}],
+            "max_tokens": 21,
+        },
         "unrewarded": {**common, "minibatches": UNREWARDED},
         "unrewarded_one_process": {**alone, "minibatches": UNREWARDED_ONE_PROCESS},
         "gradients": {
@@ -166,7 +178,7 @@ def train_by_hand(
             optimizer.zero_grad()
             step_losses[-1].backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            if any(rows.advantages):  # else there is nothing to learn
+            if any(rows.advantages or ()):  # else there is nothing to learn
                 optimizer.step()
         losses.append(sum(loss.item() for loss in step_losses) / len(step_losses))
     return {name: p.detach() for name, p in model.named_parameters()}, losses
@@ -188,10 +200,20 @@ def minibatch_loss(
         if min_token_version is not None:
             mask = mask & (fields["versions"] >= min_token_version)
         num_tokens += int(mask.sum())
-        advantage = row.advantages[0]
+        advantage = advantages_by_hand(row)[1:]
         gain = weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         gains.append(gain[mask & (weight <= 1.2)].sum())
     return -sum(gains) / num_tokens
+
+
+def advantages_by_hand(row: PackedRows) -> torch.Tensor:
+    """[T] float64 of one row; of its answers, token by token."""
+    (given,) = row.advantages or ()
+    if not isinstance(given, tuple):
+        return torch.full((row.num_tokens,), given, dtype=torch.float64)
+    assert row.metadata is not None
+    left = [a for a, (_, n) in zip(given, row.metadata[0].returns, strict=True) for _ in range(n)]
+    return torch.tensor([left.pop(0) if it else 0.0 for it in row.fields["loss_mask"]]).double()
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +257,16 @@ def test_masked_token_versions_leave_numerator_and_denominator(
     expected, losses = train_by_hand(model_folder, program, min_token_version=1)
     assert difference(whole_weights(results["masked_versions"]), expected) <= 1e-5
     stats = results["masked_versions"][0]["stats"]
+    assert [entry["loss"] for entry in stats] == pytest.approx(losses, abs=1e-6)
+
+
+def test_answers_of_a_row_are_trained_by_advantages_of_their_own(
+    results: Any, by_hand: Any, model_folder: Path, program: Any
+) -> None:
+    trained = whole_weights(results["answers"])
+    expected, losses = train_by_hand(model_folder, program, minibatches=[ANSWERS])
+    assert difference(trained, expected) <= 1e-5
+    stats = results["answers"][0]["stats"]
     assert [entry["loss"] for entry in stats] == pytest.approx(losses, abs=1e-6)
 
 

@@ -113,8 +113,11 @@ def test_parts_of_equal_tokens_are_filled_evenly() -> None:
 
 def test_rows_on_which_nothing_is_computed_weigh_nothing() -> None:
     lengths = (40, 10, 30, 20, 10)
-    rows = tuple(RowMetadata(i, 0, length, 0.0, 0, (), 0) for i, length in enumerate(lengths))
-    batch = BatchMetadata("b", 0, (), rows).with_advantages([0.0, 1.0, -0.5, 2.0, 0.0])
+    rows = [RowMetadata(i, 0, length, 0.0, 0, (), 0) for i, length in enumerate(lengths)]
+    rows[2:] = [replace(it, returns=((0.0, 4), (1.0, 2))) for it in rows[2:]]
+    advantages = [0.0, 1.0, (0.0, -0.5), 2.0, 0.0]
+    batch = BatchMetadata("b", 0, (), tuple(rows)).with_advantages(advantages)
+    assert [row.advantage for row in batch.rows] == advantages
     loads = [sum(lengths[row] for row in part if row not in (0, 4)) for part in batch.partition(2)]
     assert sorted(loads) == [30, 30]
 

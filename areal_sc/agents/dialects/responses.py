@@ -22,11 +22,11 @@ _WITHOUT: Final = frozenset(
         "reasoning",
         "safety_identifier",
         "service_tier",
-        "store",
         "stream_options",
         "user",
     ]
 )
+_ID: Final = "resp_"
 _LOGPROBS: Final = "message.output_text.logprobs"
 
 
@@ -36,13 +36,12 @@ class Responses:
     path = "/v1/responses"
 
     def read(self, body: Mapping[str, Any]) -> ModelCall:
-        for name in ("previous_response_id", "conversation"):
-            if body.get(name) is not None:
-                raise CallRefused(
-                    400,
-                    "invalid_body",
-                    f"{name}: a call has its whole conversation here: send all items as its input",
-                )
+        if body.get("conversation") is not None:
+            raise CallRefused(
+                400,
+                "invalid_body",
+                "conversation: send all items as the input, or previous_response_id",
+            )
         asked = read_body(_with_types(body), _ResponsesBody, without=_WITHOUT)
         if asked.tools and not asked.parallel_tool_calls:
             raise one_call_only()
@@ -58,6 +57,9 @@ class Responses:
             model=asked.model,
             wants_logprobs=_LOGPROBS in asked.include,
             is_streamed=asked.stream,
+            after=(asked.previous_response_id or "").removeprefix(_ID),
+            num_instructions=1 if asked.instructions else 0,
+            is_kept=asked.store is not False,
         )
 
     def write(self, call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
@@ -191,6 +193,8 @@ class _TextOptions(Struct, forbid_unknown_fields=True):
 
 class _ResponsesBody(Struct, forbid_unknown_fields=True):
     input: str | list[_MessageItem | _CallItem | _CallOutputItem | _ReasoningItem]
+    previous_response_id: str | None = None
+    store: bool | None = None
     model: str = ""
     instructions: str = ""
     tools: list[_ResponsesTool] = []
@@ -266,7 +270,7 @@ _NO_PARAMETERS: Final = {"type": "object", "properties": {}}
 def _response(call: ModelCall, answer_id: str, created_s: int) -> dict[str, Any]:
     """A response that has nothing yet."""
     return {
-        "id": f"resp_{answer_id}",
+        "id": f"{_ID}{answer_id}",
         "object": "response",
         "created_at": created_s,
         "status": "in_progress",
@@ -278,7 +282,7 @@ def _response(call: ModelCall, answer_id: str, created_s: int) -> dict[str, Any]
         "model": call.model,
         "output": [],
         "parallel_tool_calls": True,
-        "previous_response_id": None,
+        "previous_response_id": f"{_ID}{call.after}" if call.after else None,
         "temperature": call.sampling.get("temperature"),
         "tool_choice": "auto",
         "tools": [{"type": "function", "strict": False, **it["function"]} for it in call.tools],

@@ -50,8 +50,11 @@ class GroupSignal:
 
 
 def lack_of_signal(batch: BatchMetadata) -> str | None:
-    """Why the rows of one group teach nothing; None where its episodes differ in reward."""
-    rewards = batch.episode_rewards
+    """Why the rows of one group teach nothing; None where its episodes differ in rewards."""
+    rewards = [
+        tuple(reward for row in rows for reward, _ in batch.rows[row].parts)
+        for rows in batch.episodes
+    ]
     if len(rewards) == 1:
         return ONE_EPISODE
     return None if len(set(rewards)) > 1 else EQUAL_REWARDS

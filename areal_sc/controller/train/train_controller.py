@@ -230,6 +230,7 @@ class TrainController(Controller):
     def compute_advantages(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with one advantage per row, from the rows' rewards, groups and episodes.
 
+        A row whose answers have returns of their own gets one for each of them.
         Advantages of tokens are a field `advantages` instead: [T] float32, united with the batch.
         """
         return self._step.with_advantages(batch)

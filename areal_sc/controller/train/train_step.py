@@ -5,7 +5,7 @@ Pure state: nothing here waits.
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
@@ -104,19 +104,22 @@ class TrainStep:
         return self._ranks.calls.layout.split(learning, min(most, len(batch.episodes)))
 
     def with_advantages(self, batch: BatchMetadata) -> BatchMetadata:
-        """The batch with one advantage per row, as `actor.ppo.advantage` says.
+        """The batch with advantages of its rows, or of their returns, by `actor.ppo.advantage`.
 
         Raises: ConfigError: a critic gives them.
         """
         compute = self._advantages_of or advantage_of(self._ppo)  # which says so
+        parts = [(row, *part) for row in batch.rows for part in row.parts]
         rows = AdvantageRows(
-            rewards=np.asarray([row.reward for row in batch.rows], dtype=np.float64),
-            groups=np.asarray([row.group_id for row in batch.rows], dtype=np.int64),
-            episodes=np.asarray([row.episode for row in batch.rows], dtype=np.int64),
-            num_tokens=np.asarray([row.sequence_length for row in batch.rows], dtype=np.int64),
-            num_loss_tokens=np.asarray([row.num_loss_tokens for row in batch.rows], dtype=np.int64),
+            rewards=np.asarray([reward for _, reward, _ in parts], dtype=np.float64),
+            groups=np.asarray([row.group_id for row, _, _ in parts], dtype=np.int64),
+            episodes=np.asarray([row.episode for row, _, _ in parts], dtype=np.int64),
+            num_tokens=np.asarray([row.sequence_length for row, _, _ in parts], dtype=np.int64),
+            num_loss_tokens=np.asarray([num_tokens for _, _, num_tokens in parts], dtype=np.int64),
         )
-        return batch.with_advantages(compute(rows).tolist())
+        of_parts = iter(compute(rows).tolist())
+        each = (tuple(islice(of_parts, len(row.parts))) for row in batch.rows)
+        return batch.with_advantages([it if len(it) > 1 and any(it) else it[0] for it in each])
 
     def lose_rows(self, batch: BatchMetadata, error: ArealError) -> ArealError:
         """Rows that the ranks need are gone; returns what the caller gets to know.

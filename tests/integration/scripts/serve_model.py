@@ -36,7 +36,7 @@ def main(model: str, port: int) -> None:
 
     async def complete(request: web.Request) -> web.Response:
         call = dialect.read(await request.json())
-        answer = await Session(asked, sampling).answer(call)
+        answer = await Session(asked, sampling).begin(call).answer()
         return web.json_response(dialect.write(call, answer))
 
     async def health(_: web.Request) -> web.Response:

@@ -10,7 +10,7 @@ from typing import Any
 
 import chat_templates as templates
 import pytest
-from scripted_engine import ScriptedEngine, check_trained, engine_for
+from scripted_engine import ScriptedEngine, answer_to, check_trained, engine_for
 
 from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall
 from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionSettings
@@ -60,7 +60,7 @@ class Agent:
 
     async def turn(self, *behind: str) -> ModelAnswer:
         """Asks; keeps the answer as clients do, and puts messages of the user behind it."""
-        answer = await self.session.answer(self.call)
+        answer = await answer_to(self.session, self.call)
         self.messages.append(as_sent_back(answer))
         self.messages += [call.answer("sunny") for call in answer.turn.tool_calls]
         self.messages += map(user, behind)
@@ -326,18 +326,20 @@ async def test_rows_per_call_and_the_longest_one() -> None:
     assert trained["per_call"] == [(a + b, b) for a, b in zip(sent, sizes, strict=True)]
 
 
-async def test_a_discounted_reward_is_trained_in_a_row_for_each_return() -> None:
+async def test_answers_of_a_row_have_discounted_returns() -> None:
     engine = engine_for(templates.QWEN)
     session = session_of(engine)
     engine.will_say(*[f"answer {n}<|im_end|>" for n in range(3)])
     agent = Agent(session, "hi there")
     for _ in range(3):
         last = await agent.turn("more")
-    rows = session.trajectories(2.0, discount=0.5)
-    assert [row.reward for row in rows] == [0.5, 1.0, 2.0]
-    check_trained(engine, rows)
+    (row,) = session.trajectories(2.0, discount=0.5)
+    sizes = [len(it) for it in engine.sampled]
+    assert row.returns == [*zip([0.5, 1.0, 2.0], sizes, strict=True)]
+    assert row.reward == pytest.approx(3.5 / 3)
+    check_trained(engine, [row])
     rows = session.trajectories({f"chatcmpl-{last.answer_id}": 3.0})
-    assert [row.reward for row in rows] == [3.0]
+    assert [(row.reward, row.returns) for row in rows] == [(3.0, [])]
     with pytest.raises(WorkflowError, match=r"names of models .* got \['judge'\]"):
         session.trajectories({"judge": 1.0})
     with pytest.raises(WorkflowError, match=r"expected a number, .* got \{\}"):
@@ -349,7 +351,7 @@ async def test_roles_have_rewards_of_their_own() -> None:
     session = session_of(engine)
     engine.will_say(*[f"answer {n}<|im_end|>" for n in range(5)])
     for number, model in enumerate(["solver", "critic", "solver", "critic", "helper"]):
-        await session.answer(ModelCall((user(f"question {number}"),), model=model))
+        await answer_to(session, ModelCall((user(f"question {number}"),), model=model))
     rows = session.trajectories({"solver": 1.0, "critic": -1.0}, discount=0.5)
     assert [row.reward for row in rows] == [0.5, -0.5, 1.0, -1.0]  # the helper is not trained
 
@@ -471,10 +473,10 @@ async def test_the_end_of_a_session_cancels_its_calls_and_refuses_others() -> No
     engine.will_say("hello<|im_end|>", "again<|im_end|>")
     await agent.turn("more")
     engine.may_answer.clear()
-    running = asyncio.create_task(session.answer(agent.call))
+    running = asyncio.create_task(answer_to(session, agent.call))
     await asyncio.sleep(0)
     session.end()
-    for call in (running, session.answer(agent.call)):
+    for call in (running, answer_to(session, agent.call)):
         with pytest.raises(CallRefused) as refused:
             await call
         assert (refused.value.status, refused.value.code) == (409, "session_ended")
@@ -520,7 +522,7 @@ async def test_limits_of_calls() -> None:
 async def test_messages_that_cannot_be_answered(messages: Any, problem: str) -> None:
     session = session_of(engine_for(templates.QWEN))
     with pytest.raises(CallRefused, match=problem) as refused:
-        await session.answer(ModelCall(messages))
+        await answer_to(session, ModelCall(messages))
     assert refused.value.status == 400
     assert session.trajectories(1.0) == []
 
@@ -539,8 +541,8 @@ async def test_the_run_says_how_is_sampled_and_an_agent_may_only_shorten() -> No
     session = Session(engine, run)
     engine.will_say("one, two<|im_end|>", "three</so> four<|im_end|>")
     asked = {"temperature": 0.2, "top_p": 1.0, "presence_penalty": 0.5}
-    await session.answer(ModelCall((user("hi"),), max_tokens=99, sampling=asked))
-    answer = await session.answer(ModelCall((user("so"),), max_tokens=3, stop=("</so>",)))
+    await answer_to(session, ModelCall((user("hi"),), max_tokens=99, sampling=asked))
+    answer = await answer_to(session, ModelCall((user("so"),), max_tokens=3, stop=("</so>",)))
     assert (answer.turn.content, answer.stop) == ("three", "</so>")
     assert sampled == [run, replace(run, max_new_tokens=3, stop=["!", "</so>"])]
     assert session.counts["other_sampling"] == 2
@@ -566,7 +568,7 @@ async def test_logprobs_are_those_of_the_sampled_tokens() -> None:
     engine = engine_for(templates.QWEN)
     session = session_of(engine)
     engine.will_say("one, two<|im_end|>")
-    answer = await session.answer(ModelCall((user("hi"),), wants_logprobs=True))
+    answer = await answer_to(session, ModelCall((user("hi"),), wants_logprobs=True))
     assert "".join(it.text for it in answer.tokens) == "one, two<|im_end|>"
     assert [it.logprob for it in answer.tokens] == session.trajectories(1.0)[0].behavior_logprobs[
         -len(answer.tokens) :
@@ -631,3 +633,40 @@ async def test_half_a_character_in_a_tool_call_is_an_answer_of_the_model() -> No
     assert session.counts["refused"] == 0
     assert len(session.trajectories(1.0)) == 1
     check_trained(engine, session.trajectories(1.0))
+
+
+async def test_a_call_goes_on_from_an_answer_by_its_id() -> None:
+    """Exactly that one, though others have said the same; instructions are those of the call."""
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    engine.will_say(*["same<|im_end|>"] * 2, *[f"answer {n}<|im_end|>" for n in range(4)])
+    instructed = ({"role": "system", "content": "be kind"}, user("hi"))
+
+    async def ask(*messages: Message, after: str = "", num_instructions: int = 1) -> ModelAnswer:
+        call = ModelCall(messages, after=after, num_instructions=num_instructions, is_kept=True)
+        return await answer_to(session, call)
+
+    first = await ask(*instructed)
+    await ask(*instructed)
+    third = await ask(instructed[0], user("and?"), after=first.answer_id)
+    assert engine.sent[2][: len(engine.sent[0]) + len(engine.sampled[0])] == (
+        engine.sent[0] + engine.sampled[0]
+    )
+    last = await ask(instructed[0], user("so?"), after=third.answer_id)
+    rows = session.trajectories(1.0)
+    assert [len(row.versions) - row.versions.count(-1) for row in rows] == [
+        len(engine.sampled[1]),
+        sum(len(engine.sampled[number]) for number in (0, 2, 3)),
+    ]
+    check_trained(engine, rows)
+    other = {"role": "system", "content": "be short"}
+    await ask(other, user("why?"), after=last.answer_id)
+    told = engine.tokenizer.decode(engine.sent[4])
+    assert "be kind" not in told
+    assert [told.count(it) for it in ("be short", "same", "and?", "answer 1", "why?")] == [1] * 5
+    plain = await answer_to(session, ModelCall((user("hi"),)))
+    assert len(session.trajectories(1.0)) == 4
+    for unknown in (plain.answer_id, "resp_1"):
+        with pytest.raises(CallRefused, match=r"no answer .* that has ended") as caught:
+            await ask(user("and?"), after=unknown, num_instructions=0)
+        assert (caught.value.status, caught.value.code) == (400, "previous_response_not_found")

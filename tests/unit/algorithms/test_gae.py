@@ -37,7 +37,7 @@ def test_advantages_are_discounted_sums_of_temporal_differences(
     tokens = made_tokens(shape, seed)
     row_tokens, values = tokens.rows.num_loss_tokens, tokens.fields["values"]
     kl = tokens.fields["returns"]
-    rewards = token_rewards(tokens.rows.reward, row_tokens, kl, beta)
+    rewards = token_rewards(tokens.rows.spread(tokens.rows.reward), row_tokens, kl, beta)
     found = generalized_advantages(
         rewards, values, row_tokens, discount=discount, gae_lambda=gae_lambda
     ).tolist()
@@ -60,10 +60,18 @@ def test_advantages_are_discounted_sums_of_temporal_differences(
 
 def test_without_values_and_discount_they_are_the_reward_itself() -> None:
     row_tokens = torch.tensor([3, 1])
-    rewards = token_rewards(tensor([2.0, -1.0]), row_tokens)
+    rewards = token_rewards(tensor([2.0, 2.0, 2.0, -1.0]), row_tokens)
     assert rewards.tolist() == [0, 0, 2, -1]
     found = generalized_advantages(rewards, torch.zeros_like(rewards), row_tokens)
     assert found.tolist() == [2, 2, 2, -1]
+
+
+def test_without_values_and_discount_they_are_the_returns_of_answers() -> None:
+    returns, row_tokens = tensor([0.25, 0.25, 0.5, 2.0, -1.0, 3.0]), torch.tensor([4, 2])
+    rewards = token_rewards(returns, row_tokens)
+    assert rewards.tolist() == [0, -0.25, -1.5, 2, -4, 3]
+    found = generalized_advantages(rewards, torch.zeros_like(rewards), row_tokens)
+    assert found.tolist() == returns.tolist()
 
 
 def test_no_rows() -> None:
@@ -82,10 +90,11 @@ def test_token_functions_of_a_critic() -> None:
         kl_place=KLPlace.reward,
     )
     made = made_tokens([(3, 0, 0), (1, 0, 1)], seed=0)
-    tokens = RowTokens(made.fields, made.rows)
+    rewards_of_rows = made.rows.spread(made.rows.reward)
+    tokens = RowTokens(made.fields, made.rows, rewards_of_rows)
     found = {name: it.load()(tokens) for name, it in critic_fields(ppo).items()}
     d = made.fields["behavior_logprobs"] - made.fields["reference_logprobs"]
-    rewards = token_rewards(made.rows.reward, torch.tensor([3, 1]), (-d).exp() + d - 1, 0.1)
+    rewards = token_rewards(rewards_of_rows, torch.tensor([3, 1]), (-d).exp() + d - 1, 0.1)
     values = made.fields["values"]
     expected = generalized_advantages(
         rewards, values, torch.tensor([3, 1]), discount=0.9, gae_lambda=0.8

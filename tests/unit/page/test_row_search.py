@@ -183,6 +183,9 @@ def test_advantages_are_those_of_the_group(run: Path, search: RowSearch) -> None
     assert of_batch(numbers) == [None, None]
     plain = {"actor.ppo.advantage": "leave_one_out", "actor.ppo.advantage_std": "none"}
     assert advantages_by(plain)(numbers) == [-1.0, 1.0]
+    differing = structs.replace(numbers.rows[1], returns=(0.5, 1.5, 4.0))
+    numbers = structs.replace(numbers, rows=(numbers.rows[0], differing))
+    assert advantages_by(plain)(numbers) == pytest.approx([-2.0, 2.0])
 
 
 def _numbers(reward: float) -> Any:

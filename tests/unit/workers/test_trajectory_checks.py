@@ -69,6 +69,14 @@ def test_logprobs_may_be_any_tensors(dtype: torch.dtype, has_gradient: bool, is_
         (row(2, metrics={1: 0.5}), "workflow_error", "must be printable text, got 1"),
         (row(2, metrics={"\ud83d": 0.5}), "workflow_error", "must be printable text"),
         (row(2, metrics={"n": 10**400}), "workflow_error", "metric 'n' must be finite"),
+        (row(2, returns=[(1.0, 1)]), "workflow_error", "of which there are 2"),
+        (row(2, returns=[(1.0, 2), (0.0, 0)]), "workflow_error", r"\(0.0, 0\)"),
+        (
+            row(2, returns=[(1.0, 1), (float("inf"), 1)]),
+            "workflow_error",
+            "expected finite ones",
+        ),
+        (row(2, returns=[(1.0, 1)] * 33), "workflow_error", "at most 32"),
     ],
 )
 def test_one_bad_row_rejects_the_episode(returned: Any, cause: str, message: str) -> None:
@@ -90,10 +98,11 @@ def test_long_rows_pay_by_their_sampled_tokens() -> None:
     mask = [False, True, True, True, False, True, True]  # two turns, of five tokens
     score = Score(1.0, {"right": 1.0})
     twice = row(7, loss_mask=mask, reward=score, metrics={"n": 2.0})
-    given = [twice, twice, row(2)]
+    given = [twice, replace(twice, returns=[(0.5, 3), (1.5, 2)]), row(2)]
     rows = checked_episode(given, limits, {}, is_trained=True)
     assert isinstance(rows, list)
     assert [one.reward for one in rows] == [0.625, 0.625, 1.0]
+    assert rows[1].returns == [(0.125, 3), (1.125, 2)]
     assert rows[0].metrics == {"n": 2.0, "reward/right": 1.0, "length_penalty": -0.375}
     assert rows[2].metrics == {"length_penalty": 0.0}
     free = checked_episode(given, limits, {}, is_trained=False)

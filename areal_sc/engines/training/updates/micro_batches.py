@@ -97,12 +97,29 @@ class TokenFields(dict[str, torch.Tensor]):
 
 
 def with_token_advantages(rows: PackedRows) -> PackedRows:
-    """The rows with field `advantages`, [T] float32: that of its row for each token, if known."""
+    """The rows with field `advantages`, [T] float32, if they are known; see `of_tokens`."""
     if rows.advantages is None or "advantages" in rows.fields:
         return rows
-    advantages = torch.tensor(rows.advantages, dtype=torch.float32)
-    of_tokens = advantages.repeat_interleave(torch.tensor(rows.lengths, dtype=torch.int64))
-    return replace(rows, fields={**rows.fields, "advantages": of_tokens})
+    return replace(rows, fields={**rows.fields, "advantages": of_tokens(rows, rows.advantages)})
+
+
+def of_tokens(rows: PackedRows, values: Sequence[float | tuple[float, ...]]) -> torch.Tensor:
+    """[T] float32: the value of each token's row; or, of several, that of a trained token's answer.
+
+    Args:
+        values: of each row; a tuple has one for each of its returns.
+    """
+    lengths = torch.tensor(rows.lengths, dtype=torch.int64)
+    plain = [0.0 if isinstance(it, tuple) else it for it in values]
+    found = torch.tensor(plain, dtype=torch.float32).repeat_interleave(lengths)
+    starts, metadata = rows.starts, rows.metadata or ()
+    for row, value in enumerate(values):
+        if isinstance(value, tuple):
+            own = slice(starts[row], starts[row] + rows.lengths[row])
+            trained = require_field(rows, "loss_mask")[own].bool()
+            sizes = torch.tensor([size for _, size in metadata[row].returns])
+            found[own][trained] = torch.tensor(value).repeat_interleave(sizes)
+    return found
 
 
 def with_staleness(rows: PackedRows, version: int) -> PackedRows:

@@ -8,7 +8,11 @@ import torch
 
 from areal_sc.algorithms.loss_tokens import RowTokens
 from areal_sc.engines.training.row_numbers import count_rows
-from areal_sc.engines.training.updates.micro_batches import trained_tokens, with_token_advantages
+from areal_sc.engines.training.updates.micro_batches import (
+    of_tokens,
+    trained_tokens,
+    with_token_advantages,
+)
 from areal_sc.errors import WorkflowError
 from areal_sc.transport.packed_rows import PackedRows
 
@@ -38,7 +42,9 @@ def token_values(
     ((numbers, _),) = count_rows([known], [trained], 0, lambda own: [own])
     of_rows = numbers.take(chosen.tolist()).with_tokens(row_of_token, position[places])
     fields = {field: given[places] for field, given in known.fields.items()}
-    found = function(RowTokens(fields, of_rows))
+    returns = [tuple(it for it, _ in row.returns) or row.reward for row in rows.metadata or ()]
+    of_answers = of_tokens(rows, returns or [0.0] * rows.num_rows)
+    found = function(RowTokens(fields, of_rows, of_answers[places]))
     if not isinstance(found, torch.Tensor) or found.shape != places.shape:
         got = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
         raise WorkflowError(f"{name}: expected [{len(places)}], a number a token, got {got}")

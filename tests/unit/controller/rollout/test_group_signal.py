@@ -9,8 +9,9 @@ from simulation.settings import Settings
 from simulation.training_run import play
 
 from areal_sc.config.schema import KeepGroups, OverBound
-from areal_sc.controller.rollout.group_signal import MAX_BATCHES
+from areal_sc.controller.rollout.group_signal import MAX_BATCHES, lack_of_signal
 from areal_sc.errors import TooManyRejections
+from areal_sc.metadata import BatchMetadata, RowMetadata
 
 
 @pytest.mark.parametrize("over_bound", list(OverBound))
@@ -34,3 +35,17 @@ def test_a_run_in_which_nothing_has_signal_ends() -> None:
     settings = Settings(group_size=1, keep_groups=KeepGroups.with_signal)
     with pytest.raises(TooManyRejections, match=f"nothing has signal.* {MAX_BATCHES * 4} groups"):
         play(settings)
+
+
+def test_episodes_are_compared_by_all_their_returns() -> None:
+    def group(*episodes: tuple[float, ...]) -> BatchMetadata:
+        rows = tuple(
+            RowMetadata(0, 0, 9, 0.5, 0, ((0, 2),), number, returns=tuple((it, 1) for it in its))
+            for number, its in enumerate(episodes)
+        )
+        return BatchMetadata("b", 0, (), rows)
+
+    assert lack_of_signal(group((), ())) == "equal_rewards"
+    assert lack_of_signal(group((0.25, 0.75), (0.25, 0.75))) == "equal_rewards"
+    assert lack_of_signal(group((0.25, 0.75), (0.75, 0.25))) is None
+    assert lack_of_signal(group((0.25, 0.75))) == "one_episode"
