@@ -159,6 +159,11 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
         """(return, number of trained tokens): of each answer, or of the row."""
         return self.returns or ((self.reward, self.num_loss_tokens),)
 
+    def with_more_reward(self, added: float) -> RowMetadata:
+        """The same row, whose reward and returns are so much more."""
+        returns = tuple((value + added, size) for value, size in self.returns)
+        return replace(self, reward=self.reward + added, returns=returns)
+
     def num_loss_tokens_since(self, version: int) -> int:
         """Number of trained tokens sampled by `version` or a later one."""
         return sum(count for span_version, count in self.version_spans if span_version >= version)
@@ -221,6 +226,8 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
         columns: the fields, and where their values are; each field is in one of them.
         rows: per-row metadata.
         min_token_version: tokens sampled by an earlier version are not trained; None trains all.
+        has_model_rewards: models have a part in the rows' rewards; computed again, these may differ
+            by rounding.
     """
 
     batch_id: str
@@ -228,6 +235,7 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
     columns: tuple[Columns, ...]
     rows: tuple[RowMetadata, ...]
     min_token_version: int | None = None
+    has_model_rewards: bool = False
 
     def __post_init__(self) -> None:
         if sum(len(columns.dtypes) for columns in self.columns) != len(self.fields):
@@ -363,6 +371,21 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
                 f"union: batches {self.batch_id} and {other.batch_id} both hold {twice}"
             )
         return replace(self, columns=self.columns + other.columns)
+
+    def add_rewards(self, rewards: Sequence[float]) -> BatchMetadata:
+        """The same batch, with what models say of each row added to its reward.
+
+        Raises: MetadataError: the number of rewards is not the number of rows, or one is not
+            finite.
+        """
+        if len(rewards) != self.total_batch_size or not all(map(math.isfinite, rewards)):
+            raise MetadataError(
+                f"batch {self.batch_id} has {self.total_batch_size} rows: expected a finite number "
+                f"for each, got {len(rewards)}: {list(rewards)!s:.200}"
+            )
+        pairs = zip(self.rows, rewards, strict=True)
+        rows = tuple(row.with_more_reward(added) for row, added in pairs)
+        return replace(self, rows=rows, has_model_rewards=True)
 
     def with_advantages(self, advantages: Sequence[float | tuple[float, ...]]) -> BatchMetadata:
         """The same batch with one advantage per row, or a tuple of one for each of its returns.

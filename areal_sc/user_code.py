@@ -9,16 +9,18 @@ Ctrl-C reaches a script's main thread alone: elsewhere a KeyboardInterrupt is th
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Final, TypeVar
 
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import ConfigError, WorkflowError
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +163,23 @@ def user_code(what: str) -> Iterator[None]:
         raise
     except BaseException as error:  # the user's code may raise anything
         raise WorkflowError(f"{what} raised {blame(error)}") from error
+
+
+def user_function(
+    name: str, argument: str, settings: Mapping[str, Any], *, what: str, expected: str
+) -> Callable[..., Any]:
+    """The function of an import path, which takes this argument and these settings.
+
+    Args: what, expected: begin and end the message.
+    Raises: ConfigError: there is no such function, or it takes others.
+    """
+    try:
+        with user_code("its import"):
+            found: Callable[..., Any] = resolve_name(name)
+        inspect.signature(found).bind(argument, **settings)
+    except (WorkflowError, ValueError, TypeError) as error:
+        raise ConfigError(f"{what} {name!r}: {error}; expected {expected}") from error
+    return found
 
 
 def first_of(error: BaseException) -> BaseException:

@@ -84,11 +84,13 @@ def normalized_advantages(
     advantages = values.copy()
     if mean != "none":
         advantages -= _mean(values, weights, within[mean])
+    num_episodes = _num_episodes(weights, groups)
     if mean == "leave_one_out":
         # what is left of the group's mean without the episode's own part of it
-        num_episodes = _num_episodes(weights, groups)
         own = _mean(values, weights, of_groups)
         advantages += (own - _mean(values, weights, groups)) / np.maximum(num_episodes - 1, 1)
+    if mean in ("group", "leave_one_out"):
+        advantages[num_episodes == 1] = 0.0  # also where its rows have different rewards
     if std != "none":
         deviations = values - _mean(values, weights, within[std])
         variances = _mean(deviations**2, weights, within[std])

@@ -24,8 +24,6 @@ def aggregate(
     Returns: scalar; differentiable.
     Raises: ValueError: `over` is none of these.
     """
-    if over == "token":
-        return values.sum() / tokens.num_loss_tokens
     if over == "constant":
         return values.sum() / (tokens.counts.episodes * num_tokens)
     return tokens.mean(values, over)

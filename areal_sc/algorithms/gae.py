@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from areal_sc.algorithms.kl import kl_estimate
+from areal_sc.algorithms.kl import sampled_kl
 from areal_sc.algorithms.loss_tokens import LossTokens, RowTokens
 from areal_sc.algorithms.losses import Metric, Metrics
 
@@ -82,14 +82,14 @@ def token_advantages(
     Args:
         tokens: with field `values`, and with a KL `behavior_logprobs` and `reference_logprobs`.
         discount, gae_lambda: as of `generalized_advantages`.
-        kl_coefficient, kl_estimator: as of `token_rewards` and `kl_estimate`.
+        kl_coefficient, kl_estimator: as of `token_rewards` and `kl.kl_estimate`.
     Returns: [N].
     """
     fields, rows = tokens.fields, tokens.rows
     row_tokens = torch.bincount(rows.of_token, minlength=len(rows.num_tokens))
     kl = None
     if kl_coefficient:
-        kl = kl_estimate(fields["behavior_logprobs"], fields["reference_logprobs"], kl_estimator)
+        kl = sampled_kl(tokens, estimator=kl_estimator)
     rewards = token_rewards(tokens.returns, row_tokens, kl, kl_coefficient)
     values = fields["values"]
     return generalized_advantages(

@@ -109,7 +109,7 @@ def soft_gate_gain(terms: GainTerms, positive: float, negative: float) -> Gains:
     """
     advantages = terms.advantages
     is_without_gain = terms.is_dropped | (advantages == 0)
-    tau = torch.where(advantages > 0, positive, negative).to(advantages.dtype)
+    tau = torch.full_like(advantages, negative).masked_fill(advantages > 0, positive)
     ratio = terms.log_ratio.clamp(max=_MOST_LOG_RATIO).exp()
     gates = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     weight = terms.weight.masked_fill(is_without_gain, 0.0)

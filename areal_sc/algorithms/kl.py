@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from areal_sc.algorithms.loss_tokens import RowTokens
+
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
@@ -31,3 +33,12 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str)
     if estimator == "k3":
         return torch.expm1(-difference) + difference
     raise ValueError(f"estimator={estimator!r}: expected one of {', '.join(KL_ESTIMATORS)}")
+
+
+def sampled_kl(tokens: RowTokens, *, estimator: str) -> torch.Tensor:
+    """[N] `kl_estimate` of the policy that sampled, from the reference: a token function.
+
+    Args: tokens: with fields `behavior_logprobs` and `reference_logprobs`.
+    """
+    fields = tokens.fields
+    return kl_estimate(fields["behavior_logprobs"], fields["reference_logprobs"], estimator)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -13,9 +11,9 @@ import numpy.typing as npt
 
 from areal_sc.algorithms.advantages import AdvantageRows, normalized_advantages
 from areal_sc.algorithms.token_function import TokenFunction
-from areal_sc.config.ppo_settings import BASELINES, GAE, KLPlace, PPOConfig
-from areal_sc.errors import ConfigError, WorkflowError
-from areal_sc.user_code import user_code
+from areal_sc.config.ppo_settings import BASELINES, GAE, PPOConfig
+from areal_sc.errors import ConfigError
+from areal_sc.user_code import user_code, user_function
 
 AdvantageFunction = Callable[[AdvantageRows], npt.NDArray[np.float64]]
 """[R] advantages, one a row."""
@@ -44,16 +42,12 @@ def advantage_of(ppo: PPOConfig) -> AdvantageFunction:
             f"actor.ppo.advantage={GAE}: ranks compute it from a critic's values, a token each "
             "(areal_sc.algorithms.named_advantage.critic_fields)"
         )
-    try:
-        with user_code("its import"):
-            found: Callable[..., Any] = resolve_name(name)
-        inspect.signature(found).bind("rows", **ppo.advantage_settings)
-    except (WorkflowError, ValueError, TypeError) as error:
-        raise ConfigError(f"actor.ppo.advantage {name!r}: {error}; expected {names}") from error
+    settings = ppo.advantage_settings
+    found = user_function(name, "rows", settings, what="actor.ppo.advantage", expected=names)
 
     def compute(rows: AdvantageRows) -> npt.NDArray[np.float64]:
         with user_code(f"advantage {name!r}"):
-            advantages = np.asarray(found(rows, **ppo.advantage_settings), dtype=np.float64)
+            advantages = np.asarray(found(rows, **settings), dtype=np.float64)
         if advantages.shape != rows.rewards.shape or not np.isfinite(advantages).all():
             raise ConfigError(
                 f"actor.ppo.advantage {name!r}: expected {len(rows.rewards)} finite numbers, one a "
@@ -71,12 +65,21 @@ def critic_fields(ppo: PPOConfig) -> dict[str, TokenFunction]:
     of tokens, for `TrainController.compute`.
     """
     settings: dict[str, Any] = {"discount": ppo.discount, "gae_lambda": ppo.gae_lambda}
-    if ppo.kl_coefficient and ppo.kl_place is KLPlace.reward:
-        settings |= {"kl_coefficient": ppo.kl_coefficient, "kl_estimator": ppo.kl_estimator.value}
+    if ppo.reward_kl_coefficient:
+        settings |= {"kl_coefficient": ppo.kl_coefficient, "kl_estimator": str(ppo.kl_estimator)}
     return {
         field: TokenFunction(f"areal_sc.algorithms.gae:token_{field}", settings)
         for field in ("returns", "advantages")
     }
+
+
+def kl_of_row(ppo: PPOConfig) -> TokenFunction:
+    """The KL of a token to the reference, by `actor.ppo.kl_estimator`.
+
+    For `TrainController.score`, which sums it up over a row: `actor.ppo.kl_coefficient` times this
+    is what `kl_place: reward` takes from the row's reward, where no critic gives advantages.
+    """
+    return TokenFunction("areal_sc.algorithms.kl:sampled_kl", {"estimator": str(ppo.kl_estimator)})
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float:

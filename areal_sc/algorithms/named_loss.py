@@ -6,19 +6,17 @@ A loss is a function of the trained tokens of a micro-batch and of settings of i
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.config.ppo_settings import POLICY_GRADIENT, PPOConfig
-from areal_sc.errors import ConfigError, WorkflowError
-from areal_sc.user_code import user_code
+from areal_sc.errors import ConfigError
+from areal_sc.user_code import user_code, user_function
 
 if TYPE_CHECKING:
     import torch
@@ -112,15 +110,9 @@ class NamedLoss:
         Raises: ConfigError: there is no such function, or it has other settings. The user's own
             function raises a WorkflowError with its line, whatever it raised.
         """
-        is_built_in = self.name in BUILT_IN
         path = BUILT_IN.get(self.name, self.name)
-        try:
-            with user_code("its import"):
-                found: Callable[..., Any] = resolve_name(path)
-            inspect.signature(found).bind("tokens", **self.settings)
-        except (WorkflowError, ValueError, TypeError) as error:
-            raise ConfigError(f"loss {self.name!r}: {error}; expected {_EXPECTED}") from error
-        if is_built_in:
+        found = user_function(path, "tokens", self.settings, what="loss", expected=_EXPECTED)
+        if self.name in BUILT_IN:
             return partial(found, **self.settings)
 
         def compute(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:

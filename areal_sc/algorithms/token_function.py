@@ -6,15 +6,13 @@ its import path, `package.module:function`, and runs on the ranks, where the row
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from areal_sc.algorithms.named_loss import folder_of_module
-from areal_sc.errors import ConfigError, WorkflowError
-from areal_sc.user_code import user_code
+from areal_sc.errors import ConfigError
+from areal_sc.user_code import user_code, user_function
 
 if TYPE_CHECKING:
     import torch
@@ -52,13 +50,8 @@ class TokenFunction:
         Raises: ConfigError: there is no such function, or it has other settings. The function
             itself raises a WorkflowError with its line, whatever it raised.
         """
-        try:
-            with user_code("its import"):
-                found: Callable[..., Any] = resolve_name(self.name)
-            inspect.signature(found).bind("tokens", **self.settings)
-        except (WorkflowError, ValueError, TypeError) as error:
-            what = f"token function {self.name!r}: {error}"
-            raise ConfigError(f"{what}; expected {_EXPECTED}") from error
+        named = self.name, "tokens", self.settings
+        found = user_function(*named, what="token function", expected=_EXPECTED)
 
         def compute(tokens: RowTokens) -> torch.Tensor:
             with user_code(f"token function {self.name!r}"):

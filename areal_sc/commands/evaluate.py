@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.config.follow_settings import EvaluationSetConfig
+from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.rollout.evaluation import EvaluationSet
 from areal_sc.errors import CommandError, RunFolderError
@@ -140,7 +141,7 @@ def _config(arguments: argparse.Namespace, out: Path) -> GRPOConfig:
         "overwrite": True,
         "checkpoint.keep_best": "",
         "evaluation.stop_after": 0,
-        **{f"{role}.path": "" for role in ("reference", "critic", "teacher")},
+        **{f"{role}.path": "" for role in FURTHER_MODELS},
     }
     for section in ("actor", "rollout"):
         values |= {

@@ -190,7 +190,12 @@ class PPOConfig(Section):
     @property
     def loss_kl_coefficient(self) -> float:
         """The weight of the KL within the loss."""
-        return self.kl_coefficient if self.kl_place is KLPlace.loss else 0.0
+        return 0.0 if self.kl_place == KLPlace.reward else self.kl_coefficient
+
+    @property
+    def reward_kl_coefficient(self) -> float:
+        """The weight of the KL within the reward."""
+        return self.kl_coefficient - self.loss_kl_coefficient
 
 
 @dataclass
@@ -242,17 +247,10 @@ def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
         ppo.clip_dual > 1 + ppo.clip_high or ppo.clip_dual == math.inf,
         f"above 1 + actor.ppo.clip_high={1 + ppo.clip_high:g} (it is the wider bound), or inf",
     )
-    is_in_loss = bool(ppo.loss_kl_coefficient)
     yield (
         "actor.ppo.kl_estimator",
-        not is_in_loss or ppo.kl_estimator is not KLEstimator.k1,
+        not ppo.loss_kl_coefficient or ppo.kl_estimator is not KLEstimator.k1,
         "k2 or k3 with actor.ppo.kl_place=loss (the gradient of k1 is 0 on average)",
-    )
-    yield (
-        "actor.ppo.kl_place",
-        not ppo.kl_coefficient or is_in_loss or ppo.advantage == GAE,
-        f"loss with actor.ppo.advantage={ppo.advantage} (it compares the rewards of whole rows; a "
-        "KL in the reward is one of each token, which gae takes)",
     )
     yield (
         "actor.ppo.behavior_weight",

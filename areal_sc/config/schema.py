@@ -291,6 +291,13 @@ class CriticConfig(ActorConfig):
 
 
 @dataclass
+class RewardModelConfig(FrozenModelConfig):
+    """A model whose score of a row is added to its reward. What is not set is the actor's."""
+
+    head: ModelHead = setting(ModelHead.value)
+
+
+@dataclass
 class RolloutConfig(Section):
     """Generation: engines, admission, staleness, limits."""
 
@@ -449,6 +456,7 @@ class GRPOConfig:
     reference: FrozenModelConfig = setting(FrozenModelConfig)
     critic: CriticConfig = setting(CriticConfig)
     teacher: FrozenModelConfig = setting(FrozenModelConfig)
+    reward_model: RewardModelConfig = setting(RewardModelConfig)
     rollout: RolloutConfig = setting(RolloutConfig)
     agents: AgentsConfig = setting(AgentsConfig)
     sglang: SGLangConfig = setting(SGLangConfig)

@@ -1,6 +1,6 @@
 """The advantages of recorded rows: they follow from the rewards of their group and the settings.
 
-Those that need the whole batch, a critic or a function of the user's are not known here.
+Those that need the whole batch, another model or a function of the user's are not known here.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def advantages_by(settings: Mapping[str, str]) -> Advantages:
         eps = 0.0
     deviation = named["advantage_deviation"] or "population"
     is_known = {mean, std} <= {"group", "leave_one_out", "none"} and eps > 0
+    if settings.get("reward_model.path") or settings.get("actor.ppo.kl_place") == "reward":
+        is_known = False  # of what models add to a reward records know nothing
 
     def advantages(group: RecordedGroup) -> Sequence[float | None]:
         returns = [row.returns or (row.reward,) for row in group.rows]

@@ -306,10 +306,15 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     shared_memory, update = config.transport.shared_memory, config.weight_update
     yield "actor.head", config.actor.head == ModelHead.lm, "lm, since the policy generates"
     yield "critic.head", config.critic.head == ModelHead.value, "value, which a critic gives"
-    for role in ("reference", "teacher"):
+    frozen = {"reference": ModelHead.lm, "teacher": ModelHead.lm, "reward_model": ModelHead.value}
+    for role, head in frozen.items():
         section = value_at(config, role)
         yield f"{role}.is_frozen", section.is_frozen, "true, since it is never trained"
-        yield f"{role}.head", section.head == ModelHead.lm, "lm, since it gives log-probabilities"
+        yield f"{role}.head", section.head == head, f"{head}, which such a model has"
+    if config.reward_model.path:
+        why = "all with reward_model.path (it scores the rows of a batch, after they are chosen)"
+        yield "rollout.keep_groups", config.rollout.keep_groups == KeepGroups.all, why
+        yield "rollout.choose_prompts", config.rollout.choose_prompts != WITH_SIGNAL, why
     yield "generation.stop", are_stop_strings(config.generation.stop), STOP_STRINGS
     yield (
         "generation.stop_token_ids",

@@ -9,16 +9,14 @@ The order of a dataset stays, so that no row is taken twice in an epoch. No torc
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable
-from pkgutil import resolve_name
 from typing import Final
 
 from msgspec import Struct
 
-from areal_sc.errors import ConfigError, WorkflowError
-from areal_sc.user_code import user_code
+from areal_sc.errors import WorkflowError
+from areal_sc.user_code import user_code, user_function
 
 ALL: Final = "all"
 WITH_SIGNAL: Final = "with_signal"
@@ -88,13 +86,5 @@ class PromptChoice:
 
 
 def _own_function(name: str) -> ShareFunction:
-    try:
-        with user_code("its import"):
-            found: ShareFunction = resolve_name(name)
-        inspect.signature(found).bind("past")
-    except (WorkflowError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"rollout.choose_prompts {name!r}: {error}; expected {ALL}, {WITH_SIGNAL} or "
-            "package.module:function, which takes a PromptPast"
-        ) from error
-    return found
+    expected = f"{ALL}, {WITH_SIGNAL} or package.module:function, which takes a PromptPast"
+    return user_function(name, "past", {}, what="rollout.choose_prompts", expected=expected)

@@ -2,6 +2,7 @@
 
     for each policy version:
         compute      a field of the batch from each of them       before updates
+        rewards      the reward model's score, less the KL
         advantages   of tokens, from the critic's values          else of rows, from their rewards
         update       those that are trained, on the same batch    after the policy's own updates
 
@@ -11,7 +12,9 @@ ends. So one may be a version ahead, where a step is done again: it is not train
 
 from __future__ import annotations
 
-from areal_sc.algorithms.named_advantage import critic_fields, explained_variance
+from statistics import fmean
+
+from areal_sc.algorithms.named_advantage import critic_fields, explained_variance, kl_of_row
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.further_models import FURTHER_MODELS, further_models
 from areal_sc.config.ppo_settings import GAE, PPOConfig
@@ -63,12 +66,13 @@ class ModelsBeside:
                     f"{role}.path: no value, but actor.ppo needs {each.field} of such a model "
                     f"({needed[each.field]}); name one, actor.path say (docs/several-models.md)"
                 )
+        self._of_rewards = dict[str, float]()
         self.controllers = {
             role: TrainController(make_model(config, role), scheduler, role=role) for role in models
         }
 
     def compute(self, batch: BatchMetadata, actor: TrainController) -> BatchMetadata:
-        """The batch with a field of each model.
+        """The batch with a field of each model, and with the rewards that they have a part in.
 
         Raises: BatchLost: rows are gone.
         """
@@ -77,7 +81,24 @@ class ModelsBeside:
             batch = actor.compute(batch, BASE_LOGPROBS, field=field)
         for role, model in self.controllers.items():
             output, field = FURTHER_MODELS[role]
-            batch = model.compute(batch, output, field=field)
+            if field:
+                batch = model.compute(batch, output, field=field)
+        return self._add_rewards(batch, actor)
+
+    def _add_rewards(self, batch: BatchMetadata, actor: TrainController) -> BatchMetadata:
+        """The reward model's score, and what the KL to the reference takes where it is a part of
+        the reward of rows; `gae` takes it from each token."""
+        ppo, self._of_rewards = actor.config.ppo, {}
+        if model := self.controllers.get("reward_model"):
+            scores = model.score(batch, "values")
+            batch = batch.add_rewards(scores)
+            self._of_rewards["reward_model_score"] = fmean(scores)
+        if beta := ppo.reward_kl_coefficient:
+            kls = actor.score(batch, kl_of_row(ppo))
+            if ppo.advantage != GAE:
+                batch = batch.add_rewards([-beta * kl for kl in kls])
+            num_tokens = sum(row.num_loss_tokens for row in batch.rows)
+            self._of_rewards["reference_kl"] = sum(kls) / num_tokens
         return batch
 
     def compute_advantages(self, batch: BatchMetadata, actor: TrainController) -> BatchMetadata:
@@ -94,13 +115,15 @@ class ModelsBeside:
         return batch
 
     def update(self, batch: BatchMetadata, version: int) -> dict[str, float]:
-        """Trains those that are not frozen; their metrics, each with the role before its name.
+        """Trains those that are not frozen.
 
         Args:
             version: of the policy, from which the step begins.
+        Returns: their metrics, each with the role before its name; of rewards the means
+            `reward_model_score` of a row and, in nats a token, `reference_kl`.
         Raises: BatchLost: rows are gone.
         """
-        metrics: dict[str, float] = {}
+        metrics = dict(self._of_rewards)
         for role, model in self.controllers.items():
             if model.config.is_frozen or model.version != version:
                 continue
@@ -117,6 +140,6 @@ def _needed_fields(ppo: PPOConfig) -> dict[str, str]:
     needed = {field: f"loss {ppo.loss}" for field in loss_of(ppo).fields or ()}
     if ppo.advantage == GAE:
         needed["values"] = "advantage gae"
-        if ppo.kl_coefficient:
-            needed["reference_logprobs"] = "kl_coefficient"
+    if ppo.reward_kl_coefficient:
+        needed["reference_logprobs"] = "kl_coefficient"
     return needed

@@ -224,6 +224,9 @@ COMPUTE = Method("compute", Compute, SealedShard)
 """The head of each model group seals the field of its rows."""
 SCORE = Method("score", ScoreRows, tuple[tuple[float, ...], ...])
 """One number a demonstration; two a pair, of chosen and rejected."""
+SCORE_BATCH = Method("score_batch", Compute, tuple[float, ...])
+"""A number a row, the sum of the field over its trained tokens, which stays where it is; of
+`values`, which a model has with a value head, the one behind the last trained token."""
 TRY_LOSS = Method("try_loss", TryLoss, tuple[str, ...])
 """The names of its metrics."""
 UPDATE = Method("update", Update, Numbers)

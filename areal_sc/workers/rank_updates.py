@@ -70,6 +70,34 @@ async def score(rank: Rank, args: rank_methods.ScoreRows) -> tuple[tuple[float, 
     return tuple(found.values())
 
 
+async def score_batch(rank: Rank, args: rank_methods.Compute) -> tuple[float, ...]:
+    """A number of each row."""
+    with rank.recorder.span("pulling rows", version=rank.operations.version):
+        rows = (await rank.plane.puller.pull(args.batch)).joined()
+    if args.output == "values":
+        rows = read_to_end(rows)
+    values_of = await _values_of(rank, args.output)
+    values = await rank.compute(lambda: values_of(rows))
+    return tuple(float(row.sum()) for row in torch.split(values.double(), list(rows.lengths)))
+
+
+def read_to_end(rows: PackedRows) -> PackedRows:
+    """The rows up to their last trained tokens, and one token more of each, which alone is trained.
+
+    A value is what a model says before a token: before that one it has read the whole row.
+    """
+    if not rows.num_rows:
+        return rows
+    ids, masks = (
+        torch.split(rows.fields[name], list(rows.lengths)) for name in ("input_ids", "loss_mask")
+    )
+    ends = [int(mask.nonzero()[-1]) + 1 for mask in masks]
+    read = [torch.cat([row[:end], row[end - 1 : end]]) for row, end in zip(ids, ends, strict=True)]
+    trained = [torch.arange(end + 1) == end for end in ends]
+    fields = {"input_ids": torch.cat(read), "loss_mask": torch.cat(trained)}
+    return PackedRows(fields, tuple(map(len, read)))
+
+
 async def try_registered_loss(rank: Rank, args: rank_methods.TryLoss) -> tuple[str, ...]:
     """Raises: ConfigError: as `loss_trial.try_loss`."""
     return tuple(sorted(try_loss(await _loss(rank, args.loss))))

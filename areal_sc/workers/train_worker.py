@@ -13,7 +13,13 @@ from areal_sc.workers.base import Worker
 from areal_sc.workers.begun_writes import BegunWrites
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.rank import Rank
-from areal_sc.workers.rank_updates import compute_field, score, try_registered_loss, update
+from areal_sc.workers.rank_updates import (
+    compute_field,
+    score,
+    score_batch,
+    try_registered_loss,
+    update,
+)
 from areal_sc.workers.rank_weights import save_weights, seal_weights
 from areal_sc.workers.weight_broadcasts import WeightBroadcasts
 
@@ -35,6 +41,7 @@ class TrainWorker(Rank):
             DESCRIBE_RANK.served_by(self.describe),
             rank_methods.COMPUTE.served_by(self.using(partial(compute_field, self))),
             rank_methods.SCORE.served_by(self.using(partial(score, self))),
+            rank_methods.SCORE_BATCH.served_by(self.using(partial(score_batch, self))),
             rank_methods.TRY_LOSS.served_by(partial(try_registered_loss, self)),
             rank_methods.UPDATE.served_by(self.using(partial(update, self))),
             rank_methods.SEAL_WEIGHTS.served_by(self.using(partial(seal_weights, self))),

@@ -7,8 +7,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
+import torch
+import transformers as hf
 from integration.run_process import REPOSITORY
 from integration.scripts.tiny_run import by_letters, letter_prompts, partial
 
@@ -21,8 +24,10 @@ from areal_sc import (
     make_generator,
     start,
 )
+from areal_sc.algorithms.named_advantage import kl_of_row
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.token_function import TokenFunction
+from areal_sc.engines.handles import make_model
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.schedulers.base import Scheduler
@@ -179,6 +184,84 @@ def test_fields_and_returns_of_a_workflow_reach_the_loss(
             assert any(row.returns for row in batch.rows)
             assert stats["weighed"] == pytest.approx(weighed_by_hand(batch), rel=1e-4, abs=1e-4)
             actor.publish_weights(rollout)
+
+
+FIXED_ROWS = """
+from areal_sc import Trajectory, Workflow
+
+
+class FixedRows(Workflow):
+    async def run_episode(self, prompt, engine):
+        mask = prompt["mask"]
+        return Trajectory(
+            input_ids=prompt["ids"],
+            loss_mask=mask,
+            behavior_logprobs=[-0.5 * trained for trained in mask],
+            versions=[-1 + trained for trained in mask],
+            temperatures=[1.0] * len(mask),
+            reward=prompt["number"],
+        )
+"""
+
+
+def test_what_models_say_of_rows_is_part_of_their_rewards(
+    tiny_config: Callable[..., GRPOConfig],
+    scheduler: Scheduler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reward model and the KL to a reference, on two ranks each, against transformers."""
+    (tmp_path / "fixed_rows.py").write_text(FIXED_ROWS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = tiny_config(
+        *("actor.parallel.data=2", "rollout.group_size=1", "rollout.train_batch_groups=5"),
+        *("actor.ppo.kl_place=reward", "actor.ppo.kl_coefficient=0.5", "actor.ppo.advantage=none"),
+        *("actor.ppo.advantage_std=none", "actor.ppo.kl_estimator=k1", "total_steps=4"),
+        "actor.max_tokens_per_micro_batch=64",
+        *("reference.path=${actor.path}", f"reward_model.path={tmp_path / 'scores'}"),
+    )
+    of_scores: Any = hf.AutoModelForSequenceClassification.from_pretrained(
+        config.actor.path, num_labels=1
+    )
+    torch.nn.init.normal_(of_scores.score.weight)
+    of_scores.save_pretrained(tmp_path / "scores")
+    masks = ["0111", "01011", "001100", "01", "0" * 50 + "1" * 14]  # turns, context, a whole row
+    rows = [
+        {
+            "number": number,
+            "ids": [3 + (7 * number + 5 * place) % 36 for place in range(len(mask))],
+            "mask": [int(letter) for letter in mask],
+        }
+        for number, mask in enumerate(masks)
+    ]
+    actor = TrainController(make_actor(config.actor), scheduler)
+    scorer = TrainController(make_model(config, "reward_model"), scheduler, role="scorer")
+    reference = TrainController(make_model(config, "reference"), scheduler, role="reference")
+    rollout = RolloutController(make_generator(config.rollout), scheduler)
+    workflow = importlib.import_module("fixed_rows").FixedRows()
+    with start(actor, scorer, reference, rollout):
+        batch = rollout.prepare_batch(rows, workflow)
+        batch = reference.compute_logprobs(batch, field="reference_logprobs")
+        with pytest.raises(ConfigError, match="kl_place=reward: expected rewards with the KL"):
+            actor.compute_advantages(batch)
+        scored = batch.add_rewards(scorer.score(batch, "values"))
+        kls = actor.score(scored, kl_of_row(config.actor.ppo))
+        scored = actor.compute_advantages(scored.add_rewards([-0.5 * kl for kl in kls]))
+        actor.ppo_update(actor.compute_proximal_logprobs(scored))
+        actor.publish_weights(rollout)
+    lm = hf.AutoModelForCausalLM.from_pretrained(config.actor.path, dtype=torch.float64)
+    of_scores = of_scores.double()
+    for before, after in zip(batch.rows, scored.rows, strict=True):
+        row = rows[int(before.reward)]
+        ids, mask = torch.tensor([row["ids"]]), torch.tensor(row["mask"]).bool()
+        end = int(mask.nonzero()[-1]) + 1
+        with torch.no_grad():
+            score = of_scores.score(of_scores.model(ids[:, :end]).last_hidden_state)[0, -1, 0]
+            logprobs = lm(ids).logits[0, :-1].log_softmax(-1)
+        kl = (-0.5 - logprobs[torch.arange(len(mask) - 1), ids[0, 1:]])[mask[1:]].sum()
+        expected = before.reward + float(score) - 0.5 * float(kl)
+        assert after.reward == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert after.advantage == after.reward
 
 
 def test_a_critic_is_trained_by_its_own_loss_and_a_frozen_model_stays(

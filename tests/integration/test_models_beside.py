@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 from integration.run_process import SCRIPTS, RunProcess, open_gate, tiny_run
 from integration.test_killed_scripts import num_lives
@@ -24,14 +26,20 @@ SETTINGS = (
     *("actor.ppo.loss=reference_loss:to_reference", "actor.ppo.num_minibatches=1"),
     *("critic.ppo.loss=critic_loss:to_rewards", "critic.optimizer.lr=1e-2"),
 )
-ROLES = ("train", "reference", "critic")
+ROLES = ("train", "reference", "critic", "reward_model")
 
 
-def test_reference_and_critic_survive_the_death_of_each_worker_and_of_the_script(
+def test_models_beside_survive_the_death_of_each_worker_and_of_the_script(
     tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "run"
-    models = (f"reference.path={tiny_model_folder}", f"critic.path={tiny_model_folder}")
+    paths = dict.fromkeys(ROLES[1:], tiny_model_folder) | {"reward_model": tmp_path / "scores"}
+    models = [f"{role}.path={path}" for role, path in paths.items()]
+    scorer: Any = hf.AutoModelForSequenceClassification.from_pretrained(
+        tiny_model_folder, num_labels=1
+    )
+    torch.nn.init.normal_(scorer.score.weight, std=0.02)
+    scorer.save_pretrained(tmp_path / "scores")
     monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
 
     def play() -> RunProcess:
@@ -51,6 +59,10 @@ def test_reference_and_critic_survive_the_death_of_each_worker_and_of_the_script
             open_gate(run_dir)
             run.finish()
             steps = {step["step"]: step["train"] for step in run.records("step")}
+            for step in run.records("step"):
+                score = step["train"]["reward_model_score"]
+                assert score != 0
+                assert 0.5 <= step["reward"] - score <= 1, "the workflow gives 0.5 or 1"
             run.wait_until_gone()
     groups: list[GroupAccount] = []
     account = read_account(run_dir / "ledger", groups.append)

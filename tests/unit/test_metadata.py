@@ -122,6 +122,13 @@ def test_rows_on_which_nothing_is_computed_weigh_nothing() -> None:
     assert sorted(loads) == [30, 30]
 
 
+def test_what_models_add_to_rewards() -> None:
+    batch = small_batch()
+    added = batch.add_rewards([1.0, -0.5, 0.0, 0.25])
+    assert [row.reward for row in added.rows] == [1.5, 0.0, 0.5, 0.75]
+    assert (batch.has_model_rewards, added.take([2]).has_model_rewards) == (False, True)
+
+
 def row(**changes: Any) -> RowMetadata:
     return replace(RowMetadata(1, 0, 10, 0.5, 3, ((3, 4), (5, 2)), 0), **changes)
 
@@ -162,6 +169,8 @@ def test_select_keeps_only_the_named_fields() -> None:
         (lambda b: b.union(b.take([0])), r"has 4 rows, batch b has 1"),
         (lambda b: b.union(b.take([2, 0, 1, 3])), r"row 0 is \(0, 0, 10\).* but \(1, 0, 10\)"),
         (lambda b: b.with_advantages([1.0]), "has 4 rows, got 1 advantages"),
+        (lambda b: b.add_rewards([1.0]), "has 4 rows: expected a finite number for each, got 1"),
+        (lambda b: b.add_rewards([1.0, 2.0, 3.0, float("inf")]), r"got 4: \[1.0, 2.0, 3.0, inf\]"),
         (lambda b: b.partition(0), "into 0 parts"),
         (lambda b: concat([], batch_id="c", global_step=0), "got 0"),
         (

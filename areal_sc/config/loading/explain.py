@@ -33,7 +33,7 @@ words of the other."""
 
 MAX_SUGGESTIONS = 3
 
-_LIKE_ACTOR = ("reference.", "critic.", "teacher.")
+_LIKE_ACTOR = ("reference.", "critic.", "teacher.", "reward_model.")
 """Sections whose settings have the names of the actor's, which are suggested in their place."""
 
 _TYPE_NAMES: dict[Any, str] = {

@@ -133,8 +133,10 @@ generation samples always; evaluation.greedy is for the end = do_sample gconfig.
 answers are sampled by generation.temperature, generation.top_p and generation.top_k alone =
     min_p repetition_penalty presence_penalty frequency_penalty min_new_tokens num_beams
 the script gives rewards: SingleTurnWorkflow(reward), not a setting = reward_funcs reward_fn
-    reward_fn_path reward_model. custom_reward_function. reward_manager reward_pretrain
-    rm_type reward_scaling reward_bias normalize_reward
+    reward_fn_path custom_reward_function. reward_manager rm_type reward_scaling reward_bias
+    normalize_reward
+a reward model is the one of section reward_model, by its path (docs/reward-model.md) =
+    reward_pretrain
 the script gives rewards and weights: SingleTurnWorkflow({'right': (right, 1.0), ...}), not a
     setting = reward_weights
 the script gives prompts: load_prompts(...); `task` is for settings of its own, not a setting =

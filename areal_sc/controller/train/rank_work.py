@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from itertools import chain
 
+from msgspec.structs import replace
+
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.controller.ledger.ledger_records import Split
@@ -13,7 +15,7 @@ from areal_sc.controller.train.rank_layout import with_sealed_field
 from areal_sc.controller.train.rank_losses import RankLosses
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_history import Asked
-from areal_sc.controller.train.train_step import TrainStep
+from areal_sc.controller.train.train_step import MODEL_FIELDS, TrainStep
 from areal_sc.errors import ROWS_GONE, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.sources.row_file import PromptSource
@@ -50,13 +52,8 @@ class RankWork:
         """
         if field in batch.fields:
             raise MetadataError(f"batch {batch.batch_id} has the field {field!r} already")
-        shares, share_rows = [], list[list[int]]()
-        for minibatches in self._step.split(batch):
-            rows = list(chain.from_iterable(minibatches))
-            share_rows.append(rows)  # there may be none, and then the share has no fields
-            await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
-            num_left_out = len(minibatches[0]) if skips_first else 0
-            shares.append(rank_methods.Compute(selected.take(rows), output, field, num_left_out))
+        wanted = rank_methods.Compute(selected, output, field)
+        shares, share_rows = await self._computed_shares(batch, wanted, skips_first=skips_first)
         try:
             asked = Asked(rank_methods.COMPUTE, shares)
             computed = await self._ranks.compute(asked)
@@ -64,6 +61,37 @@ class RankWork:
             raise self._step.lose_rows(batch, error) from error
         await asyncio.sleep(0)
         return with_sealed_field(batch, field, share_rows, computed.shards)
+
+    async def _computed_shares(
+        self, batch: BatchMetadata, wanted: rank_methods.Compute, *, skips_first: bool = False
+    ) -> tuple[list[rank_methods.Compute], list[list[int]]]:
+        """What each model group computes, and which rows of the batch these are."""
+        shares, share_rows = list[rank_methods.Compute](), list[list[int]]()
+        for minibatches in self._step.split(batch):
+            rows = list(chain.from_iterable(minibatches))
+            share_rows.append(rows)  # there may be none, and then the share has no fields
+            await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
+            num_left_out = len(minibatches[0]) if skips_first else 0
+            taken = wanted.batch.take(rows)
+            shares.append(replace(wanted, batch=taken, num_left_out=num_left_out))
+        return shares, share_rows
+
+    async def score_batch(self, batch: BatchMetadata, output: str | TokenFunction) -> list[float]:
+        """What `rank_methods.SCORE_BATCH` says of each row."""
+        if isinstance(output, TokenFunction):
+            number = self._sources.register_function(output)
+            wanted = rank_methods.Compute(batch, number, output.name)
+        else:
+            selected = batch.select(MODEL_FIELDS).without_advantages()
+            wanted = rank_methods.Compute(selected, output, output)
+        shares, share_rows = await self._computed_shares(batch, wanted)
+        asked = Asked(rank_methods.SCORE_BATCH, shares)
+        try:
+            replies = await self._ranks.repeated(lambda: self._ranks.calls.ask(asked))
+        except ROWS_GONE as error:
+            raise self._step.lose_rows(batch, error) from error
+        places, scores = map(chain.from_iterable, (share_rows, replies))
+        return [score for _, score in sorted(zip(places, scores, strict=True))]
 
     async def compute_by_function(
         self, batch: BatchMetadata, function: str | TokenFunction, field: str

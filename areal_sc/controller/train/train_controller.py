@@ -322,6 +322,19 @@ class TrainController(Controller):
         """One number of each row, two of a pair: what `rank_methods.ScoreRows` says of `output`."""
         return await self._work.score(rows, indices, output)
 
+    async def score_async(self, batch: BatchMetadata, output: str | TokenFunction) -> list[float]:
+        """A number of each row of a batch, for its reward: see `BatchMetadata.add_rewards`.
+
+        Args:
+            output: `values`, of a model with a value head: its score of the row up to the last
+                trained token. `logprobs`, `entropy`, or a token function, as of `compute`: a sum
+                over the trained tokens.
+        Raises: as `compute`.
+        """
+        if isinstance(output, str):
+            column_of(output, self.config)
+        return await self._work.score_batch(batch, output)
+
     async def publish_weights_async(self, rollout: RolloutController) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
 
@@ -474,6 +487,7 @@ class TrainController(Controller):
     sft_update = blocking(sft_update_async, before=Controller.copy_prompts)
     update_rows = blocking(update_rows_async, before=Controller.copy_prompts)
     score_rows = blocking(score_rows_async, before=Controller.copy_prompts)
+    score = blocking(score_async)
     publish_weights = blocking(publish_weights_async)
     share_weights = blocking(share_weights_async)
     save_hf = blocking(save_hf_async)

@@ -9,6 +9,7 @@ from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from areal_sc.algorithms.advantages import AdvantageRows
 from areal_sc.algorithms.named_advantage import advantage_of
@@ -17,7 +18,7 @@ from areal_sc.config.ppo_settings import GAE, ClipCenter, PPOConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.step_life import StepState
 from areal_sc.controller.train.ranks import Ranks
-from areal_sc.errors import ArealError, BatchLost, MetadataError
+from areal_sc.errors import ArealError, BatchLost, ConfigError, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 
 MODEL_FIELDS: Final = ("input_ids", "loss_mask", "temperatures")
@@ -106,8 +107,13 @@ class TrainStep:
     def with_advantages(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with advantages of its rows, or of their returns, by `actor.ppo.advantage`.
 
-        Raises: ConfigError: a critic gives them.
+        Raises: ConfigError: a critic gives them, or the rewards have no KL in them yet.
         """
+        if self._ppo.reward_kl_coefficient and not batch.has_model_rewards:
+            raise ConfigError(
+                "actor.ppo.kl_place=reward: expected rewards with the KL in them "
+                "(areal_sc.algorithms.named_advantage.kl_of_row, docs/own-loop.md)"
+            )
         compute = self._advantages_of or advantage_of(self._ppo)  # which says so
         parts = [(row, *part) for row in batch.rows for part in row.parts]
         rows = AdvantageRows(
@@ -177,8 +183,11 @@ def trained_content(batch: BatchMetadata) -> list[Any]:
     """All that decides what an update on a batch does, but for what models compute from it.
 
     Shards never change, so their ids stand for their values. Computed fields lie in other shards
-    each time that they are computed.
+    each time that they are computed, and computed rewards may differ by rounding.
     """
+    rows = batch.rows
+    if batch.has_model_rewards:
+        rows = tuple(replace(row, reward=0.0, advantage=None) for row in rows)
     given = [columns for columns in batch.columns if not columns.is_computed]
     shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
-    return [batch.rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]
+    return [rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]

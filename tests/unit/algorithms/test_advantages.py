@@ -92,6 +92,13 @@ def test_a_group_of_one_and_equal_rewards_get_zero() -> None:
         assert not normalized_advantages([0.1] * 3, [5, 5, 5], mean=scope, std=scope).any()
 
 
+def test_rows_of_one_episode_have_nobody_to_be_compared_with() -> None:
+    for mean in ("group", "leave_one_out"):
+        found = normalized_advantages([0.3, -3.7, 1.0, 0.0], [0, 0, 1, 1], [5, 5, 0, 1], mean=mean)
+        assert not found[:2].any()
+        assert found[2] > 0 > found[3]
+
+
 def test_population_standard_deviation() -> None:
     assert normalized_advantages([0.0, 1.0], [0, 0], eps=0.0).tolist() == [-1.0, 1.0]
 

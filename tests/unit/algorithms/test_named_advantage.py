@@ -9,11 +9,12 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loss_rows import ROW, shapes
+from loss_rows import ROW, made_tokens, shapes
 
 from areal_sc.algorithms.advantages import SCOPES, AdvantageRows
-from areal_sc.algorithms.named_advantage import advantage_of, explained_variance
-from areal_sc.config.ppo_settings import BASELINES, Deviation, NormScope, PPOConfig
+from areal_sc.algorithms.loss_tokens import RowTokens
+from areal_sc.algorithms.named_advantage import advantage_of, explained_variance, kl_of_row
+from areal_sc.config.ppo_settings import BASELINES, Deviation, KLEstimator, NormScope, PPOConfig
 from areal_sc.errors import ConfigError, WorkflowError
 
 
@@ -55,8 +56,8 @@ def by_hand(
         }
         if baseline == "none":
             mean = 0.0
-        elif baseline == "leave_one_out" and not scopes[baseline]:
-            mean = math.fsum(scopes["group"]) / len(scopes["group"])
+        elif baseline in ("group", "leave_one_out") and not scopes["leave_one_out"]:
+            mean = reward  # there is nobody to be compared with
         else:
             mean = math.fsum(scopes[baseline]) / len(scopes[baseline])
         value = reward - mean
@@ -129,6 +130,21 @@ def test_a_function_of_the_users_own() -> None:
 def test_advantages_that_are_not_there(name: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         advantage_of(PPOConfig(advantage=name, advantage_settings=given))
+
+
+@pytest.mark.parametrize("estimator", list(KLEstimator))
+def test_the_kl_of_a_row_is_of_the_policy_that_sampled(estimator: KLEstimator) -> None:
+    made = made_tokens([(3, 0, 0), (1, 0, 1)], seed=0)
+    function = kl_of_row(PPOConfig(kl_coefficient=0.1, kl_estimator=estimator)).load()
+    found = function(RowTokens(made.fields, made.rows))
+    given = (made.fields[f"{name}_logprobs"].tolist() for name in ("behavior", "reference"))
+    by_name = {
+        "k1": lambda d: d,
+        "k2": lambda d: d**2 / 2,
+        "k3": lambda d: math.exp(-d) + d - 1,
+    }
+    expected = [by_name[estimator](mine - its) for mine, its in zip(*given, strict=True)]
+    assert found.tolist() == pytest.approx(expected, rel=1e-9)
 
 
 def test_what_a_function_of_the_users_own_does_wrong() -> None:

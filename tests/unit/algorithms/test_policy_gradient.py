@@ -201,7 +201,7 @@ GAINS = {
     "clip": {"clip_high": 0.28},
     "dual clip": {"clip_dual": 1.5},
     "stop_gradient_clip": {"gain": "stop_gradient_clip", "clip_low": 0.5, "clip_high": 0.4},
-    "soft_gate": {"gain": "soft_gate", "gate_negative": 2.0},
+    "soft_gate": {"gain": "soft_gate", "gate_negative": 1.9},
     "none": {"gain": "none"},
     "tv": {"gain": "divergence"},
     "kl": {"gain": "divergence", "divergence": "kl", "max_divergence": 0.02},
@@ -326,6 +326,20 @@ def test_ratios_that_overflow_keep_the_gradient_of_the_others(gain: str) -> None
     assert logprobs.grad is not None
     assert logprobs.grad.isfinite().all()
     assert loss.isfinite()
+
+
+def test_the_gates_are_as_exact_as_the_tokens() -> None:
+    tokens = made_tokens(SHAPE, seed=4)
+    given = {"gain": "soft_gate", "behavior_weight": "none", "gate_positive": 0.7}
+    loss, _ = policy_gradient(tokens, **(DEFAULTS | given))
+    differences = tokens.logprobs - tokens.fields["proximal_logprobs"]
+    gains = []
+    for difference, a in zip(
+        differences.tolist(), tokens.fields["advantages"].tolist(), strict=True
+    ):
+        tau = 0.7 if a > 0 else 1.05
+        gains.append(4 / tau / (1 + math.exp(-tau * math.expm1(difference))) * a)
+    assert loss.item() == pytest.approx(-math.fsum(gains) / len(gains), rel=1e-13)
 
 
 @given(seed=st.integers(0, 10_000), estimator=st.sampled_from(KL_ESTIMATORS))

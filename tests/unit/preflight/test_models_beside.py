@@ -78,13 +78,17 @@ def test_sections_built_in_python_are_joined() -> None:
         ("reference.is_frozen=false", "reference.is_frozen: expected true"),
         ("teacher.head=value", "teacher.head: expected lm"),
         ("critic.engine=megatron", "critic.engine: expected fsdp, got megatron"),
+        ("reward_model.head=lm", "reward_model.head: expected value, which such"),
+        ("reward_model.is_frozen=false", "reward_model.is_frozen: expected true"),
+        ("rollout.keep_groups=with_signal", "keep_groups: expected all with reward_model.path"),
+        ("rollout.choose_prompts=with_signal", "prompts: expected all with reward_model.path"),
     ],
 )
 def test_what_a_model_cannot_be_is_refused(
     override: str, message: str, load: Callable[..., GRPOConfig], tiny_model_folder: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(override, f"critic.path={tiny_model_folder}")
+        load(override, *(f"{role}.path={tiny_model_folder}" for role in ("critic", "reward_model")))
 
 
 def test_a_model_that_is_asked_for_must_be_named(load: Callable[..., GRPOConfig]) -> None:
