@@ -242,7 +242,7 @@ async def test_turns_and_branches_of_an_agent(runs: list[Path], page: Page, tab:
     shown = await shows(tab, "#/row?name=1.0.0.1")
     assert "<script>document.title='evil'</script>" in shown
     assert "\\u202e\\u001b[2J" in shown
-    assert "1 answers were rejected: reward_error:" in shown
+    assert "Rejected answers: 1, reward_error:" in shown
     (first, second) = [it for it in rows(runs[0]) if (it.group, it.episode) == (1, 0)]
     turns = await tab.value("[...document.querySelectorAll('.turn h2')].map(h => h.innerText)")
     assert [it.split(" tokens given")[0] for it in turns] == [
@@ -253,7 +253,7 @@ async def test_turns_and_branches_of_an_agent(runs: list[Path], page: Page, tab:
     assert turns[0].endswith("calls python")
     said = "its => its.map(it => it.textContent)"
     heads, texts = await tab.value(
-        "(shown => [shown('.turn > h3'), shown('.turn > pre')])"
+        "(shown => [shown('.turn h3'), shown('.turn pre:not(.raw pre)')])"
         f"(name => ({said})([...document.querySelectorAll(name)]))"
     )
     assert [it.split(" within")[0] for it in heads] == [

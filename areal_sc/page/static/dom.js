@@ -19,8 +19,9 @@ export function el(tag, attributes = {}, ...children) {
 // C0 and C1 controls but tab and newline, marks of direction, and others that nobody sees
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
 
-/** The parts of a text, in which characters that nobody sees, or that steer its direction, are shown by number. */
-export function shown(text) {
+/** The parts of a text, in which characters that nobody sees, or that steer its direction, are shown by number; of a longer one than `most` the beginning. */
+export function shown(text, most = 2000) {
+  if (text.length > most) return [...shown(text.slice(0, most)), el("span", { class: "dim" }, ` … ${text.length.toLocaleString("en")} characters`)];
   const parts = [];
   let at = 0;
   for (const found of text.matchAll(UNSEEN)) {
@@ -51,7 +52,7 @@ const FIRST_CHARS = 20000;
 
 /** A long text in its own box; the rest of one that is very long comes when it is asked for. */
 export function textBox(text, label) {
-  const box = el("pre", { class: "text", tabindex: "0", dir: "ltr", "aria-label": label }, shown(text.slice(0, FIRST_CHARS)));
+  const box = el("pre", { class: "text", tabindex: "0", dir: "ltr", "aria-label": label }, shown(text.slice(0, FIRST_CHARS), Infinity));
   if (text.length <= FIRST_CHARS) return box;
   const more = el(
     "button",
@@ -59,7 +60,7 @@ export function textBox(text, label) {
       type: "button",
       on: {
         click: () => {
-          box.replaceChildren(...shown(text));
+          box.replaceChildren(...shown(text, Infinity));
           more.remove();
         },
       },
@@ -105,6 +106,7 @@ export function bytes(value) {
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
+  if (seconds && seconds < 0.1) return `${Number((1000 * seconds).toPrecision(2))} ms`;
   if (seconds < 100) return `${Number(seconds.toPrecision(3))} s`;
   if (seconds < 6000) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
   if (seconds < 360000) return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;

@@ -42,7 +42,7 @@ export async function recordedRows(run, group, wanted = {}) {
     el("h2", {}, "Tokens"),
     notes(damage, "damage"),
     attempts.flatMap((attempt) =>
-      attempt.rejected.map((it) => el("p", { class: "complaint" }, `${short(it.num_episodes)} episodes of attempt ${attempt.attempt + 1} were rejected: `, shown(`${it.cause}: ${it.message}`))),
+      attempt.rejected.map((it) => el("p", { class: "complaint" }, `Rejected episodes of attempt ${attempt.attempt + 1}: ${short(it.num_episodes)}, `, shown(`${it.cause}: ${it.message}`))),
     ),
     rows.length && doubt ? el("p", { class: "complaint" }, doubt) : null,
     rows.length ? field("row", choice("recorded row", options, first.name, show)) : el("p", { class: "dim" }, "not recorded (records.keep), or gone (records.max_bytes)"),

@@ -15,7 +15,7 @@ export async function showFleet({ run, words, again }) {
   const log = name ? await get(`${base}/logs/${encodeURIComponent(name)}`) : null;
   const roles = Object.entries(fleet.status?.roles || {});
   const ago = (at) => duration(Math.max(0, fleet.now - at));
-  const box = log && el("pre", { class: "text log", tabindex: "0", "aria-label": `log ${name}` }, log.text ? shown(log.text) : "(empty)");
+  const box = log && el("pre", { class: "text log", tabindex: "0", "aria-label": `log ${name}` }, log.text ? shown(log.text, Infinity) : "(empty)");
   if (box) requestAnimationFrame(() => (box.scrollTop = box.scrollHeight));
   const root = el(
     "div",

@@ -60,7 +60,7 @@ async function showRecorded(run, words) {
     found.failure ? null : branches(others),
     found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenArea({ ...chosen, run: run.name, versions: numbers.versions }, found.tokens, (first) => get(path, { first }), Number(token))],
     ofGroup.length > 1 || rejected.length ? el("h2", {}, "The group side by side") : null,
-    rejected.map((it) => el("p", { class: "complaint" }, `${short(it.num_episodes)} answers were rejected: `, shown(`${it.cause}: ${it.message}`))),
+    rejected.map((it) => el("p", { class: "complaint" }, `Rejected answers: ${short(it.num_episodes)}, `, shown(`${it.cause}: ${it.message}`))),
     ofGroup.length > 1
       ? el(
           "div",
@@ -116,7 +116,7 @@ function tilesOf(row) {
     tile("reward", number(row.reward), el("span", { class: "dim" }, `  mean of the group ${short(row.group_reward)}`)),
     row.advantage === null ? null : tile("advantage", number(row.advantage)),
     tile("tokens", number(row.num_tokens), el("span", { class: "dim" }, `  ${short(row.num_trained_tokens)} trained`)),
-    tile("policy version", span(row.first_version, row.last_version), row.num_interruptions ? el("span", { class: "dim" }, `  ${row.num_interruptions} interruptions`) : ""),
+    tile("policy version", span(row.first_version, row.last_version), row.num_interruptions ? el("span", { class: "dim" }, `  interruptions: ${row.num_interruptions}`) : ""),
     row.step === null ? null : tile("trained by step", number(row.step), el("span", { class: "dim" }, `  staleness ${short(row.staleness)}`)),
     row.outcome ? tile("outcome", el("span", { class: `outcome ${row.outcome}` }, shown(row.cause ? `${row.outcome}: ${row.cause}` : row.outcome))) : null,
     Object.entries(row.metrics).map(([name, value]) => tile(shown(name), number(value))),
@@ -160,10 +160,10 @@ function turnsOf(row, turns, parting) {
     const here = parting.filter((it) => it.num_shared >= from && (it.num_shared < end || place === turns.length - 1));
     const block = el(
       "details",
-      { class: isSampled ? "turn sampled" : "turn", open: numTurns <= OPEN_TURNS || here.length > 0 || turn === numTurns },
+      { class: isSampled ? "turn sampled" : "turn", "data-name": `tokens from ${begin}`, open: numTurns <= OPEN_TURNS || here.length > 0 || turn === numTurns },
       el("summary", {}, el("h2", {}, shown(name), " ", el("span", { class: "dim why" }, about.filter(Boolean).join(", ")), tools.map((it) => [" ", el("span", { class: "call" }, "calls ", shown(it))]))),
       here.map((it) => el("p", { class: "parting" }, `Row ${it.name} parts from this one at token ${short(it.num_shared)}: `, el("a", { href: it.href }, "open"))),
-      call ? messagesOf(call, results, text === null ? [] : [given?.text, text]) : textBox(text, name),
+      call ? messagesOf(call, results, text === null ? [] : [given?.text, text]) : el("div", { class: isSampled ? "said" : null }, textBox(text, name)),
     );
     given = null;
     before = call;
@@ -173,24 +173,23 @@ function turnsOf(row, turns, parting) {
 
 /** What a call gave the model and what that answered; the result of a tool stands with its call. */
 function messagesOf(call, results, texts) {
-  const message = (role, text, label = role) => (text ? [el("h3", {}, shown(role)), textBox(text, label)] : null);
+  const message = (role, text, said = "said") => (text ? [el("h3", {}, shown(role)), el("div", { class: said }, textBox(text, role))] : null);
   const { reasoning, text, tool_calls: tools = [] } = call.answer;
   return [
     call.new_row ? el("p", { class: "dim" }, "The row begins here, though the conversation is older: ", shown(call.new_row)) : null,
-    call.given.filter((it) => results.get(it.answers)?.text !== it.text).map((it) => [message(it.role, it.text), ...(it.tool_calls || []).map((one) => toolOf(one))]),
+    call.given.filter((it) => results.get(it.answers)?.text !== it.text).map((it) => [message(it.role, it.text, null), ...(it.tool_calls || []).map((one) => toolOf(one))]),
     message("thought", reasoning),
     message("answer", text),
     tools.map((it) => toolOf(it, results.get(it.id), call)),
-    texts.length ? el("details", { class: "raw" }, el("summary", {}, "all of it as its tokens have it"), texts.filter(Boolean).map((it) => textBox(it, "text of the tokens"))) : null,
+    texts.length ? el("details", { class: "raw", "data-name": `text of call ${call.number}` }, el("summary", {}, "all of it as its tokens have it"), texts.filter(Boolean).map((it) => textBox(it, "text of the tokens"))) : null,
   ];
 }
 
 function toolOf({ name, arguments: told }, result, call) {
-  const took = result ? duration(Math.max(0, result.came - call.began - call.took_s)) : "";
   return [
     el("h3", {}, "calls ", el("span", { class: "call" }, shown(name))),
-    textBox(told, `arguments of ${name}`),
-    result ? [el("h3", {}, "result ", el("span", { class: "dim" }, `within ${took}`)), textBox(result.text, `result of ${name}`)] : null,
+    el("div", { class: "said" }, textBox(told, `arguments of ${name}`)),
+    result ? [el("h3", {}, "result ", el("span", { class: "dim" }, `within ${duration(Math.max(0, result.came - call.began - call.took_s))}`)), textBox(result.text, `result of ${name}`)] : null,
   ];
 }
 

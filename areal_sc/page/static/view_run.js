@@ -103,7 +103,7 @@ function summary(run, several) {
       told.num_steps ? tile("newest step", duration(fleet.now - last("time")), " ago") : tile("steps", "none yet"),
     ),
     fleet.warnings.length
-      ? el("details", { "data-name": `warnings ${name}` }, el("summary", {}, `${fleet.warnings.length} warnings in the script's log`), notes(fleet.warnings, "warnings"))
+      ? el("details", { "data-name": `warnings ${name}` }, el("summary", {}, `warnings in the script's log: ${fleet.warnings.length}`), notes(fleet.warnings, "warnings"))
       : null,
   );
 }

@@ -105,7 +105,8 @@ async def test_calls_over_http_are_trained_as_they_were_sampled() -> None:
         assert len(rows) == 1
         check_trained(engine, rows)
         by_id = {first["id"]: 1.0, second["id"]: 2.0}
-        assert [it.reward for it in opened.trajectories(by_id, discount=0)] == [1.0, 2.0]
+        (row,) = opened.trajectories(by_id, discount=0)
+        assert [value for value, _ in row.returns] == [1.0, 2.0]
 
 
 class HeldMidway(ScriptedEngine):

@@ -654,10 +654,8 @@ async def test_a_call_goes_on_from_an_answer_by_its_id() -> None:
     )
     last = await ask(instructed[0], user("so?"), after=third.answer_id)
     rows = session.trajectories(1.0)
-    assert [len(row.versions) - row.versions.count(-1) for row in rows] == [
-        len(engine.sampled[1]),
-        sum(len(engine.sampled[number]) for number in (0, 2, 3)),
-    ]
+    trained = [{round(-value) for value in row.behavior_logprobs if value} for row in rows]
+    assert trained == [{2}, {1, 3, 4}]
     check_trained(engine, rows)
     other = {"role": "system", "content": "be short"}
     await ask(other, user("why?"), after=last.answer_id)
