@@ -57,6 +57,10 @@ LAZY_IMPORTS = {
     # (importer, imported): why it stands inside a function
     ("areal_sc.commands.export", "areal_sc.engines.snapshot_model"): "only an export loads torch",
     ("areal_sc.controller.dry_run", "areal_sc.algorithms.loss_trial"): "only a dry run loads torch",
+    **{
+        (f"areal_sc.controller.{user}", "areal_sc.controller.dry_run"): "only a dry run loads HTTP"
+        for user in ("base", "rollout.rollout_controller", "train.train_controller")
+    },
     ("areal_sc.controller.dry_run", "areal_sc.engines.tokenizer"): "only a dry run loads torch",
     (
         "areal_sc.controller.dry_run",
