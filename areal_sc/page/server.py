@@ -145,9 +145,10 @@ class PageServer:
     async def close(self) -> None:
         """Ends all answers, and commands; what these have asked a run for stays so."""
         self._is_ending.set()
-        for process in self._commands:
+        for process in list(self._commands):
             with suppress(ProcessLookupError):
-                process.terminate()
+                process.kill()
+            await process.wait()
         await self._runner.cleanup()
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
