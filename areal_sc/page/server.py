@@ -145,9 +145,7 @@ class PageServer:
     async def close(self) -> None:
         """Ends all answers, and commands; what these have asked a run for stays so."""
         self._is_ending.set()
-        for process in self._commands:
-            with suppress(ProcessLookupError):
-                process.terminate()
+        self._end_commands()
         await self._runner.cleanup()
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
@@ -194,6 +192,11 @@ class PageServer:
         finally:
             self._asked.remove(path)
 
+    def _end_commands(self) -> None:
+        for process in self._commands:
+            with suppress(ProcessLookupError):  # it has just ended
+                process.kill()
+
     async def _said(self, words: Sequence[str]) -> web.StreamResponse:
         """What a command of `areal_sc` says."""
         process = await asyncio.create_subprocess_exec(
@@ -202,6 +205,8 @@ class PageServer:
             stderr=asyncio.subprocess.STDOUT,
         )
         self._commands.add(process)
+        if self._is_ending.is_set():
+            self._end_commands()
         try:
             said, _ = await process.communicate()
         finally:

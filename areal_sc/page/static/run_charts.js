@@ -96,7 +96,8 @@ function namesOf(runs, prefix) {
 function ownNames(runs, shownNames) {
   const ofEvaluations = runs.flatMap(({ told }) => told.evaluations.flatMap((it) => Object.keys(it.workflow).map((name) => `workflow/${name}`)));
   const names = new Set([...namesOf(runs, "workflow/"), ...ofEvaluations]);
-  return [...names].filter((name) => !shownNames.has(name) && !TOLD_OTHERWISE.has(name.slice("workflow/".length)));
+  const happened = (name) => !name.startsWith("workflow/agent/") || runs.some(({ told }) => (told.columns[name] || []).some((value) => value)); // what agents do wrong
+  return [...names].filter((name) => happened(name) && !shownNames.has(name) && !TOLD_OTHERWISE.has(name.slice("workflow/".length)));
 }
 
 function restNames(runs, shownNames) {

@@ -4,7 +4,7 @@ import { linkTo } from "./address.js";
 import { duration, el, notes, number, short, shown, table, textBox, tile } from "./dom.js";
 import { get, isFile, marks } from "./source.js";
 import { MAX_TOKENS, recordedRows, tokenArea } from "./tokens.js";
-import { listed, nameOf, rowNumbers, star } from "./view_rows.js";
+import { listed, metricsOf, nameOf, rowNumbers, star } from "./view_rows.js";
 import { span } from "./view_run.js";
 
 export const rowParts = [];
@@ -119,7 +119,7 @@ function tilesOf(row) {
     tile("policy version", span(row.first_version, row.last_version), row.num_interruptions ? el("span", { class: "dim" }, `  interruptions: ${row.num_interruptions}`) : ""),
     row.step === null ? null : tile("trained by step", number(row.step), el("span", { class: "dim" }, `  staleness ${short(row.staleness)}`)),
     row.outcome ? tile("outcome", el("span", { class: `outcome ${row.outcome}` }, shown(row.cause ? `${row.outcome}: ${row.cause}` : row.outcome))) : null,
-    Object.entries(row.metrics).map(([name, value]) => tile(shown(name), number(value))),
+    metricsOf(row).map(([name, value]) => tile(shown(name), number(value))),
     tile("prompt", `row ${row.index} of dataset ${row.dataset}`),
     tile("worker", shown(row.worker)),
     tile("ended", new Date(1000 * row.time).toLocaleString()),
@@ -244,7 +244,7 @@ async function showSample(run, words) {
       tile("tokens, with the prompt", number(row.num_tokens)),
       tile("policy version", span(row.first_version, row.last_version)),
       tile("staleness", number(row.staleness)),
-      Object.entries(row.metrics).map(([name, value]) => tile(shown(name), number(value))),
+      metricsOf(row).map(([name, value]) => tile(shown(name), number(value))),
       tile("trained", new Date(1000 * row.time).toLocaleString()),
     ),
     prompts.size === 1 ? [el("h2", {}, "Prompt"), textBox(row.prompt, "prompt")] : null,

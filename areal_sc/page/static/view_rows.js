@@ -43,6 +43,11 @@ const SAMPLES = {
 const TITLES = { num_tokens: "tokens", index: "row of the data", marked: "bookmarks" };
 const PLACES = [["", "any"], ["best", "best of its group"], ["worst", "worst of its group"], ["equal", "all answers alike"]];
 
+/** The workflow's numbers of a row, without what did not happen to its agent. */
+export function metricsOf({ metrics }) {
+  return Object.entries(metrics).filter(([name, value]) => value !== 0 || !name.startsWith("agent/"));
+}
+
 /** Rows that a reader goes through by keyboard, as links, in the order in which the list showed them. */
 export const listed = { run: "", links: [] };
 
@@ -190,7 +195,7 @@ export function rowNumbers(row) {
     ["tokens", number(row.num_tokens)],
     row.staleness === null ? null : ["staleness", number(row.staleness)],
     ["version", span(row.first_version, row.last_version)],
-    ...Object.entries(row.metrics).map(([name, value]) => [shown(name), number(value)]),
+    ...metricsOf(row).map(([name, value]) => [shown(name), number(value)]),
   ].filter(Boolean);
   return el("span", { class: "numbers" }, pairs.map(([name, value]) => el("span", {}, el("span", { class: "dim" }, name), " ", value)));
 }

@@ -5,6 +5,7 @@ import { color } from "./charts.js";
 import { choice, duration, el, field, notes, number, percent, short, shown, table, tile } from "./dom.js";
 import { X_NAMES, isOfRows, runCharts } from "./run_charts.js";
 import { get, steps } from "./source.js";
+import { isAgent } from "./view_time.js";
 
 const NEWEST = 20; // steps that tell what bounds a run now
 const known = new Map(); // run -> what its episodes spent their time on, when it was asked last
@@ -116,7 +117,7 @@ function episodeTile({ name, index, told }) {
     ({ processes }) => {
       const sums = {};
       for (const [kind, [, seconds]] of processes.flatMap(({ totals }) => Object.entries(totals))) sums[kind] = (sums[kind] || 0) + seconds;
-      const parts = Object.entries(sums).filter(([kind]) => kind === "generation" || kind.startsWith("the ")).sort((a, b) => b[1] - a[1]);
+      const parts = Object.entries(sums).filter(([kind]) => kind === "generation" || (kind.startsWith("the ") && !isAgent(kind))).sort((a, b) => b[1] - a[1]);
       const told = parts.slice(0, 3).map(([kind, seconds], place) => [place ? ", " : "", shown(kind), ` ${percent(seconds / sums.episode)}`]);
       box.replaceChildren(...(told.length ? told.flat(2) : ["not recorded"]));
       known.set(name, box.textContent);

@@ -173,6 +173,11 @@ function laidOut({ processes }) {
   return { places, lane, height: top };
 }
 
+/** Whether a span is of an agent, which does an episode's work. */
+export function isAgent(kind) {
+  return /^(the|an) agent\b/.test(kind);
+}
+
 function drawAll(pen, { told, layout, view, whole, by, width, x, drag }) {
   const style = getComputedStyle(document.documentElement);
   const named = (name) => style.getPropertyValue(name).trim();
@@ -191,19 +196,19 @@ function drawAll(pen, { told, layout, view, whole, by, width, x, drag }) {
     pen.fillStyle = box;
     pen.fillRect(GUTTER, place.top, width, LINE);
     const crosses = [];
-    // an episode lies under what it waits for
-    for (const isEpisode of [true, false]) {
+    // an episode, and its agent, lie under what they wait for
+    for (const isUnder of [true, false]) {
       for (let index = 0; index < process.kind.length; index++) {
         const kind = told.kinds[process.kind[index]];
-        if ((kind === "episode") !== isEpisode) continue;
+        if ((kind === "episode" || isAgent(kind)) !== isUnder) continue;
         const began = told.first + process.began[index];
         const ended = began + process.took[index];
         if (ended < view.first || began > view.last) continue;
         const lane = process.lane[index];
         const top = lane < 0 ? place.top + 2 : place.top + LINE + lane * layout.lane;
         const height = lane < 0 ? LINE - 4 : Math.max(1, layout.lane - 1);
-        if (isEpisode) {
-          pen.fillStyle = grid;
+        if (isUnder) {
+          pen.fillStyle = by === "kind" && isAgent(kind) ? colorOf(by, kind, -1) : grid;
           pen.fillRect(x(began), top, Math.max(1, x(ended) - x(began)), height);
         } else if (kind === "generation") {
           drawAnswer(pen, { process, index, began, ended, top, height, by, x, crosses });
@@ -281,8 +286,8 @@ function drawPublications(pen, { told, layout, view, x, mark }) {
 /** What each colour stands for, among what is seen. */
 function legendOf({ processes }, by) {
   const kinds = new Set(processes.flatMap(({ totals }) => Object.keys(totals).filter((kind) => kind !== "episode" && totals[kind][1] > 0)));
-  const ofVersions = by === "version" ? el("span", { class: "dim" }, "answers and weights in the colour of their version; × new weights came; ") : null;
-  const named = [...kinds].filter((kind) => by === "kind" || !/generation|weights|^(wait|train|sync|update|pulling rows|computing.*)$/.test(kind));
+  const ofVersions = by === "version" ? el("span", { class: "dim" }, "answers and weights in the colour of their version, other work of an episode grey; × new weights came; ") : null;
+  const named = [...kinds].filter((kind) => by === "kind" || !isAgent(kind) && !/generation|weights|^(wait|train|sync|update|pulling rows|computing.*)$/.test(kind));
   return [
     ofVersions,
     ...named.flatMap((kind) => {
