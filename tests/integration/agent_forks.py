@@ -144,10 +144,8 @@ def address_of_forks() -> str:
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
-    assert process.stdin
-    atexit.register(folder.cleanup)
-    atexit.register(process.wait)
-    atexit.register(process.stdin.close)
+    for at_the_end in (folder.cleanup, process.wait, process.terminate):  # the last one first
+        atexit.register(at_the_end)
     return address
 
 
@@ -161,7 +159,7 @@ def environment_of_scripts() -> dict[str, str]:
 
 
 def main(number: int) -> None:
-    """Serves until standard input ends; comes back in each agent, where `python -m` would begin.
+    """Serves as long as pytest lives; comes back in each agent, where `python -m` would begin.
 
     Args:
         number: of the descriptor of a socket that listens.
