@@ -95,6 +95,9 @@ class ForkedAgent:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def __del__(self) -> None:
+        self._asked.close()  # who gives the agent up does not ask how it ended
+
     def _look(self, timeout_s: float | None) -> int | None:
         with self._one_looks:
             if self.returncode is None:
