@@ -79,7 +79,7 @@ def check_config(
     check_ranges(config)
     _check_names(config)
     for key, is_met, expected in (
-        *_batch_requirements(config),
+        *(_batch_requirements(config) if generates else ()),
         *ppo_requirements(config.actor.ppo),
         *_other_requirements(config),
     ):

@@ -172,10 +172,12 @@ def _check_fits(result: RunPlan, node: str, actor: TrainHandle, generator: Gener
     """Raises: ConfigError."""
     if result.fits:
         return
-    way_out = generator.way_out(result) or (
-        "smaller rollout.max_running_sequences, rollout.max_context_tokens and "
-        "rollout.store_bytes need less"
-    )
+    way_out = "give it more memory"
+    if any(worker.generates for worker in result.workers):
+        way_out = generator.way_out(result) or (
+            "smaller rollout.max_running_sequences, rollout.max_context_tokens and "
+            "rollout.store_bytes need less"
+        )
     is_gpu_short = any(place != HOST for place in result.short_places)
     if is_gpu_short and any(w.role == TRAIN_ROLE and w.device != "cpu" for w in result.workers):
         way_out += f"; training needs less on a GPU with {' or '.join(actor.ways_out)}"

@@ -20,7 +20,7 @@ from msgspec import Struct
 from areal_sc.records.samples import shortened
 
 MAX_TEXT_CHARS: Final = 2000
-"""Of a longer text beginning and end are recorded; all of it is among the tokens of the row."""
+"""Of a longer text beginning and end are recorded; the tokens of the row have all that it read."""
 
 
 class RecordedToolCall(Struct, frozen=True):
@@ -56,17 +56,17 @@ class RecordedMessage(Struct, frozen=True, omit_defaults=True):
         calls = message.get("tool_calls") or ()
         return cls(
             role=message["role"],
-            text=_text(message.get("content") or ""),
-            reasoning=_text(message.get("reasoning_content") or ""),
+            text=recorded_text(message.get("content") or ""),
+            reasoning=recorded_text(message.get("reasoning_content") or ""),
             tool_calls=tuple(
                 RecordedToolCall(
-                    _text(call.get("id") or ""),
-                    _text(call["function"]["name"]),
-                    _text(call["function"]["arguments"]),
+                    recorded_text(call.get("id") or ""),
+                    recorded_text(call["function"]["name"]),
+                    recorded_text(call["function"]["arguments"]),
                 )
                 for call in calls
             ),
-            answers=_text(message.get("tool_call_id") or ""),
+            answers=recorded_text(message.get("tool_call_id") or ""),
         )
 
 
@@ -74,7 +74,7 @@ class RecordedCall(Struct, frozen=True, kw_only=True):
     """A call of the model in an episode.
 
     Attributes:
-        number: no other call of the worker has it; rows with the same one share the call.
+        number: no other call of its group has it; rows with the same one share the call.
         after: number of the call whose conversation it goes on; -1: it begins one.
         new_row: why it begins a row though it goes on a conversation; "": it does not.
         model: the name by which an agent called the model; "": it gave none.
@@ -123,8 +123,8 @@ def unpack_calls(content: bytes) -> list[tuple[RecordedCall, ...]]:
         raise ValueError(f"calls of the model cannot be read: {error}") from error
 
 
-def _text(value: Any) -> str:
-    """What is no Unicode has question marks."""
+def recorded_text(value: Any) -> str:
+    """Text that is not too long; JSON of other values. What is no Unicode has question marks."""
     if not isinstance(value, str):
         value = json.dumps(value, ensure_ascii=False, default=repr)
     return shortened(value, MAX_TEXT_CHARS).encode(errors="replace").decode()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkflowError
-from areal_sc.records.recorded_calls import RecordedCall, RecordedMessage
+from areal_sc.records.recorded_calls import RecordedCall, RecordedMessage, recorded_text
 from areal_sc.workflows.answer_text import TextStream, begins_thought, split_reasoning, text_of
 from areal_sc.workflows.chat_format import ChatFormat, Message, MessageShape, TurnBridge, format_of
 from areal_sc.workflows.tool_calls import ReadAnswer, ToolCall
@@ -294,7 +294,7 @@ class NextTurn:
             number=next(_NUMBERS),
             after=after.call.number if after else -1,
             new_row=self.new_row,
-            model=self._model,
+            model=recorded_text(self._model),
             began=self._began,
             took_s=time.monotonic() - self._began_s,
             num_given=len(self._context),

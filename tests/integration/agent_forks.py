@@ -31,7 +31,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Final
+from typing import IO, Any, Final
 
 ADDRESS: Final = "AREAL_SC_TEST_AGENT_FORKS"
 """Variable of scripts: where they ask for agents. `forked_agent` is on their path then."""
@@ -58,7 +58,7 @@ class ForkedAgent:
     """
 
     def __init__(
-        self, address: str, command: Sequence[str], log_path: Path, env: Mapping[str, str]
+        self, address: str, command: Sequence[str], log: IO[bytes], env: Mapping[str, str]
     ) -> None:
         self.returncode: int | None = None
         self._one_looks = threading.Lock()
@@ -69,7 +69,7 @@ class ForkedAgent:
         stdin, write = os.pipe()
         read, stdout = os.pipe()
         self.stdin, self.stdout = open(write, "wb"), open(read, "rb")  # noqa: SIM115
-        with open(stdin), open(stdout), open(log_path, "ab") as log:  # theirs are closed here
+        with open(stdin), open(stdout):  # theirs, which are closed here
             socket.send_fds(self._asked, [request], [stdin, stdout, log.fileno()])
         self.pid = int(self._asked.recv(MAX_BYTES))
         if not self.pid:
@@ -95,6 +95,9 @@ class ForkedAgent:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def __del__(self) -> None:
+        self._asked.close()  # who gives the agent up does not ask how it ended
+
     def _look(self, timeout_s: float | None) -> int | None:
         with self._one_looks:
             if self.returncode is None:
@@ -118,8 +121,11 @@ def fork_agents(agent_process: Any, address: Any) -> None:
         command: Sequence[str], log_path: Path, env: Mapping[str, str], stdout: int | None = None
     ) -> Any:
         if tuple(command[:-2]) == agent_process.AGENT:
-            with suppress(RuntimeError):
-                return ForkedAgent(address(), command, log_path, env)
+            with (
+                suppress(RuntimeError),
+                open(log_path, "ab", opener=agent_process.own_file) as log,
+            ):
+                return ForkedAgent(address(), command, log, env)
         return execute(command, log_path, env, stdout)
 
     agent_process.start_beside = start_beside
@@ -144,10 +150,8 @@ def address_of_forks() -> str:
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
-    assert process.stdin
-    atexit.register(folder.cleanup)
-    atexit.register(process.wait)
-    atexit.register(process.stdin.close)
+    for at_the_end in (folder.cleanup, process.wait, process.terminate):  # the last one first
+        atexit.register(at_the_end)
     return address
 
 
@@ -161,7 +165,7 @@ def environment_of_scripts() -> dict[str, str]:
 
 
 def main(number: int) -> None:
-    """Serves until standard input ends; comes back in each agent, where `python -m` would begin.
+    """Serves as long as pytest lives; comes back in each agent, where `python -m` would begin.
 
     Args:
         number: of the descriptor of a socket that listens.

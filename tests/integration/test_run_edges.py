@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from integration.run_process import tiny_run
 
+from areal_sc.run.agent_files import living_agents
+
 
 @pytest.mark.parametrize("is_agent", [True, False])
 def test_the_death_of_the_agent_ends_the_run_and_is_named(
@@ -21,10 +23,9 @@ def test_the_death_of_the_agent_ends_the_run_and_is_named(
     settings = ("total_steps=100000", "scheduler.max_deaths=0", shared)
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as run:
         run.wait_for_step(2)
-        parents = {pid: _parent(pid) for pid in run.processes()}
-        (agent,) = (pid for pid, parent in parents.items() if parent == run.pid)
-        (server,) = (pid for pid, parent in parents.items() if parent == agent)
-        os.kill(agent if is_agent else server, signal.SIGKILL)
+        (agent,) = living_agents(run.run_dir)
+        (server,) = (pid for pid in run.processes() if _parent(pid) == agent.pid)
+        os.kill(agent.pid if is_agent else server, signal.SIGKILL)
         assert run.wait(60.0) == 5, run.story()
         if is_agent:
             assert "its agent ended with signal 9 (SIGKILL)" in run.output

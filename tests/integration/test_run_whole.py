@@ -58,6 +58,7 @@ def finished_run(
             "evaluation.every_steps=2",
             "checkpoint.every_steps=1",
             "checkpoint.export_every_steps=2",
+            "task.draws=true",
         ) as run:
             patch.undo()
             run.finish()

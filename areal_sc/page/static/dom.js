@@ -20,7 +20,7 @@ export function el(tag, attributes = {}, ...children) {
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
 
 /** The parts of a text, in which characters that nobody sees, or that steer its direction, are shown by number; of a longer one than `most` the beginning. */
-export function shown(text, most = 2000) {
+export function shown(text, most = Infinity) {
   if (text.length > most) return [...shown(text.slice(0, most)), el("span", { class: "dim" }, ` … ${text.length.toLocaleString("en")} characters`)];
   const parts = [];
   let at = 0;

@@ -16,6 +16,7 @@ const SCALES = {
   entropy: { of: ({ trained }) => trained?.entropies, ends: [0.01, 0.1, 0.3, 0.7, 1.5, 3, 5], name: (place) => `p${place}` },
 };
 let color = "version"; // kept from row to row
+let lookedAt = ""; // the address whose token has been brought into view
 
 /** The recorded rows of a group, and the tokens of the one whose `reward` and `num_tokens` are wanted, or the name. */
 export async function recordedRows(run, group, wanted = {}) {
@@ -118,7 +119,8 @@ function tokenBox(row, told, start) {
   box.append(...marks);
   if (marks[start]) {
     point(start);
-    setTimeout(() => marks[start].scrollIntoView({ block: "center" })); // once it is on the page
+    if (lookedAt !== location.hash) setTimeout(() => marks[start].scrollIntoView({ block: "center" })); // once it is on the page
+    lookedAt = location.hash;
   }
   const chosen = colors.includes(color) ? color : "version";
   paint(chosen);

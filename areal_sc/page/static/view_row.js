@@ -9,6 +9,7 @@ import { span } from "./view_run.js";
 
 export const rowParts = [];
 const OPEN_TURNS = 12; // of a longer row the last turn is open
+const MAX_NAME_CHARS = 200; // of a model or a tool
 
 export function showRow({ run, words }) {
   return words.name ? showRecorded(run, words) : showSample(run, words);
@@ -23,7 +24,7 @@ async function showRecorded(run, words) {
   const [recorded, stars, found] = await Promise.all([
     get(`${base}/recorded/${group}`),
     marks(run.index),
-    get(path, { first: token < MAX_TOKENS ? 0 : token - 100 }).then(
+    get(path, { first: isFile || token < MAX_TOKENS ? 0 : token - 100 }).then(
       (tokens) => ({ tokens }),
       (error) => ({ failure: error.message }),
     ),
@@ -56,7 +57,7 @@ async function showRecorded(run, words) {
     notes(recorded.damage, "damage"),
     tilesOf(chosen),
     ofAttempt ? [el("h2", {}, `Row ${short(chosen.index)} of the data`), textBox(ofAttempt.prompt, "row of the data")] : null,
-    found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turnsOf(chosen, found.tokens.turns, others),
+    found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turnsOf(chosen, found.tokens.turns, others.filter((it) => it.num_shared < Math.min(it.num_tokens, chosen.num_tokens))),
     found.failure ? null : branches(others),
     found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenArea({ ...chosen, run: run.name, versions: numbers.versions }, found.tokens, (first) => get(path, { first }), Number(token))],
     ofGroup.length > 1 || rejected.length ? el("h2", {}, "The group side by side") : null,
@@ -132,7 +133,7 @@ function textsOf(row) {
 
 /** What was given and what was sampled, in turns; where another row of the episode parts from it. */
 function turnsOf(row, turns, parting) {
-  if (turns.some((it) => it.text === null && !it.call)) return textsOf(row);
+  if (turns.some((it, place) => it.text === null && !it.call && !turns[place + 1]?.call)) return textsOf(row);
   const numTurns = turns.filter((it) => it.is_sampled).length;
   const asked = new Set(turns.flatMap(({ call }) => (call?.answer.tool_calls || []).map((it) => it.id)));
   const results = new Map(turns.flatMap(({ call }) => (call?.given || []).filter((it) => asked.has(it.answers)).map((it) => [it.answers, { ...it, came: call.began }])));
@@ -161,7 +162,7 @@ function turnsOf(row, turns, parting) {
     const block = el(
       "details",
       { class: isSampled ? "turn sampled" : "turn", "data-name": `tokens from ${begin}`, open: numTurns <= OPEN_TURNS || here.length > 0 || turn === numTurns },
-      el("summary", {}, el("h2", {}, shown(name), " ", el("span", { class: "dim why" }, about.filter(Boolean).join(", ")), tools.map((it) => [" ", el("span", { class: "call" }, "calls ", shown(it))]))),
+      el("summary", {}, el("h2", {}, shown(name, MAX_NAME_CHARS), " ", el("span", { class: "dim why" }, about.filter(Boolean).join(", ")), tools.map((it) => [" ", el("span", { class: "call" }, "calls ", shown(it, MAX_NAME_CHARS))]))),
       here.map((it) => el("p", { class: "parting" }, `Row ${it.name} parts from this one at token ${short(it.num_shared)}: `, el("a", { href: it.href }, "open"))),
       call ? messagesOf(call, results, text === null ? [] : [given?.text, text]) : el("div", { class: isSampled ? "said" : null }, textBox(text, name)),
     );
@@ -187,7 +188,7 @@ function messagesOf(call, results, texts) {
 
 function toolOf({ name, arguments: told }, result, call) {
   return [
-    el("h3", {}, "calls ", el("span", { class: "call" }, shown(name))),
+    el("h3", {}, "calls ", el("span", { class: "call" }, shown(name, MAX_NAME_CHARS))),
     el("div", { class: "said" }, textBox(told, `arguments of ${name}`)),
     result ? [el("h3", {}, "result ", el("span", { class: "dim" }, `within ${duration(Math.max(0, result.came - call.began - call.took_s))}`)), textBox(result.text, `result of ${name}`)] : null,
   ];

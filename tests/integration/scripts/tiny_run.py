@@ -11,6 +11,7 @@ from typing import Any
 
 from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, Trajectory, load_config, run_script
 from areal_sc.rewards.base import RewardFunction
+from areal_sc.trainer import run
 from areal_sc.workflows.base import EpisodeEngine
 
 
@@ -63,6 +64,8 @@ def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     task = config.task
     reward = REWARDS[task["reward"]]
+    if not task["draws"]:
+        run.plot_learning_curve = lambda *_: None
     PPOTrainer(config).fit(
         GatedWorkflow(reward, task["num_free_episodes"], Path(task["gate"])),
         letter_prompts(64, seed=0),
