@@ -18,11 +18,10 @@ from areal_sc.page.row_index import PlacedGroup, RowIndex
 from areal_sc.page.row_texts import decoded
 from areal_sc.page.trained_numbers import TrainedNumbers
 from areal_sc.records.blocks import RecordBlock, read_blocks, read_body
-from areal_sc.records.recorded_calls import RecordedCall
+from areal_sc.records.recorded_calls import RecordedCall, unpack_calls
 from areal_sc.records.recorded_rows import (
     RecordedGroup,
     RecordedTokens,
-    calls_of,
     unpack_group,
     unpack_tokens,
 )
@@ -107,7 +106,8 @@ class RecordedGroups:
                 if (episode, row) not in names:
                     return None
                 body = read_body(file, found)
-                of_rows, of_calls = unpack_tokens(body, group.rows), calls_of(group, body)
+                calls = body[len(body) - group.num_call_bytes :]
+                of_rows, of_calls = unpack_tokens(body, group.rows), unpack_calls(calls, len(names))
         except FileNotFoundError:
             raise RunFolderError(
                 f"{placed.path.name} is gone: records.max_bytes has room for newer rows alone"

@@ -26,11 +26,10 @@ from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History, read_metrics
 from areal_sc.records.open_spans import open_files
 from areal_sc.records.record_files import RecordFile, Series, record_files
-from areal_sc.records.recorded_calls import RecordedCall
+from areal_sc.records.recorded_calls import RecordedCall, unpack_calls
 from areal_sc.records.recorded_rows import (
     RecordedGroup,
     RecordedTokens,
-    calls_of,
     unpack_group,
     unpack_tokens,
 )
@@ -224,7 +223,8 @@ def _rows_of(
     group = unpack_group(found.head)
     if not group.rows:
         return group, [], []
-    return group, unpack_tokens(body, group.rows), calls_of(group, body)
+    calls = unpack_calls(body[len(body) - group.num_call_bytes :], len(group.rows))
+    return group, unpack_tokens(body, group.rows), calls
 
 
 def _trained_of(

@@ -17,12 +17,9 @@ from typing import Final, Protocol
 
 import msgspec
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Struct
 
-from areal_sc.records.recorded_calls import RecordedCall, pack_calls, unpack_calls
-
-LEVEL: Final = 1
-"""The level of zlib; 6 takes 3 times as long, and saves a tenth."""
+from areal_sc.records.recorded_calls import LEVEL, RecordedCall
 
 VersionRuns = tuple[tuple[int, int], ...]
 """(policy version, number of successive trained tokens that it sampled), in their order."""
@@ -138,30 +135,6 @@ def numbers_of(row: PlayedRow, episode: int, number: int) -> RecordedRow:
     return RecordedRow(
         episode, number, len(row.input_ids), float(row.reward), runs, metrics, returns
     )
-
-
-def pack_rows(group: RecordedGroup, rows: Sequence[PlayedRow]) -> tuple[bytes, bytes]:
-    """Head and body of a block.
-
-    Args:
-        rows: whose numbers `group` has.
-    """
-    calls = pack_calls([row.calls for row in rows], LEVEL)
-    group = structs.replace(group, num_call_bytes=len(calls))
-    return pack_group(group), pack_tokens(rows) + calls if rows else b""
-
-
-def calls_of(group: RecordedGroup, body: bytes) -> list[tuple[RecordedCall, ...]]:
-    """The calls of each row; none where an earlier areal_sc has recorded them.
-
-    Raises: ValueError: it is not the body of such rows.
-    """
-    if not group.num_call_bytes:
-        return [()] * len(group.rows)
-    found = unpack_calls(body[-group.num_call_bytes :])
-    if len(found) != len(group.rows):
-        raise ValueError(f"expected calls of {len(group.rows)} rows, got {len(found)}")
-    return found
 
 
 def pack_tokens(rows: Sequence[PlayedRow]) -> bytes:

@@ -30,11 +30,13 @@ from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
 from areal_sc.records.blocks import block
 from areal_sc.records.open_spans import OpenSpans
 from areal_sc.records.record_files import FilesOfProcess, Series
+from areal_sc.records.recorded_calls import pack_calls
 from areal_sc.records.recorded_rows import (
     PlayedRow,
     RecordedGroup,
     numbers_of,
-    pack_rows,
+    pack_group,
+    pack_tokens,
 )
 from areal_sc.records.spans import NO_VERSION, RecordedSpan, pack_spans
 from areal_sc.records.trained_rows import TrainedRow, TrainedTokens, pack_trained
@@ -278,9 +280,11 @@ class Recorder:
             for episode, its in played.episodes.items()
             for number, row in enumerate(its)
         ]
-        group = replace(played.group, rows=tuple(numbers for numbers, _ in rows))
+        calls = pack_calls([row.calls for _, row in rows])
+        told = {"rows": tuple(numbers for numbers, _ in rows), "num_call_bytes": len(calls)}
+        body = pack_tokens([row for _, row in rows]) + calls if rows else b""
         series = Series.kept if played.is_remarkable else Series.rows
-        self._append(series, *pack_rows(group, [row for _, row in rows]))
+        self._append(series, pack_group(replace(played.group, **told)), body)
 
     def _append(self, series: Series, head: bytes, body: bytes) -> None:
         assert self._files is not None, "nothing is recorded without a folder"

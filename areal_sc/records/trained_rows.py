@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from areal_sc.records.recorded_rows import LEVEL, by_byte, from_bytes
+from areal_sc.records.recorded_calls import LEVEL
+from areal_sc.records.recorded_rows import by_byte, from_bytes
 
 
 class TrainedRow(Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ const SECTIONS = [
       { title: "clipped tokens", note: "share", names: ["train/clip_fraction"], min: 0 },
       { title: "trainer and sampler apart", note: "mismatch, nats", names: ["train/mismatch"], min: 0 },
       { title: "gradient norm", names: ["train/grad_norm"], min: 0 },
-      { title: "loss", names: ["train/loss"] },
+      { title: "loss", names: ["train/loss"], evaluated: "loss" },
       { title: "learning rate", names: ["train/lr"], min: 0 },
     ],
   ],
@@ -94,7 +94,7 @@ function namesOf(runs, prefix) {
 }
 
 function ownNames(runs, shownNames) {
-  const ofEvaluations = runs.flatMap(({ told }) => told.evaluations.flatMap((it) => Object.keys(it.workflow).map((name) => `workflow/${name}`)));
+  const ofEvaluations = runs.flatMap(({ told }) => told.evaluations.flatMap((it) => Object.keys(it.workflow).flatMap((name) => (name === "loss" ? [] : `workflow/${name}`))));
   const names = new Set([...namesOf(runs, "workflow/"), ...ofEvaluations]);
   const happened = (name) => !name.startsWith("workflow/agent/") || runs.some(({ told }) => (told.columns[name] || []).some((value) => value)); // what agents do wrong
   return [...names].filter((name) => happened(name) && !shownNames.has(name) && !TOLD_OTHERWISE.has(name.slice("workflow/".length)));

@@ -225,11 +225,11 @@ def test_whatever_fails_ends_the_records_with_one_warning(
 ) -> None:
     may_fail = threading.Event()
 
-    def fails(*group: object) -> bytes:
+    def fails(group: object) -> bytes:
         may_fail.wait()
         raise TypeError("no such value")
 
-    monkeypatch.setattr(recorder_module, "pack_rows", fails)
+    monkeypatch.setattr(recorder_module, "pack_group", fails)
     recorder = recorder_of(tmp_path)
     left = [played(number, [trajectory(number)]) for number in range(1, 9)]
     groups = [weakref.ref(it) for it in left]
