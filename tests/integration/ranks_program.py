@@ -43,10 +43,6 @@ from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers.entry import prepare_model_loading
 
 RANK_TIMEOUT_S = 300.0
-COMPILER_MODULES = (
-    *("torch._dynamo.utils", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd"),
-    *("torch._inductor.debug", "torch._inductor.pattern_matcher"),
-)
 
 
 def make_rows(seed: int, lengths: list[int], vocabulary: int) -> PackedRows:
@@ -462,8 +458,7 @@ def main(folder: Path) -> None:
     if any(scenario.get("engine") == "megatron" for scenario in scenarios.values()):
         importlib.import_module("areal_sc.engines.megatron.engine")  # seconds, in each rank
     if any("compile_layers" in scenario for scenario in scenarios.values()):
-        for name in COMPILER_MODULES:
-            importlib.import_module(name)
+        importlib.import_module("torch._dynamo.utils")
     for name, scenario in scenarios.items():
         run_scenario(name, scenario, folder)
 
