@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -109,15 +110,14 @@ def policy_gradient(
         log_ratio = sequence_log_ratio(log_ratio, tokens.rows)
     of_tokens = log_ratio.detach().exp()
     terms = GainTerms(logprobs, log_ratio, of_tokens, advantages, weight, log_weight, is_dropped)
-    gains, is_clipped = _gain(
-        terms,
-        gain,
-        clip=(clip_low, clip_high),
-        dual=clip_dual,
-        gate=(gate_positive, gate_negative),
-        divergence=divergence,
-        max_divergence=max_divergence,
-    )
+    by_name: dict[str, Callable[[], Gains]] = {
+        "clip": lambda: clip_gain(terms, clip_low, clip_high, clip_dual),
+        "stop_gradient_clip": lambda: stop_gradient_clip_gain(terms, clip_low, clip_high),
+        "soft_gate": lambda: soft_gate_gain(terms, gate_positive, gate_negative),
+        "divergence": lambda: divergence_gain(terms, max_divergence, divergence),
+        "none": lambda: plain_gain(terms),
+    }
+    gains, is_clipped = by_name[gain]()
     loss = -aggregate(tokens, gains, aggregation, aggregation_tokens)
     metrics = {}
     if kl_coefficient:
@@ -150,25 +150,3 @@ def _log_weight(tokens: LossTokens, center: torch.Tensor, of: str) -> torch.Tens
         return center - center  # what is not finite stays known
     log_weight = center - _field(tokens, "behavior_logprobs")
     return tokens.rows.spread(tokens.rows.mean(log_weight)) if of == "sequence" else log_weight
-
-
-def _gain(
-    terms: GainTerms,
-    gain: str,
-    *,
-    clip: tuple[float, float],
-    dual: float,
-    gate: tuple[float, float],
-    divergence: str,
-    max_divergence: float,
-) -> Gains:
-    match gain:
-        case "clip":
-            return clip_gain(terms, *clip, dual)
-        case "stop_gradient_clip":
-            return stop_gradient_clip_gain(terms, *clip)
-        case "soft_gate":
-            return soft_gate_gain(terms, *gate)
-        case "divergence":
-            return divergence_gain(terms, max_divergence, divergence)
-    return plain_gain(terms)

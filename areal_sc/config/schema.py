@@ -291,7 +291,14 @@ class CriticConfig(ActorConfig):
 
 
 @dataclass
-class RewardModelConfig(FrozenModelConfig):
+class TeacherConfig(FrozenModelConfig):
+    """Another model than the policy, whose adapter it does not have; else a frozen one."""
+
+    lora: LoraConfig = setting(LoraConfig)
+
+
+@dataclass
+class RewardModelConfig(TeacherConfig):
     """A model whose score of a row is added to its reward. What is not set is the actor's."""
 
     head: ModelHead = setting(ModelHead.value)
@@ -455,7 +462,7 @@ class GRPOConfig:
     actor: ActorConfig = setting(ActorConfig)
     reference: FrozenModelConfig = setting(FrozenModelConfig)
     critic: CriticConfig = setting(CriticConfig)
-    teacher: FrozenModelConfig = setting(FrozenModelConfig)
+    teacher: TeacherConfig = setting(TeacherConfig)
     reward_model: RewardModelConfig = setting(RewardModelConfig)
     rollout: RolloutConfig = setting(RolloutConfig)
     agents: AgentsConfig = setting(AgentsConfig)

@@ -46,7 +46,7 @@ from areal_sc.preflight.settings_warnings import settings_warnings
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
 from areal_sc.sizing.model_context import known_context
-from areal_sc.sizing.model_folder import check_model_folder
+from areal_sc.sizing.model_folder import VALUE_HEAD, check_model_folder, read_stored_shapes
 from areal_sc.sizing.tokenizer_file import tokens_of
 from areal_sc.sources.prompt_choice import WITH_SIGNAL
 from areal_sc.system.process import max_more_tasks, open_files_advice
@@ -116,6 +116,13 @@ def check_models(config: GRPOConfig, *, generates: bool = True) -> None:
         if model.has_adapter and model.lora.path:
             check_adapter(model.lora)
         _check_tokenizer(role, model, config.actor)
+    if scorer := further_models(config).get("reward_model"):
+        stored = read_stored_shapes(local_model(scorer.path, scorer.revision))
+        if stored and not scorer.random_init and stored.get(VALUE_HEAD, ())[:1] != (1,):
+            raise ConfigError(
+                "reward_model.path: expected a model with a layer `score` of one output, as "
+                f"RewardModelTrainer writes, got {scorer.path}: every row would be scored 0"
+            )
     if generates:
         _check_model(config.rollout)
 

@@ -22,6 +22,7 @@ _OTHER_THAN_TEXT = (
 )
 """How sections of `config.json` begin that set up encoders of something else."""
 
+VALUE_HEAD = "score.weight"
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _EXPERTS = ".experts."
 _LAYER = re.compile(r"(?:\w+\.)*?\d+(?=\.)")

@@ -8,18 +8,11 @@ from areal_sc.engines.base import ManyRanks, RankPosition, able
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.sockets.interface import host_of
-from areal_sc.workers import calls, rank_methods
+from areal_sc.workers import calls, rank_methods, rank_updates
 from areal_sc.workers.base import Worker
 from areal_sc.workers.begun_writes import BegunWrites
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.rank import Rank
-from areal_sc.workers.rank_updates import (
-    compute_field,
-    score,
-    score_batch,
-    try_registered_loss,
-    update,
-)
 from areal_sc.workers.rank_weights import save_weights, seal_weights
 from areal_sc.workers.weight_broadcasts import WeightBroadcasts
 
@@ -39,11 +32,11 @@ class TrainWorker(Rank):
             rank_methods.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
             rank_methods.INITIALIZE_RANK.served_by(self.using(self.initialize)),
             DESCRIBE_RANK.served_by(self.describe),
-            rank_methods.COMPUTE.served_by(self.using(partial(compute_field, self))),
-            rank_methods.SCORE.served_by(self.using(partial(score, self))),
-            rank_methods.SCORE_BATCH.served_by(self.using(partial(score_batch, self))),
-            rank_methods.TRY_LOSS.served_by(partial(try_registered_loss, self)),
-            rank_methods.UPDATE.served_by(self.using(partial(update, self))),
+            rank_methods.COMPUTE.served_by(self.using(partial(rank_updates.compute_field, self))),
+            rank_methods.SCORE.served_by(self.using(partial(rank_updates.score, self))),
+            rank_methods.SCORE_BATCH.served_by(self.using(partial(rank_updates.score_batch, self))),
+            rank_methods.TRY_LOSS.served_by(partial(rank_updates.try_registered_loss, self)),
+            rank_methods.UPDATE.served_by(self.using(partial(rank_updates.update, self))),
             rank_methods.SEAL_WEIGHTS.served_by(self.using(partial(seal_weights, self))),
             rank_methods.SAVE_WEIGHTS.served_by(self.using(partial(save_weights, self))),
             rank_methods.OPEN_WEIGHT_GROUP.served_by(

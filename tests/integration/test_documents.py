@@ -63,6 +63,9 @@ NOT_RUN_HERE = {
     "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText": (
         "tests/unit/engines/test_multimodal.py"
     ),
+    "from areal_sc.algorithms.named_advantage import kl_of_row": (
+        "tests/integration/test_any_update.py"  # has the same calls
+    ),
     "import asyncio": "tests/unit/rewards/test_weighted.py",
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "# my_agent.py": "needs openai; examples/agent.py says the same in HTTP",

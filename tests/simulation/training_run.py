@@ -10,6 +10,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -68,9 +69,8 @@ class TrainingRun(RunBooks):
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), cluster, runtime=runtime)
         self.rollout = RolloutController(LocalGenerator(rollout_config), cluster, runtime=runtime)
-        reference = TrainController(
-            FSDPPPOActor(actor_config), cluster, role="ref", runtime=runtime
-        )
+        frozen = FSDPPPOActor(replace(actor_config, is_frozen=True))
+        reference = TrainController(frozen, cluster, role="ref", runtime=runtime)
         self.others = [reference] if settings.has_reference else []
         self.rollout.groups.admission.total_steps = (
             settings.num_steps if settings.ends_at_last_step else None

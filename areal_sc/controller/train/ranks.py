@@ -200,7 +200,10 @@ class Ranks:
                     try:
                         # what follows must come after it on every rank, writes among them
                         await self.memory.wait_until_taken()
-                        return await body()
+                        result = await body()
+                        if self._config.is_frozen:  # it makes no versions: this is its progress
+                            self._fleet.tell(Progressed(self._fleet.members[0].life.unit))
+                        return result
                     finally:
                         self._bodies.pop(scope, None)
             except StoreFull as error:
@@ -441,6 +444,8 @@ class Ranks:
             await self.calls.repeat_step(self.history.version)
         except ROWS_GONE as error:
             self.history.drop_step()
+            if self._config.is_frozen:
+                return  # fields alone were asked for, of rows that are not there any more
             self.step.undo()
             raise WorkerLost(f"the step cannot be made again as it was: {error}") from error
 

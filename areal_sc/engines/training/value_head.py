@@ -10,7 +10,7 @@ A folder of a causal language model has no `score`. A new one is zero, so that a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from areal_sc.config.schema import ModelHead
 from areal_sc.errors import ModelError
-
-VALUE_HEAD: Final = "score.weight"
+from areal_sc.sizing.model_folder import VALUE_HEAD
 
 
 def model_config(folder: Path, head: ModelHead) -> Any:

@@ -62,6 +62,15 @@ def test_what_a_section_does_not_set_is_the_actors(load: Callable[..., GRPOConfi
     assert make_model(config, "critic").config == critic
 
 
+def test_other_models_than_the_policy_do_not_begin_from_its_adapter(
+    load: Callable[..., GRPOConfig],
+) -> None:
+    roles = ("reference", "teacher", "reward_model")
+    adapter = ("actor.lora.rank=4", "actor.lora.path=adapter")
+    models = further_models(load(*adapter, *(f"{role}.path=m" for role in roles)))
+    assert [models[role].has_adapter for role in roles] == [True, False, False]
+
+
 def test_sections_built_in_python_are_joined() -> None:
     actor = ActorConfig(path="m", max_tokens_per_micro_batch=77)
     config = GRPOConfig(run_dir="r", total_steps=3, actor=actor, critic=CriticConfig(path="c"))
@@ -114,6 +123,14 @@ def test_a_teacher_of_another_tokenizer_is_refused(
         check_models(load(f"teacher.path={teacher}"))
     with pytest.raises(ModelError, match="no such folder"):
         check_models(load(f"teacher.path={tmp_path / 'nowhere'}"))
+
+
+def test_a_reward_model_needs_a_score(
+    load: Callable[..., GRPOConfig], tiny_model_folder: Path
+) -> None:
+    check_models(load(f"critic.path={tiny_model_folder}"))
+    with pytest.raises(ConfigError, match=r"reward_model.path: expected .* a layer `score`"):
+        check_models(load(f"reward_model.path={tiny_model_folder}"))
 
 
 def test_the_plan_counts_each_model(

@@ -26,10 +26,10 @@ from areal_sc.engines.training.causal_lm import build_without_parameters
 from areal_sc.engines.training.parts import Box, Parts
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.streamed_layers import decoder_layers
-from areal_sc.engines.training.value_head import VALUE_HEAD
 from areal_sc.engines.training.whole_tensors import Values, gather_whole
 from areal_sc.errors import ModelError
 from areal_sc.sizing.adapter_folder import check_adapter
+from areal_sc.sizing.model_folder import VALUE_HEAD
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 

@@ -13,6 +13,17 @@ NUM_STEPS = 8
 SETTINGS = Settings(num_steps=NUM_STEPS, num_minibatches=2, num_ranks=2, has_reference=True)
 
 
+def test_deaths_of_a_frozen_model_are_in_a_row_only_where_it_computes_nothing_in_between() -> None:
+    async def scenario() -> int:
+        async with TrainingRun(SETTINGS).started() as run:
+            for _ in range(NUM_STEPS):
+                await run.step()
+                run.cluster.workers["ref/1"].end("killed")
+            return run.others[0].version
+
+    assert run_virtual(scenario()) == 0
+
+
 def test_a_field_goes_with_its_rows_and_survives_a_death_of_its_ranks() -> None:
     async def scenario() -> list[list[int]]:
         async with TrainingRun(SETTINGS).started() as run:
