@@ -48,7 +48,7 @@ FIELD_DTYPES: Mapping[str, int] = {"float32": 4, "int32": 4, "uint8": 1, "bool":
 """The dtypes of fields that workflows add, and the bytes of a value."""
 
 MAX_RETURNS = 32
-"""Answers of a row that may have returns of their own: each takes some 60 bytes of what travels."""
+"""Answers of a row that may have returns of their own: each takes some 50 bytes of what travels."""
 
 FIELD_ALIGNMENT_BYTES = 64
 """Each field of a shard takes whole cache lines: any dtype may be viewed in place."""
