@@ -473,7 +473,14 @@ def concat(
         )
         columns.append(replace(of_first, shards=shards))
     rows = tuple(row for batch in filled for row in batch.rows)
-    return BatchMetadata(batch_id, global_step, tuple(columns), rows, min_token_version)
+    return BatchMetadata(
+        batch_id,
+        global_step,
+        tuple(columns),
+        rows,
+        min_token_version,
+        has_model_rewards=any(batch.has_model_rewards for batch in filled),
+    )
 
 
 def _runs(moved: Iterable[tuple[int, int]]) -> tuple[RowRun, ...]:

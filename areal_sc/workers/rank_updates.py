@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,9 +25,7 @@ from areal_sc.workers.rank import Rank
 
 async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedShard:
     """Seals the field, if this rank is the head of its model group."""
-    rank.num_computed += 1
-    rank.num_computing += 1
-    try:
+    with _computing(rank):
         with rank.recorder.span("pulling rows", version=rank.operations.version):
             rows = (await rank.plane.puller.pull(args.batch)).joined()
         values_of = await _values_of(rank, args.output)
@@ -44,6 +43,15 @@ async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedS
 
         with rank.recorder.span(f"computing {args.field}", version=rank.operations.version):
             return rank.sealed(await rank.compute(compute))
+
+
+@contextmanager
+def _computing(rank: Rank) -> Iterator[None]:
+    """What all ranks do together: who takes them over must know whether each has begun it."""
+    rank.num_computed += 1
+    rank.num_computing += 1
+    try:
+        yield
     finally:
         rank.num_computing -= 1
 
@@ -59,8 +67,9 @@ async def _values_of(rank: Rank, output: str | int) -> Callable[[PackedRows], to
 
 async def score(rank: Rank, args: rank_methods.ScoreRows) -> tuple[tuple[float, ...], ...]:
     """The score of each row or, of a pair, of the chosen and the rejected one."""
-    rows = await _read(rank, args.rows)
-    values = await rank.compute(lambda: rank.engine.forward(rows, args.output))
+    with _computing(rank):
+        rows = await _read(rank, args.rows)
+        values = await rank.compute(lambda: rank.engine.forward(rows, args.output))
     of_rows = torch.split(values.double(), list(rows.lengths))
     totals = [float(row[-1] if args.output == "values" else row.sum()) for row in of_rows]
     assert rows.metadata is not None, "_read gives each row its group"
@@ -72,12 +81,14 @@ async def score(rank: Rank, args: rank_methods.ScoreRows) -> tuple[tuple[float, 
 
 async def score_batch(rank: Rank, args: rank_methods.Compute) -> tuple[float, ...]:
     """A number of each row."""
-    with rank.recorder.span("pulling rows", version=rank.operations.version):
-        rows = (await rank.plane.puller.pull(args.batch)).joined()
-    if args.output == "values":
-        rows = read_to_end(rows)
-    values_of = await _values_of(rank, args.output)
-    values = await rank.compute(lambda: values_of(rows))
+    with _computing(rank):
+        with rank.recorder.span("pulling rows", version=rank.operations.version):
+            rows = (await rank.plane.puller.pull(args.batch)).joined()
+        if args.output == "values":
+            rows = read_to_end(rows)
+        values_of = await _values_of(rank, args.output)
+        with rank.recorder.span("computing scores", version=rank.operations.version):
+            values = await rank.compute(lambda: values_of(rows))
     return tuple(float(row.sum()) for row in torch.split(values.double(), list(rows.lengths)))
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from random_batches import batches, columns_of, rows_of, table
 
+from areal_sc.controller.train.train_step import trained_content
 from areal_sc.errors import MetadataError
 from areal_sc.metadata import (
     BatchMetadata,
@@ -127,6 +128,15 @@ def test_what_models_add_to_rewards() -> None:
     added = batch.add_rewards([1.0, -0.5, 0.0, 0.25])
     assert [row.reward for row in added.rows] == [1.5, 0.0, 0.5, 0.75]
     assert (batch.has_model_rewards, added.take([2]).has_model_rewards) == (False, True)
+    assert concat([added.take([2]), added.take([0])], batch_id="c", global_step=0).has_model_rewards
+
+
+def test_scores_of_another_rounding_are_the_same_update() -> None:
+    rows = tuple(replace(it, returns=((0.5, 1), (1.5, 2))) for it in small_batch().rows)
+    batch = replace(small_batch(), rows=rows)
+    once, again = (batch.add_rewards([score] * len(rows)) for score in (0.1, 0.1 + 1e-7))
+    assert once.rows[0].returns == ((0.6, 1), (1.6, 2))
+    assert trained_content(once) == trained_content(again)
 
 
 def row(**changes: Any) -> RowMetadata:

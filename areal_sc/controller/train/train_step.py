@@ -187,7 +187,7 @@ def trained_content(batch: BatchMetadata) -> list[Any]:
     """
     rows = batch.rows
     if batch.has_model_rewards:
-        rows = tuple(replace(row, reward=0.0, advantage=None) for row in rows)
+        rows = tuple(replace(row, reward=0.0, returns=(), advantage=None) for row in rows)
     given = [columns for columns in batch.columns if not columns.is_computed]
     shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
     return [rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]
