@@ -39,7 +39,7 @@ _CALL_ID: Final = re.compile("[A-Za-z0-9]{9}")
 """What every template takes; the strictest, Mistral's, take nothing else."""
 
 _NUMBERS: Final = count()
-"""Of the calls of this process."""
+"""Gives each call of this process a number of its own."""
 
 OTHER_TOOLS: Final = "it got other tools or arguments"
 """Why a row begins; every other reason is the template's."""

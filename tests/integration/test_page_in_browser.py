@@ -287,6 +287,22 @@ async def test_turns_and_branches_of_an_agent(runs: list[Path], page: Page, tab:
     assert f"token {shared} of {len(first.input_ids)}, id {first.input_ids[shared]}" in under
 
 
+async def test_without_a_tokenizer_messages_are_shown(
+    runs: list[Path], tmp_path: Path, browser: Tab
+) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("records", "ledger", "run.json", ".run.json", "config.yaml", "metrics.jsonl"):
+        (tmp_path / "run" / name).symlink_to(runs[0] / name)
+    with page_of(tmp_path / "run") as page:
+        await browser.open(page.link)
+        browser.errors.clear()
+        shown = await shows(browser, "#/row?name=1.0.0.1")
+    assert "Wait: is that right?" in shown
+    assert "calls python" in shown
+    assert "all of it as its tokens have it" not in shown
+    assert browser.errors == []
+
+
 async def test_tokens_are_those_that_were_recorded(runs: list[Path], page: Page, tab: Tab) -> None:
     was = trajectory(2, NUM_TOKENS)
     await shows(tab, "#/row?name=30.0.0.0")

@@ -133,7 +133,7 @@ function textsOf(row) {
 
 /** What was given and what was sampled, in turns; where another row of the episode parts from it. */
 function turnsOf(row, turns, parting) {
-  if (turns.some((it, place) => it.text === null && !it.call && !turns[place + 1]?.call)) return textsOf(row);
+  if (turns.some((it) => it.text === null) && !turns.some((it) => it.call)) return textsOf(row);
   const numTurns = turns.filter((it) => it.is_sampled).length;
   const asked = new Set(turns.flatMap(({ call }) => (call?.answer.tool_calls || []).map((it) => it.id)));
   const results = new Map(turns.flatMap(({ call }) => (call?.given || []).filter((it) => asked.has(it.answers)).map((it) => [it.answers, { ...it, came: call.began }])));
