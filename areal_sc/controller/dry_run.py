@@ -196,18 +196,14 @@ class TaskLook:
     def __init__(self, config: RolloutConfig, run_dir: Path) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._seen: set[RolloutSource] = set()
         self._tokenizer: Any = None
         self._ends: tuple[int, ...] = ()
 
     def look(self, source: RolloutSource, make_readable: MakeReadable) -> None:
-        """Shows what the rows and the workflow come to; each pair of them once.
+        """Shows what the rows and the workflow come to.
 
         Raises: ArealError: they cannot be used: as the run would tell it, or its workers.
         """
-        if source in self._seen:
-            return
-        self._seen.add(source)
         folder = cached_model(self._config.path, self._config.revision)
         if folder is None:
             tell(f"model {self._config.path}: not there yet, so no prompt is looked at")

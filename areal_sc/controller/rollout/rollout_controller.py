@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.config.slurm_settings import SchedulerType
@@ -61,9 +60,6 @@ from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.sandbox.opening import check_sandbox
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
-
-if TYPE_CHECKING:
-    from areal_sc.controller.dry_run import TaskLook
 
 
 class RolloutController(WeightsReader):
@@ -130,6 +126,10 @@ class RolloutController(WeightsReader):
             self.config.samples, self._workers, self._background, self._folder.samples_path
         )
         self._checked: set[RolloutSource] = set()
+        if self.is_dry_run:
+            from areal_sc.controller.dry_run import TaskLook
+
+            self._task_look = TaskLook(self.config, self._folder.path)
         self._watch = ProgressWatch(
             self._workers,
             self.rejections,
@@ -438,15 +438,9 @@ class RolloutController(WeightsReader):
             if workflow.runs_code() and self.scheduler.config.type == SchedulerType.local:
                 check_sandbox(self.config.sandbox)
             self._checked.add(source)
-        if self.is_dry_run:
-            self._task_look.look(source, self._sources.make_readable)
+            if self.is_dry_run:
+                self._task_look.look(source, self._sources.make_readable)
         return source
-
-    @cached_property
-    def _task_look(self) -> TaskLook:
-        from areal_sc.controller.dry_run import TaskLook
-
-        return TaskLook(self.config, self._folder.path)
 
     def _register(self, prompts: PromptSource, workflow: Workflow, *_: Any, **__: Any) -> None:
         self.register(prompts, workflow)
