@@ -81,7 +81,7 @@ def play(folder: Path, memory: Path, arguments: argparse.Namespace) -> dict[str,
         *("checkpoint.every_steps=10", "scheduler.heartbeat_interval_s=0.5"),
         f"transport.shared_memory={memory}",
     ]
-    environment = os.environ | {BOOKS: str(books), "PYTHONPATH": str(ROOT / "benchmarks")}
+    environment = os.environ | {BOOKS: str(books), "PYTHONPATH": f"{ROOT}/benchmarks:{ROOT}"}
     script = Script(command, environment, folder / "output.txt", run_dir)
     try:
         struck = strike(script, run_dir, arguments)

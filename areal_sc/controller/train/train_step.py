@@ -109,7 +109,8 @@ class TrainStep:
 
         Raises: ConfigError: a critic gives them, or the rewards have no KL in them yet.
         """
-        if self._ppo.reward_kl_coefficient and not batch.has_model_rewards:
+        is_due = self._ppo.advantage != GAE and self._ppo.reward_kl_coefficient > 0
+        if is_due and not batch.has_model_rewards:
             raise ConfigError(
                 "actor.ppo.kl_place=reward: expected rewards with the KL in them "
                 "(areal_sc.algorithms.named_advantage.kl_of_row, docs/own-loop.md)"
