@@ -347,8 +347,7 @@ class ReplicaSet:
         """Waits for the next publication.
 
         Raises: WaitTimeout: there was none for longer than a group may take. Where no server
-            serves, nothing is generated that it could be made of: then the engine fails soon, and
-            its worker is started again, with the newest weights.
+            serves, nobody generates for it: the engine fails soon, and its worker starts again.
         """
         message = f"version {weights.version} is not to be had any more, and no newer one came"
         limit_s = self._settings.config.group_timeout_s if self.serving else _NEWER_WITHIN_S
