@@ -36,12 +36,6 @@ class Responses:
     path = "/v1/responses"
 
     def read(self, body: Mapping[str, Any]) -> ModelCall:
-        if body.get("conversation") is not None:
-            raise CallRefused(
-                400,
-                "invalid_body",
-                "conversation: send all items as the input, or previous_response_id",
-            )
         asked = read_body(_with_types(body), _ResponsesBody, without=_WITHOUT)
         if asked.tools and not asked.parallel_tool_calls:
             raise one_call_only()

@@ -39,6 +39,8 @@ from areal_sc.weights import WeightGroup
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_S = 30.0
+_NEWER_WITHIN_S = 30.0
+"""Weights that are gone have been replaced by newer ones, which come in this time, or are lost."""
 
 
 class ReplicaSet:
@@ -344,16 +346,19 @@ class ReplicaSet:
     async def _until_newer(self, weights: VersionWeights) -> None:
         """Waits for the next publication.
 
-        Raises: WaitTimeout: there was none for longer than a group may take.
+        Raises: WaitTimeout: there was none for longer than a group may take. Where no server
+            serves, nobody generates for it: the engine fails soon, and its worker starts again.
         """
+        message = f"version {weights.version} is not to be had any more, and no newer one came"
+        limit_s = self._settings.config.group_timeout_s if self.serving else _NEWER_WITHIN_S
         try:
-            async with asyncio.timeout(self._settings.config.group_timeout_s):
+            async with asyncio.timeout(limit_s):
                 while self._weights is weights:
                     await self._next_change()
         except TimeoutError as error:
-            raise WaitTimeout(
-                f"version {weights.version} is not to be had any more, and no newer one came"
-            ) from error
+            if not self.serving:
+                self.dispatcher.fail(EngineFailed(f"no server is left, and {message}"))
+            raise WaitTimeout(message) from error
 
     async def _tell_serving(self, action: Callable[[Replica], Awaitable[None]]) -> None:
         """A server that does not do it is given up."""

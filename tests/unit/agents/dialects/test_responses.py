@@ -121,7 +121,7 @@ IMAGE = {"type": "input_image", "image_url": "data:,", "detail": "auto"}
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, "json_schema"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"conversation": "c"}, "conversation: send all items"),
+        ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": "hot"}, "temperature"),
