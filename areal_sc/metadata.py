@@ -289,6 +289,17 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
         return tuple(dict.fromkeys(row.group_id for row in self.rows))
 
     @property
+    def groups_with_signal(self) -> set[int]:
+        """Groups whose episodes differ in rewards or returns; the others teach nothing."""
+        rewards: dict[int, set[tuple[float, ...]]] = {}
+        for rows in self.episodes:
+            its = tuple(value for row in rows for value, _ in self.rows[row].parts)
+            rewards.setdefault(self.rows[rows[0]].group_id, set()).add(its)
+        # (1, 1) and (1,): episodes that have equal rewards in another number of rows
+        values = {group: {it for own in its for it in own} for group, its in rewards.items()}
+        return {it for it, own in rewards.items() if len(own) > 1 and len(values[it]) > 1}
+
+    @property
     def episodes(self) -> tuple[tuple[int, ...], ...]:
         """Row numbers of each episode, in order of its first row."""
         episodes: dict[tuple[int, int], list[int]] = {}

@@ -61,8 +61,13 @@ class CallHistory(Generic[A]):
     _answers: dict[bytes, list[A]] = field(default_factory=dict)
     _prompts: set[bytes] = field(default_factory=set)
 
-    def place(self, messages: Sequence[Message]) -> CallPlace[A]:
-        """Raises: UnicodeError: a text of a message is none."""
+    def place(self, messages: Sequence[Message], named: A | None = None) -> CallPlace[A]:
+        """Where a call with these messages stands.
+
+        Args:
+            named: goes before other answers that say the same to the same messages.
+        Raises: UnicodeError: a text of a message is none.
+        """
         digests, last = list[bytes](), b""
         for message in messages:
             last = _digest(last, message)
@@ -71,7 +76,8 @@ class CallHistory(Generic[A]):
         for number in range(len(messages) - 1, -1, -1):
             if messages[number]["role"] != "assistant":
                 continue
-            for answer in reversed(self._answers.get(digests[number], ())):
+            same = reversed(self._answers.get(digests[number], ()))
+            for answer in sorted(same, key=lambda it: it is not named):
                 if _agrees(answer, messages):
                     return CallPlace(answer, is_rewritten, digests)
             is_rewritten |= number > 0 and digests[number - 1] in self._prompts

@@ -267,6 +267,8 @@ class Session:
     async def _answer(self, call: ModelCall, begun: SessionCall) -> ModelAnswer:
         check_tools(call.tools)
         earlier = self._earlier(call.after) if call.after else None
+        if earlier:
+            earlier.note_delivered()  # how else would the client know its id
         past, first = earlier.conversation if earlier else [], call.num_instructions
         whole = *call.messages[:first], *past, *call.messages[first:]
         messages = [checked_message(it, number) for number, it in enumerate(whole)]
@@ -276,9 +278,7 @@ class Session:
                 f"{'its own' if messages else 'none'}"
             )
         sampling = self._sampling(call)
-        place = self._history.place(messages)
-        if earlier and place.after and place.after.num_messages == earlier.num_messages:
-            place = replace(place, after=earlier)  # others may have said the same
+        place = self._history.place(messages, earlier)
         turn = NextTurn(
             self._engine,
             self._last_node(begun, place),
@@ -303,7 +303,10 @@ class Session:
         self._num_tool_calls += len(node.turn.tool_calls)
         begun.node = node
         if call.is_kept:
-            after = begun.after if begun.after and begun.after.kept else None
+            after = begun.after
+            if after and not (after.kept and after.num_instructions == first):
+                after = None  # what it has kept begins elsewhere in these messages
+            begun.kept_after = after
             begun.kept = [*messages[after.num_messages if after else first :], node.turn.message]
         self._history.add(place, begun)
         tokens = tuple[SampledToken, ...]()

@@ -24,8 +24,9 @@ class SessionCall:
         model: that the call named.
         node: what it came to; None: it runs, or failed.
         after: the call that it goes on from.
-        kept: messages that it adds to the conversation of that call, if that is kept, with the
-            answer; None: nothing is kept.
+        kept: messages that it adds to the conversation of `kept_after`, with the answer, without
+            instructions; None: nothing is kept.
+        kept_after: the call that it goes on from, where that is kept without the same messages.
     """
 
     def __init__(self, call: ModelCall, digest: str) -> None:
@@ -33,9 +34,11 @@ class SessionCall:
         self.answer_id = secrets.token_hex(16)
         self.created_s = int(time.time())
         self.model = call.model
+        self.num_instructions = call.num_instructions
         self.node: TurnNode | None = None
         self.after: SessionCall | None = None
         self.kept: list[Message] | None = None
+        self.kept_after: SessionCall | None = None
         self._was_delivered = False
         self._passed_on = set[str]()
         self._num_sending = 0
@@ -61,7 +64,7 @@ class SessionCall:
         """The messages up to its answer, without instructions, where it is kept."""
         found, call = list[Message](), cast("SessionCall | None", self)
         while call and call.kept:
-            found[:0], call = call.kept, call.after
+            found[:0], call = call.kept, call.kept_after
         return found
 
     @property

@@ -160,16 +160,14 @@ def of_groups(
         before, now: counters at the end of the step before, and of this one.
     """
     longest: dict[int, int] = {}
-    rewards: dict[int, set[float]] = {}
     episodes: dict[int, set[int]] = {}
     for row in batch.rows:
-        rewards.setdefault(row.group_id, set()).update(reward for reward, _ in row.parts)
         episodes.setdefault(row.group_id, set()).add(row.episode)
         longest[row.group_id] = max(row.num_loss_tokens, longest.get(row.group_id, 0))
     num, group_s = (now.get(k, 0.0) - before.get(k, 0.0) for k in ("finished_groups", "group_s"))
     return {
         "group_time_s": group_s / num if num > 0 and group_s >= 0 else None,
-        "signal_share": sum(len(its) > 1 for its in rewards.values()) / len(rewards),
+        "signal_share": len(batch.groups_with_signal) / len(episodes),
         "num_one_episode_groups": sum(len(its) == 1 for its in episodes.values()),
         "longest_tokens_mean": statistics.fmean(longest.values()),
         "longest_tokens_std": statistics.pstdev(longest.values()),

@@ -101,10 +101,8 @@ def _problem(row: Any, *, is_trained: bool) -> str:
             "numbers above 0: a greedy answer (0) is no sample of the policy and cannot be "
             "trained; sample it, or add it to the transcript as context, which is not trained"
         )
-    sizes, num_trained = [size for _, size in row.returns], np.count_nonzero(row.loss_mask)
-    is_whole = not sizes or (sum(sizes) == num_trained and min(sizes) > 0)
-    are_finite = all(_is_finite(value) for value, _ in row.returns)
-    if not (is_whole and are_finite and len(sizes) <= MAX_RETURNS):
+    num_trained = int(np.count_nonzero(row.loss_mask))
+    if not _are_returns(row.returns, num_trained):
         return (
             f"the trajectory's returns are {row.returns!r:.200}: expected finite ones, at most "
             f"{MAX_RETURNS}, each with its trained tokens, of which there are {num_trained}"
@@ -115,6 +113,18 @@ def _problem(row: Any, *, is_trained: bool) -> str:
         if not _is_finite(value):
             return f"metric {name!r} must be finite, got {value!r}"
     return ""
+
+
+def _are_returns(given: Any, num_trained: int) -> bool:
+    """Whether they are none, or some of all trained tokens."""
+    if not isinstance(given, list | tuple) or len(given) > MAX_RETURNS:
+        return False
+    for part in given:
+        if not (isinstance(part, list | tuple) and len(part) == 2 and _is_finite(part[0])):
+            return False
+        if not (isinstance(part[1], int | np.integer) and part[1] > 0):
+            return False
+    return not given or sum(size for _, size in given) == num_trained
 
 
 def _held_list(values: list[Any], dtype: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -61,15 +62,17 @@ class Transcript:
         """The episode so far, with its reward.
 
         Args:
-            reward: or the return of each completion, in their order: the row's reward is the mean.
-        Raises: ValueError: the returns are not as many as the completions.
+            reward: or the return of each completion, in their order: the row's reward is the mean,
+                and so is each part of several `Score`s.
+        Raises: ValueError: the returns are not as many as the completions; or as `Trajectory`.
         """
-        returns, told = list[tuple[float, int]](), dict(metrics or {})
+        returns, parts = list[tuple[float, int]](), defaultdict[str, list[float]](list)
         if isinstance(reward, Sequence):
             for value, size in zip(reward, self._num_sampled, strict=True):
-                told |= value.metrics if isinstance(value, Score) else {}
+                for name, part in value.parts.items() if isinstance(value, Score) else ():
+                    parts[name].append(part)
                 returns += [(float(value), size)] if size else []
-            reward = fmean(reward)
+            reward = Score(fmean(reward), {name: fmean(its) for name, its in parts.items()})
         return Trajectory(
             input_ids=list(self.input_ids),
             loss_mask=list(self._loss_mask),
@@ -77,7 +80,7 @@ class Transcript:
             versions=list(self._versions),
             temperatures=list(self._temperatures),
             reward=reward,
-            metrics=told,
+            metrics=dict(metrics or {}),
             returns=returns,
             calls=tuple(self.calls),
         )

@@ -108,7 +108,7 @@ def past_of(
     rewards = batch.episode_rewards
     total, num_episodes = metrics.get("accuracy", (sum(rewards), len(rewards)))
     num_groups = 1 if before is None else before.num_groups + 1
-    return PromptPast(num_groups, total / num_episodes, len(set(rewards)) > 1)
+    return PromptPast(num_groups, total / num_episodes, bool(batch.groups_with_signal))
 
 
 def check_fields(workflow: Workflow, field_bytes: int) -> None:

@@ -51,10 +51,6 @@ class GroupSignal:
 
 def lack_of_signal(batch: BatchMetadata) -> str | None:
     """Why the rows of one group teach nothing; None where its episodes differ in rewards."""
-    rewards = [
-        tuple(reward for row in rows for reward, _ in batch.rows[row].parts)
-        for rows in batch.episodes
-    ]
-    if len(rewards) == 1:
+    if len(batch.episodes) == 1:
         return ONE_EPISODE
-    return None if len(set(rewards)) > 1 else EQUAL_REWARDS
+    return None if batch.groups_with_signal else EQUAL_REWARDS

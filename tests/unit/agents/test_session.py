@@ -668,3 +668,45 @@ async def test_a_call_goes_on_from_an_answer_by_its_id() -> None:
         with pytest.raises(CallRefused, match=r"no answer .* that has ended") as caught:
             await ask(user("and?"), after=unknown, num_instructions=0)
         assert (caught.value.status, caught.value.code) == (400, "previous_response_not_found")
+
+
+@pytest.mark.parametrize("num_instructions", [0, 1])
+async def test_a_kept_conversation_has_its_system_message_once(num_instructions: int) -> None:
+    """As instructions in one call, as an item of the whole history in the next."""
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    engine.will_say(*[f"answer {n}<|im_end|>" for n in range(3)])
+    system: Message = {"role": "system", "content": "be kind"}
+    other = 1 - num_instructions
+
+    async def ask(*messages: Message, number: int, after: str = "") -> ModelAnswer:
+        call = ModelCall(messages, after=after, num_instructions=number, is_kept=True)
+        return await answer_to(session, call)
+
+    first = await ask(system, user("hi"), number=num_instructions)
+    whole = (system, user("hi"), first.turn.message, user("and?"))
+    second = await ask(*whole, number=other)
+    given = [system] if other else []
+    await ask(*given, user("why?"), number=other, after=second.answer_id)
+    told = engine.tokenizer.decode(engine.sent[2])
+    said = ("be kind", "hi", "answer 0", "and?", "answer 1", "why?")
+    assert [told.count(it) for it in said] == [1] * 6
+
+
+async def test_a_named_answer_counts_as_delivered_under_other_instructions() -> None:
+    """It is read under those alone, though another answer to them says the same."""
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    engine.will_say(*["same<|im_end|>"] * 2, "answer 2<|im_end|>")
+
+    def call(instructions: str, text: str, after: str = "") -> ModelCall:
+        messages = ({"role": "system", "content": instructions}, user(text))
+        return ModelCall(messages, after=after, num_instructions=1, is_kept=True)
+
+    first = session.begin(call("be kind", "hi"))
+    await first.answer()  # and no client is told
+    await answer_to(session, call("be short", "hi"))
+    assert not first.is_delivered
+    await answer_to(session, call("be short", "and?", first.answer_id))
+    assert first.is_delivered
+    assert "be kind" not in engine.tokenizer.decode(engine.sent[2])

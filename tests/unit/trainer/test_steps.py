@@ -4,6 +4,8 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec.structs import replace
+
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.standstill import Standstill
 from areal_sc.metadata import BatchMetadata, RowMetadata
@@ -69,11 +71,15 @@ def test_a_step_counts_the_episodes_that_were_rejected_since_the_one_before() ->
 def test_groups_whose_answers_all_have_one_reward_teach_nothing() -> None:
     actor, rollout = sides([])
     rewards = ((0, 1.0), (0, 0.5), (1, 0.0), (1, 0.0), (2, 1.0), (2, 1.0), (3, 0.0), (3, 1.0))
-    rows = (RowMetadata(group, 0, 4, reward, 0, ((0, 2),), 0) for group, reward in rewards)
+    rows = [
+        RowMetadata(group, 0, 4, reward, 0, ((0, 2),), episode)
+        for episode, (group, reward) in enumerate(rewards)
+    ]
+    rows += [replace(rows[0], group_id=4, returns=((0.0, 1), (1.0, 1)))]  # an episode alone
     told: list[StepMetrics] = []
     step = Step(actor, rollout, count(actor, rollout), told.append)
     step.record(BatchMetadata("b", 0, (), tuple(rows)), {})
-    assert told[0].signal_share == 0.5
+    assert told[0].signal_share == 0.4
     assert told[0].answer_tokens == 2.0
 
 

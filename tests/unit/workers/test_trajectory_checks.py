@@ -77,6 +77,17 @@ def test_logprobs_may_be_any_tensors(dtype: torch.dtype, has_gradient: bool, is_
             "expected finite ones",
         ),
         (row(2, returns=[(1.0, 1)] * 33), "workflow_error", "at most 32"),
+        *(
+            (row(2, returns=given), "workflow_error", "each with its trained tokens")
+            for given in (
+                [0.5, 1.0],
+                None,
+                5,
+                [(1.0, "1"), (0.0, 1)],
+                [(1.0, 1.5), (0.0, 0.5)],
+                [(1.0, 1, 1), (0.0, 1)],
+            )
+        ),
     ],
 )
 def test_one_bad_row_rejects_the_episode(returned: Any, cause: str, message: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from simulation.disk import SimulatedDisk
 from simulation.virtual_loop import run_virtual
 
+from areal_sc.controller.ledger.group import past_of
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_account import read_account
@@ -51,6 +52,19 @@ def test_the_newest_group_of_a_prompt_tells() -> None:
     play(ledger, prompt(5), (0.2, 0.2), METRICS)
     assert ledger.past(prompt(5)) == PromptPast(2, 0.5, has_signal=False)
     assert ledger.past(prompt(5, dataset=1)) is None
+
+
+def test_returns_of_equal_means_are_signal() -> None:
+    group = BatchMetadata(
+        "b",
+        0,
+        (),
+        tuple(
+            RowMetadata(0, 0, 9, 0.5, 0, ((0, 2),), episode, returns=((its[0], 1), (its[1], 1)))
+            for episode, its in enumerate(((0.0, 1.0), (1.0, 0.0)))
+        ),
+    )
+    assert past_of(group, {}, None) == PromptPast(1, 0.5, has_signal=True)
 
 
 def test_a_group_that_is_thrown_away_tells_as_well() -> None:

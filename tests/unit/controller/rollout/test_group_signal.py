@@ -49,3 +49,4 @@ def test_episodes_are_compared_by_all_their_returns() -> None:
     assert lack_of_signal(group((0.25, 0.75), (0.25, 0.75))) == "equal_rewards"
     assert lack_of_signal(group((0.25, 0.75), (0.75, 0.25))) is None
     assert lack_of_signal(group((0.25, 0.75))) == "one_episode"
+    assert lack_of_signal(group((1.0, 1.0), (1.0,))) == "equal_rewards"
