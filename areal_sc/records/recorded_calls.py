@@ -22,7 +22,7 @@ from areal_sc.records.samples import shortened
 LEVEL: Final = 1
 """The level of zlib; 6 takes 3 times as long, and saves a tenth."""
 MAX_TEXT_CHARS: Final = 2000
-"""A longer text is recorded by its beginning and its end; the row has as tokens what was read of it."""
+"""A longer text is recorded by its beginning and its end; what was read of it is in the tokens."""
 
 
 class RecordedToolCall(Struct, frozen=True):

@@ -2,8 +2,9 @@
 
 Each agent's fork server would import it anew, which takes a core four seconds: about as long as
 all the rest of a small run. A fork has the arguments, environment, descriptors, folder, limits and
-session of an agent that is executed, also for who looks at it in /proc. Agents whose environment
-could change what is imported are executed.
+session of an agent that is executed, also for who looks at it in /proc; not its parent, umask,
+ignored signals and hash seed. Agents whose environment could change what is imported are executed,
+and each that the process does not fork.
 
     pytest, script: `fork_agents` ── a connection an agent ──► `main`, one process of pytest's
                                   ◄── process id, and how it ended
@@ -42,12 +43,14 @@ ROOM: Final = "AREAL_SC_TEST_ROOM"
 AFTER_IMPORTS: Final = {
     *(ADDRESS, ROOM, "AREAL_SC_SCRIPT", "AREAL_SC_TEST_RUN", "PYTEST_CURRENT_TEST", "PYTHONPATH"),
     *("TOKENIZERS_PARALLELISM", "MEGATRON_ON_CPU", "PATH", "COLUMNS", "DIE_AT"),
-    *("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"),
+    *("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "RAY_CLIENT_MODE", "TORCHINDUCTOR_CACHE_DIR"),
 }
 """Variables in which an agent may differ from the process: nothing reads them while it imports."""
 
 MODULE: Final = "areal_sc.nodes.agent"
 MAX_BYTES: Final = 1 << 16
+ASKS_WITHIN_S: Final = 10.0
+ENDED: Final = b"ended "
 LIMITS: Final = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
@@ -71,7 +74,10 @@ class ForkedAgent:
         self.stdin, self.stdout = open(write, "wb"), open(read, "rb")  # noqa: SIM115
         with open(stdin), open(stdout):  # theirs, which are closed here
             socket.send_fds(self._asked, [request], [stdin, stdout, log.fileno()])
-        self.pid = int(self._asked.recv(MAX_BYTES))
+        told = b""
+        with suppress(OSError):  # the process is gone
+            told = self._asked.recv(MAX_BYTES)
+        self.pid = int(told) if told.isdigit() else 0
         if not self.pid:
             self.stdin.close()
             self.stdout.close()
@@ -104,7 +110,7 @@ class ForkedAgent:
                 ready = select.poll()
                 ready.register(self._asked, select.POLLIN)
                 if ready.poll(timeout_s and timeout_s * 1000):
-                    self.returncode = int(self._asked.recv(MAX_BYTES))
+                    self.returncode = int(self._asked.recv(MAX_BYTES).removeprefix(ENDED))
                     self._asked.close()
             return self.returncode
 
@@ -122,7 +128,7 @@ def fork_agents(agent_process: Any, address: Any) -> None:
     ) -> Any:
         if tuple(command[:-2]) == agent_process.AGENT:
             with (
-                suppress(RuntimeError),
+                suppress(RuntimeError, OSError),
                 open(log_path, "ab", opener=agent_process.own_file) as log,
             ):
                 return ForkedAgent(address(), command, log, env)
@@ -193,11 +199,16 @@ def main(number: int) -> None:
             os.read(wakeup, MAX_BYTES)
             for pid, code in ended_children():
                 with askers.pop(pid) as asker, suppress(OSError):  # it may have ended
-                    asker.send(str(code).encode())
+                    asker.send(ENDED + str(code).encode())
         if number in readable:
             asker, _ = listener.accept()
-            request, fds, _, _ = socket.recv_fds(asker, MAX_BYTES, 3)
-            command, env, folder, limits = json.loads(request)
+            asker.settimeout(ASKS_WITHIN_S)
+            fds: list[int] = []
+            try:
+                request, fds, _, _ = socket.recv_fds(asker, MAX_BYTES, 3)
+                command, env, folder, limits = json.loads(request)
+            except (OSError, ValueError):  # it was killed or stopped, or asks for too much
+                command, env, folder, limits = [], {}, "", []  # nothing is forked for it
             changed = {name for name, _ in env.items() ^ around.items()}
             if may_fork and changed <= AFTER_IMPORTS | set_by_imports.keys():
                 if (pid := os.fork()) == 0:
@@ -212,8 +223,8 @@ def main(number: int) -> None:
                     return
                 askers[pid] = asker
             else:
-                asker.send(b"0")
-                asker.close()
+                with asker, suppress(OSError):  # it may have ended
+                    asker.send(b"0")
             for fd in fds:
                 os.close(fd)
     os._exit(0)
@@ -244,6 +255,8 @@ def become_agent(
     before, now = (list(filter(None, path.split(os.pathsep))) for path in paths)
     sys.path[:] = now + [path for path in sys.path if path not in before]
     sys.argv[1:] = command[len(AGENT) :]
+    sys.modules["torch"].seed()
+    sys.modules["numpy"].random.seed()
     os.environ.clear()  # the C library's copies are on its heap from now on
     os.environ.update(env)
     first_argument, end_of_arguments, first_variable, end_of_variables = map(

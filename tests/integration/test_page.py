@@ -112,7 +112,7 @@ def test_beside_a_run_that_goes_on(tmp_path: Path, tiny_model_folder: Path) -> N
             assert "are 2 from now on" in page.control(what="scale", num_workers=2)
             all_three = {"train/0", "rollout/0", "rollout/1"}
             run.wait_until(lambda: workers_of(page) == all_three, "a second rollout worker")
-            gate_of(run.run_dir).write_bytes(b"." * 1000)
+            gate_of(run.run_dir).write_bytes(b"." * 8)
             run.wait_for_step(5)
             assert "stopped: nothing of the run is left" in page.control(what="stop")
             assert run.wait() == 130

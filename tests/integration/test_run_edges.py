@@ -15,9 +15,11 @@ from areal_sc.run.agent_files import living_agents
 
 @pytest.mark.parametrize("is_agent", [True, False])
 def test_the_death_of_the_agent_ends_the_run_and_is_named(
-    tmp_path: Path, tiny_model_folder: Path, is_agent: bool
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, is_agent: bool
 ) -> None:
     """It, or its fork server, takes all workers along."""
+    if is_agent:
+        monkeypatch.setenv("AREAL_SC_TEST_EXECUTED", "1")  # not forked, see `agent_forks`
     memory = tmp_path / "memory"
     shared = f"transport.shared_memory={memory}"
     settings = ("total_steps=100000", "scheduler.max_deaths=0", shared)
