@@ -295,7 +295,7 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
         for rows in self.episodes:
             its = tuple(value for row in rows for value, _ in self.rows[row].parts)
             rewards.setdefault(self.rows[rows[0]].group_id, set()).add(its)
-        # (1, 1) and (1,): episodes that have equal rewards in another number of rows
+        # (1, 1) and (1,) differ, in their rows alone
         values = {group: {it for own in its for it in own} for group, its in rewards.items()}
         return {it for it, own in rewards.items() if len(own) > 1 and len(values[it]) > 1}
 

@@ -305,7 +305,7 @@ class Session:
         if call.is_kept:
             after = begun.after
             if after and not (after.kept and after.num_instructions == first):
-                after = None  # what it has kept begins elsewhere in these messages
+                after = None  # the whole conversation is kept anew
             begun.kept_after = after
             begun.kept = [*messages[after.num_messages if after else first :], node.turn.message]
         self._history.add(place, begun)

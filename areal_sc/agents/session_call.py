@@ -26,7 +26,8 @@ class SessionCall:
         after: the call that it goes on from.
         kept: messages that it adds to the conversation of `kept_after`, with the answer, without
             instructions; None: nothing is kept.
-        kept_after: the call that it goes on from, where that is kept without the same messages.
+        kept_after: the call that it goes on from, where that is kept without as many instructions;
+            None: `kept` is the whole conversation.
     """
 
     def __init__(self, call: ModelCall, digest: str) -> None:

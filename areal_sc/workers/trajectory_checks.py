@@ -116,7 +116,7 @@ def _problem(row: Any, *, is_trained: bool) -> str:
 
 
 def _are_returns(given: Any, num_trained: int) -> bool:
-    """Whether they are none, or some of all trained tokens."""
+    """Whether they are none, or finite ones of all trained tokens."""
     if not isinstance(given, list | tuple) or len(given) > MAX_RETURNS:
         return False
     for part in given:

@@ -24,7 +24,7 @@ class Trajectory:
         reward: scalar, finite. That of a `Score` adds its parts to the metrics.
         returns: (return, number of trained tokens) of each answer, in their order, where answers
             have returns of their own; at most `MAX_RETURNS`. Then the reward is told of the row,
-            and advantages are of the returns: a change of `reward` alone trains nothing else.
+            and advantages are of the returns: to change `reward` alone changes nothing of them.
             Empty: the reward is that of all trained tokens.
         metrics: numbers to be averaged and shown, e.g. {"accuracy": 1.0}.
         fields: values of each of `Workflow.fields`, by its name: [T, *shape], or [*shape] of one

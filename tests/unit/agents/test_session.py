@@ -697,7 +697,7 @@ async def test_a_named_answer_counts_as_delivered_under_other_instructions() -> 
     """It is read under those alone, though another answer to them says the same."""
     engine = engine_for(templates.QWEN)
     session = session_of(engine)
-    engine.will_say(*["same<|im_end|>"] * 2, "answer 2<|im_end|>")
+    engine.will_say(*["same<|im_end|>"] * 2, *["answer<|im_end|>"] * 2)
 
     def call(instructions: str, text: str, after: str = "") -> ModelCall:
         messages = ({"role": "system", "content": instructions}, user(text))
@@ -707,6 +707,7 @@ async def test_a_named_answer_counts_as_delivered_under_other_instructions() -> 
     await first.answer()  # and no client is told
     await answer_to(session, call("be short", "hi"))
     assert not first.is_delivered
-    await answer_to(session, call("be short", "and?", first.answer_id))
+    await answer_to(session, call("be brief", "and?", first.answer_id))
     assert first.is_delivered
-    assert "be kind" not in engine.tokenizer.decode(engine.sent[2])
+    await answer_to(session, call("be short", "and?", first.answer_id))
+    assert "be kind" not in engine.tokenizer.decode(engine.sent[3])
