@@ -36,7 +36,8 @@ PRESETS: Final = (
 )
 TEACHER: Final = PRESETS[0]
 WITH_CRITIC: Final = (
-    *("actor.optimizer.lr=6e-5", "actor.optimizer.schedule=constant"),
+    *("actor.optimizer.lr=1.5e-4", "actor.optimizer.schedule=constant"),
+    *("actor.optimizer.warmup_steps=60", "critic.optimizer.warmup_steps=0"),
     *("critic.path=${actor.path}", "critic.optimizer.lr=1e-3"),
 )
 """A policy that moves no faster than a critic can follow."""
