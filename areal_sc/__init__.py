@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from areal_sc.engines.handles import make_actor as make_actor
     from areal_sc.engines.handles import make_generator as make_generator
     from areal_sc.engines.handles import make_model as make_model
-    from areal_sc.metadata import TensorMetadata as TensorMetadata
     from areal_sc.preflight.load import load_config as load_config
     from areal_sc.records.trackers.base import Tracker as Tracker
     from areal_sc.schedulers.factory import make_scheduler as make_scheduler
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from areal_sc.sources.load_prompts import load_rows as load_rows
     from areal_sc.sources.prompts import JsonlPrompts as JsonlPrompts
     from areal_sc.sources.prompts import Prompts as Prompts
+    from areal_sc.token_fields import TensorMetadata as TensorMetadata
     from areal_sc.trainer.checkpoints import Checkpoints as Checkpoints
     from areal_sc.trainer.dpo_trainer import DPOTrainer as DPOTrainer
     from areal_sc.trainer.evaluation.evaluations import Evaluations as Evaluations
@@ -73,7 +73,7 @@ _HOMES = {
     "SGLangEngine": "areal_sc.engines.handles",
     "VLLMEngine": "areal_sc.engines.handles",
     "SingleTurnWorkflow": "areal_sc.workflows.single_turn",
-    "TensorMetadata": "areal_sc.metadata",
+    "TensorMetadata": "areal_sc.token_fields",
     "TrainController": "areal_sc.controller.train.train_controller",
     "Trajectory": "areal_sc.workflows.base",
     "Workflow": "areal_sc.workflows.base",

@@ -31,7 +31,7 @@ from chaos_run import BOOKS, note, start_workers_by
 from tool_use import TOOL, Keys, warm_up
 
 from areal_sc import AgentWorkflow, OnlineWorkflow
-from areal_sc.metadata import TensorMetadata
+from areal_sc.token_fields import TensorMetadata
 
 NUM_AGENTS: Final = 16
 """So many collect beside each other in a process outside."""

@@ -19,15 +19,9 @@ from planes_role import serve_async
 
 from areal_sc.engines.base import RankPosition
 from areal_sc.ids import random_id
-from areal_sc.metadata import (
-    TRAJECTORY_FIELDS,
-    BatchMetadata,
-    Columns,
-    RowMetadata,
-    RowRun,
-    ShardMetadata,
-)
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.nodes.spec import WorkerReport
+from areal_sc.token_fields import TRAJECTORY_FIELDS
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import make_shard_id
 from areal_sc.weights import ShardReference, WeightsReference

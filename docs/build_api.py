@@ -17,7 +17,9 @@ import areal_sc
 MODULES = (
     "areal_sc",
     "areal_sc.algorithms.losses",
+    "areal_sc.config.optimizer_settings",
     "areal_sc.config.schema",
+    "areal_sc.config.transport_settings",
     "areal_sc.engines.base",
     "areal_sc.errors",
     "areal_sc.records.reading",

@@ -3,6 +3,7 @@
 A setting's line gives its default, its meaning and its range; `--help` shows all three, and
 `checks.py` holds what goes together. A `shared` setting takes the value of another one unless it is
 given, so that each is set once. In a section that is built by itself it has its second argument.
+Scripts import every section from here, whichever module it stands in.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from areal_sc.config.follow_settings import (
 )
 from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.lora_settings import LoraConfig
+from areal_sc.config.optimizer_settings import LrSchedule as LrSchedule
+from areal_sc.config.optimizer_settings import OptimizerConfig as OptimizerConfig
 from areal_sc.config.parallel_settings import ParallelConfig, Placement, TrainEngineKind
 from areal_sc.config.ppo_settings import CriticPPOConfig, PPOConfig
 from areal_sc.config.ray_settings import RayConfig
@@ -33,6 +36,7 @@ from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.server_settings import SGLangConfig, VLLMConfig
 from areal_sc.config.sharing import Section, join_sections
 from areal_sc.config.slurm_settings import SchedulerType, SlurmConfig
+from areal_sc.config.transport_settings import TransportConfig as TransportConfig
 
 
 class Dtype(StrEnum):
@@ -151,14 +155,6 @@ class WeightUpdateMethod(StrEnum):
     disk = "disk"
 
 
-class LrSchedule(StrEnum):
-    """The learning rate's way from `lr` to its end at `total_steps`."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
 @dataclass
 class GenerationConfig:
     """How completions are sampled."""
@@ -171,22 +167,6 @@ class GenerationConfig:
     top_k: int = setting(0, "sample from this many likeliest tokens; 0: no limit", ge=0)
     stop: list[str] = setting(list, "strings that end a completion; its text ends before them")
     stop_token_ids: list[int] = setting(list, "tokens that end a completion, beside EOS")
-
-
-@dataclass
-class OptimizerConfig(Section):
-    """AdamW; the learning rate is constant within a training step."""
-
-    lr: float = setting(1e-6, "highest learning rate", ge=0)
-    beta1: float = setting(0.9, "decay of the gradient's mean", ge=0, lt=1)
-    beta2: float = setting(0.999, "decay of the squared gradient's mean", ge=0, lt=1)
-    eps: float = setting(1e-8, "added to the root of the squared gradient's mean", gt=0)
-    weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0)
-    max_grad_norm: float = setting(1.0, "clips the gradient's norm; 0: no clipping", ge=0)
-    schedule: LrSchedule = setting(LrSchedule.constant)
-    warmup_steps: int = setting(0, "training steps from 0 to lr", ge=0)
-    min_lr_ratio: float = setting(0.0, "where the schedule ends, as a share of lr", ge=0, le=1)
-    total_steps: int = shared("${total_steps}", 0, "training steps of the schedule", ge=1)
 
 
 @dataclass
@@ -383,35 +363,6 @@ class RolloutConfig(Section):
     def episode_tokens(self) -> int:
         """Most tokens of all rows of an episode together."""
         return self.max_episode_tokens or self.max_context_tokens
-
-
-@dataclass
-class TransportConfig:
-    """The wire between processes."""
-
-    bind: str = setting("auto", "IP address, interface, network (10.1.0.0/16), or 0.0.0.0: all")
-    encrypt: bool = setting(
-        False, "payload too; everything is authenticated and headers of RPC encrypted"
-    )
-    shared_memory: str = setting("auto", "auto (/dev/shm if it is large enough), off, or a folder")
-    chunk_bytes: int = setting(
-        4 << 20, "payload of one request, under one authentication tag", ge=1024, le=4 << 20
-    )
-    max_inflight_chunks: int = setting(
-        4, "chunks requested from one owner and not yet received", ge=1
-    )
-    call_timeout_s: float = setting(
-        600.0, "deadline of a call: a training step, or embedded generation's start", gt=0
-    )
-    write_timeout_s: float = setting(
-        3600.0, "deadline of what waits for the run's disk, or reads the model", gt=0
-    )
-    pull_timeout_s: float = setting(300.0, "deadline of a pull", gt=0)
-    stalled_peer_timeout_s: float = setting(30.0, "drop a peer that is silent for so long", gt=0)
-
-    def __post_init__(self) -> None:
-        if self.shared_memory == "False":  # what YAML makes of off
-            self.shared_memory = "off"
 
 
 @dataclass

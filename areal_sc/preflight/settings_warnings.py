@@ -7,8 +7,9 @@ from contextlib import suppress
 
 from areal_sc.config.fields import value_at
 from areal_sc.config.loading.presets import preset_warnings
+from areal_sc.config.optimizer_settings import LrSchedule
 from areal_sc.config.ppo_settings import BASELINES, BehaviorWeight, ClipCenter, NormScope
-from areal_sc.config.schema import GRPOConfig, LrSchedule, RolloutEngine, WeightUpdateMethod
+from areal_sc.config.schema import GRPOConfig, RolloutEngine, WeightUpdateMethod
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import ModelError
 from areal_sc.hub import cached_model, local_model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.metadata import FIELD_ALIGNMENT_BYTES, FIELD_DTYPES, TRAJECTORY_FIELDS
+from areal_sc.token_fields import FIELD_ALIGNMENT_BYTES, FIELD_DTYPES, TRAJECTORY_FIELDS
 
 
 def trajectory_bytes(num_tokens: int, field_bytes: int = 0) -> int:

@@ -8,7 +8,8 @@ from itertools import accumulate
 
 import torch
 
-from areal_sc.metadata import RowMetadata, number_of_column, shape_of_column
+from areal_sc.metadata import RowMetadata
+from areal_sc.token_fields import number_of_column, shape_of_column
 
 
 @dataclass(frozen=True)

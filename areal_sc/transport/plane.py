@@ -10,7 +10,7 @@ import os
 from collections.abc import Container
 from typing import Final
 
-from areal_sc.config.schema import TransportConfig
+from areal_sc.config.transport_settings import TransportConfig
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.puller import Puller
 from areal_sc.transport.bulk.server import BulkServer

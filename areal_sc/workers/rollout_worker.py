@@ -40,14 +40,12 @@ from areal_sc.engines.tokenizer import check_ends
 from areal_sc.errors import ConfigError, EngineFailed, WorkerLost
 from areal_sc.hub import local_model
 from areal_sc.metadata import (
-    TRAJECTORY_FIELDS,
     BatchMetadata,
     Columns,
     PromptReference,
     RowMetadata,
     RowRun,
     ShardMetadata,
-    TensorMetadata,
 )
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.rejection import Rejection, RejectionKind
@@ -56,6 +54,7 @@ from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.waiting import all_of
+from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.tensor_bytes import dtype_name
 from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe, text_of

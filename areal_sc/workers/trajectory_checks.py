@@ -13,8 +13,9 @@ import numpy as np
 from areal_sc.algorithms.reward_shaping import soft_length_penalty
 from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.metadata import MAX_RETURNS, TRAJECTORY_FIELDS, TensorMetadata
+from areal_sc.metadata import MAX_RETURNS
 from areal_sc.rejection import Rejection, RejectionKind
+from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.workflows.base import Trajectory
 
 _ARRAY_CODES: Final = {"int32": "i", "float32": "f"}

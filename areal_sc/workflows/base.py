@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
-from areal_sc.metadata import TensorMetadata
 from areal_sc.rewards.base import RUN_CODE, Reward, Score
 from areal_sc.rewards.base import RewardFunction as RewardFunction
 from areal_sc.rewards.base import declare_reward as declare_reward
@@ -20,6 +19,7 @@ from areal_sc.rewards.functions import may_run_code
 from areal_sc.sources.prompts import Prompts as Prompts
 from areal_sc.sources.reference import Referable
 from areal_sc.system.sandbox.program import Ended, Limits, Program
+from areal_sc.token_fields import TensorMetadata
 from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
 from areal_sc.workflows.chat_turn import TokenEngine
 from areal_sc.workflows.trajectory import Trajectory as Trajectory

@@ -15,9 +15,9 @@ import numpy as np
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import WorkflowError
-from areal_sc.metadata import TensorMetadata
 from areal_sc.rewards.base import PART_PREFIX
 from areal_sc.sources.prompts import prompt_at
+from areal_sc.token_fields import TensorMetadata
 from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
 
 TASK_KEY: Final = "task"

@@ -16,17 +16,11 @@ from simulation.process import Process
 from simulation.store import SimulatedStore
 
 from areal_sc.errors import EngineFailed, StoreFull
-from areal_sc.metadata import (
-    TRAJECTORY_FIELDS,
-    BatchMetadata,
-    Columns,
-    RowMetadata,
-    RowRun,
-    ShardMetadata,
-)
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.nodes.spec import Beat, WorkerOrder
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.sizing.store_room import trajectory_bytes
+from areal_sc.token_fields import TRAJECTORY_FIELDS
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.newest_term import NewestTerm

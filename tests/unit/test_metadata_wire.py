@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_batches import batches, rows_of
 
-from areal_sc.metadata import (
-    TRAJECTORY_FIELDS,
-    BatchMetadata,
-    Columns,
-    RowMetadata,
-    RowRun,
-    ShardMetadata,
-    concat,
-)
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata, concat
+from areal_sc.token_fields import TRAJECTORY_FIELDS
 from areal_sc.weights import BucketLayout, ShardReference, WeightBroadcast, WeightsReference
 
 encode = msgspec.msgpack.Encoder().encode

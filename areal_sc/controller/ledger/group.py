@@ -10,17 +10,11 @@ from typing import Final
 from msgspec import Struct
 
 from areal_sc.errors import ConfigError, WorkflowError
-from areal_sc.metadata import (
-    MADE_FIELDS,
-    MAX_COLUMNS,
-    TRAJECTORY_FIELDS,
-    BatchMetadata,
-    PromptReference,
-    TensorMetadata,
-)
+from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.sources.prompt_choice import PromptPast
 from areal_sc.sources.prompts import JsonlPrompts, prompt_at
 from areal_sc.sources.row_file import PromptSource
+from areal_sc.token_fields import MADE_FIELDS, MAX_COLUMNS, TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.workflows.base import Workflow
 
 UNUSABLE: Final = 8

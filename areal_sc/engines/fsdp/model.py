@@ -24,16 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_sc.algorithms.logprobs import VocabularyPart
 from areal_sc.config.schema import ActorConfig, Dtype, ModelHead
+from areal_sc.engines.fsdp.ability_probe import probe_abilities, probe_hidden
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.gradient_reduction import InPlaceReduceScatter
 from areal_sc.engines.fsdp.handle import needs_fsdp, rounds_copies
 from areal_sc.engines.fsdp.optimizer import local_part
-from areal_sc.engines.fsdp.packed_model import (
-    ModelAbilities,
-    PackedModel,
-    probe_abilities,
-    probe_hidden,
-)
+from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel
 from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
 from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
 from areal_sc.engines.fsdp.units import check_units

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from areal_sc.config.schema import OptimizerConfig
+from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.training.learning_rate import check_schedule, learning_rate

@@ -19,7 +19,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from areal_sc.config.schema import OptimizerConfig
+from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.engines.megatron.adam_state import MOMENTS, make_state, set_num_updates
 from areal_sc.engines.training.learning_rate import check_schedule, learning_rate
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from areal_sc.config.schema import LrSchedule, OptimizerConfig
+from areal_sc.config.optimizer_settings import LrSchedule, OptimizerConfig
 from areal_sc.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from areal_sc.config.schema import TransportConfig
+from areal_sc.config.transport_settings import TransportConfig
 from areal_sc.errors import PeerLost, RpcTimeout, ServerBusy, ShardGone
 from areal_sc.transport.bulk.credits import MAX_INFLIGHT_BYTES, Credits
 from areal_sc.transport.bulk.owner_connection import REOPEN_DELAY_S, Fetch, OwnerConnection

@@ -26,7 +26,7 @@ from typing import Final
 
 import msgspec
 
-from areal_sc.config.schema import TransportConfig
+from areal_sc.config.transport_settings import TransportConfig
 from areal_sc.errors import (
     ArealError,
     PeerLost,

@@ -12,7 +12,7 @@ from typing import Annotated, Final, NamedTuple
 
 from msgspec import Meta, Struct
 
-from areal_sc.config.schema import TransportConfig
+from areal_sc.config.transport_settings import TransportConfig
 from areal_sc.errors import PeerLost, PeerSilent, ProtocolError, RpcTimeout
 from areal_sc.transport.bulk.messages import KEY_BYTES, SESSION_ID_BYTES
 from areal_sc.transport.rpc.codec import ANY_INCARNATION

@@ -16,7 +16,7 @@ import torch
 from msgspec import Meta, Struct
 
 from areal_sc.errors import MetadataError, ProtocolError
-from areal_sc.metadata import FIELD_ALIGNMENT_BYTES
+from areal_sc.token_fields import FIELD_ALIGNMENT_BYTES
 from areal_sc.transport.tensor_bytes import dtype_name, dtype_named
 
 MAX_NAME_BYTES: Final = 256

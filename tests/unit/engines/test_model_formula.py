@@ -77,7 +77,7 @@ def test_activations_are_what_a_layer_keeps(kind: Any) -> None:
 
         layout = model.layout([NUM_TOKENS], torch.device("cpu"))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model._hidden(torch.arange(NUM_TOKENS) % 60, layout)
+            model.hidden_states(torch.arange(NUM_TOKENS) % 60, layout)
         return sum(t.untyped_storage().nbytes() for at, t in saved.items() if at not in own)
 
     layer = LayerSizes.of(kind(**SIZES).to_dict())

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.metadata import TRAJECTORY_FIELDS
 from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes, trajectory_bytes
+from areal_sc.token_fields import TRAJECTORY_FIELDS
 from areal_sc.transport.shards.layout import ShardLayout
 from areal_sc.transport.shards.store import TensorStore
 from areal_sc.transport.tensor_bytes import dtype_named

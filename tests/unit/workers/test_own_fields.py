@@ -12,8 +12,8 @@ import torch
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.ledger.group import check_fields
 from areal_sc.errors import ConfigError, MetadataError, WorkflowError
-from areal_sc.metadata import MAX_COLUMNS, TensorMetadata, shape_of_column
 from areal_sc.rejection import Rejection
+from areal_sc.token_fields import MAX_COLUMNS, TensorMetadata, shape_of_column
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workflows.base import Trajectory, Workflow

@@ -14,7 +14,7 @@ import torch
 from areal_sc.config.schema import ActorConfig, Device, Dtype, GenerationConfig, RolloutConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.local.engine import LocalEngine
-from areal_sc.metadata import TRAJECTORY_FIELDS
+from areal_sc.token_fields import TRAJECTORY_FIELDS
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers.rollout_worker import WorkerEpisodeEngine
 from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow

@@ -15,7 +15,6 @@ from areal_sc.controller.events import RowsNeeded
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.kept_rows import KeptRows
 from areal_sc.metadata import (
-    TRAJECTORY_FIELDS,
     BatchMetadata,
     Columns,
     PromptReference,
@@ -23,6 +22,7 @@ from areal_sc.metadata import (
     RowRun,
     ShardMetadata,
 )
+from areal_sc.token_fields import TRAJECTORY_FIELDS
 
 VERSION = 4
 """Steps 0 to 3 are trained, each on the group of the same number."""

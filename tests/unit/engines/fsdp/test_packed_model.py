@@ -13,8 +13,9 @@ import transformers as hf
 from unit.engines.families import SAME_HEADS, SIZES, build
 
 from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.fsdp.ability_probe import probe_abilities
 from areal_sc.engines.fsdp.model import load_sharded_model
-from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel, probe_abilities
+from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel
 from areal_sc.engines.training.causal_lm import load_causal_lm
 from areal_sc.engines.training.probe import plain_logprobs, probe_rows, require_agreement
 from areal_sc.engines.training.process_group import ProcessGroup, ProcessGroups
@@ -165,7 +166,7 @@ def test_logits_are_not_rounded_before_the_model_caps_them() -> None:
     logprobs.sum().backward()
     head, cap = causal_lm.lm_head, causal_lm.config.final_logit_softcapping
     with torch.no_grad():
-        hidden = model._hidden(tokens, rows)[1].double()
+        hidden = model.hidden_states(tokens, rows)[1].double()
         expected = (cap * (hidden @ head.weight.double().t() / cap).tanh()).log_softmax(-1)
     assert (logprobs - expected.gather(-1, asked[:, None])[:, 0]).abs().max() < 1e-5
     assert (entropy + (expected.exp() * expected).sum(-1)).abs().max() < 1e-5

@@ -11,8 +11,9 @@ import torch
 import transformers as hf
 from unit.engines.families import FOUR_LAYERS, SIZES, build
 
+from areal_sc.engines.fsdp.ability_probe import probe_abilities
 from areal_sc.engines.fsdp.model import take_memory
-from areal_sc.engines.fsdp.packed_model import PackedModel, probe_abilities
+from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.training.causal_lm import build_without_parameters
 from areal_sc.engines.training.stored_weights import WeightsInMemory
 from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers

@@ -1,0 +1,33 @@
+"""The optimizer of a trained model, and its learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from areal_sc.config.fields import setting, shared
+from areal_sc.config.sharing import Section
+
+
+class LrSchedule(StrEnum):
+    """The learning rate's way from `lr` to its end at `total_steps`."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass
+class OptimizerConfig(Section):
+    """AdamW; the learning rate is constant within a training step."""
+
+    lr: float = setting(1e-6, "highest learning rate", ge=0)
+    beta1: float = setting(0.9, "decay of the gradient's mean", ge=0, lt=1)
+    beta2: float = setting(0.999, "decay of the squared gradient's mean", ge=0, lt=1)
+    eps: float = setting(1e-8, "added to the root of the squared gradient's mean", gt=0)
+    weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0)
+    max_grad_norm: float = setting(1.0, "clips the gradient's norm; 0: no clipping", ge=0)
+    schedule: LrSchedule = setting(LrSchedule.constant)
+    warmup_steps: int = setting(0, "training steps from 0 to lr", ge=0)
+    min_lr_ratio: float = setting(0.0, "where the schedule ends, as a share of lr", ge=0, le=1)
+    total_steps: int = shared("${total_steps}", 0, "training steps of the schedule", ge=1)
