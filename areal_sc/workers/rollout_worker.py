@@ -39,14 +39,7 @@ from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.engines.tokenizer import check_ends
 from areal_sc.errors import ConfigError, EngineFailed, WorkerLost
 from areal_sc.hub import local_model
-from areal_sc.metadata import (
-    BatchMetadata,
-    Columns,
-    PromptReference,
-    RowMetadata,
-    RowRun,
-    ShardMetadata,
-)
+from areal_sc.metadata import BatchMetadata, Columns, PromptReference, RowRun, ShardMetadata
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.rewards.pool import RewardPool
@@ -68,8 +61,8 @@ from areal_sc.workers.evaluated import (
     episode_metrics,
     evaluated_text,
     evaluation_reply,
-    version_spans,
 )
+from areal_sc.workers.group_rows import fields_of, metadata_of
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.held_weights import HeldWeights
 from areal_sc.workers.played_groups import played_group, row_text
@@ -418,48 +411,18 @@ class RolloutWorker(Worker):
 
     def _seal(self, group: calls.RunGroup, episodes: Mapping[int, Episode]) -> BatchMetadata:
         """One shard of the rows of all episodes, which are given by their numbers."""
-        numbered = [(number, row) for number, episode in episodes.items() for row in episode]
-        places = [place for episode in episodes.values() for place in range(len(episode))]
-        lengths = [len(row.input_ids) for _, row in numbered]
-        fields = {
-            name: torch.from_numpy(np.concatenate([getattr(row, name) for _, row in numbered]))
-            for name in TRAJECTORY_FIELDS
-        }
-        for name, field in self.sources.workflow(group.workflow).fields.items():
-            values = np.concatenate([_of_tokens(row, name, field) for _, row in numbered])
-            columns = values.reshape(len(values), field.num_values).T
-            for column, flat in zip(field.columns(name), columns, strict=True):
-                fields[column] = torch.from_numpy(np.ascontiguousarray(flat))
+        rows = [row for episode in episodes.values() for row in episode]
+        fields = fields_of(rows, self.sources.workflow(group.workflow).fields)
         shard = ShardMetadata(
             node_id=self.spec.name,
             node_addr=self.address,
-            shard_id=self.plane.store.put(fields, lengths),
-            runs=(RowRun(0, 0, len(lengths)),),
+            shard_id=self.plane.store.put(fields, [len(row.input_ids) for row in rows]),
+            runs=(RowRun(0, 0, len(rows)),),
         )
-        self._texts.keep(shard.shard_id, [row for _, row in numbered])
-        rows = tuple(
-            RowMetadata(
-                group_id=group.group_id,
-                attempt=group.attempt,
-                sequence_length=length,
-                reward=float(row.reward),
-                admitted_version=group.admitted_version,
-                version_spans=version_spans(row),
-                episode=number,
-                row=place,
-                returns=tuple((float(value), int(size)) for value, size in row.returns),
-            )
-            for (number, row), place, length in zip(numbered, places, lengths, strict=True)
-        )
+        self._texts.keep(shard.shard_id, rows)
         return BatchMetadata(
             f"g{group.group_id}.{group.attempt}",
             group.admitted_version,
             (Columns({name: dtype_name(it.dtype) for name, it in fields.items()}, (shard,)),),
-            rows,
+            metadata_of(group, episodes),
         )
-
-
-def _of_tokens(row: Trajectory, name: str, field: TensorMetadata) -> Any:
-    """[T, *shape] of a checked row."""
-    values = row.fields[name]
-    return np.broadcast_to(values, (len(row.input_ids), *field.shape)) if field.per_row else values

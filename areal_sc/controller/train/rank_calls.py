@@ -11,7 +11,7 @@ from typing import Any
 from areal_sc.controller.train.publication import Publisher
 from areal_sc.controller.train.rank_layout import RankLayout
 from areal_sc.controller.train.train_history import Asked, TrainHistory
-from areal_sc.errors import ConfigError, StoreFull
+from areal_sc.errors import ConfigError, RpcTimeout, StoreFull, WorkerLost
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.operations import Kind, Operation, digest
@@ -77,3 +77,13 @@ class RankCalls:
         except StoreFull:  # after several deaths; who reads the old copies asks for the new ones
             await self._publisher.sweep_adopted()
             return await self._publisher.seal(operation, sealed)
+
+    async def lose_hung(self, error: Exception) -> WorkerLost | None:
+        """Ranks are started again if the error is that one has not replied in time; or None."""
+        members = self._fleet.members
+        if not isinstance(error, RpcTimeout):
+            return None
+        if all(member.name != error.silent for member in members):
+            return None
+        setting = "transport.call_timeout_s, of writes transport.write_timeout_s"
+        return await self._fleet.lose_hung(error, members, setting)

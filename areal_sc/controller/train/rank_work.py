@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.controller.ledger.ledger_records import Split
+from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.rank_layout import with_sealed_field
 from areal_sc.controller.train.rank_losses import RankLosses
 from areal_sc.controller.train.ranks import Ranks
@@ -20,7 +21,7 @@ from areal_sc.errors import ROWS_GONE, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers import rank_methods
-from areal_sc.workers.operations import Kind, Operation
+from areal_sc.workers.operations import Kind
 from areal_sc.workflows.registry import SourceRegistry
 
 
@@ -28,9 +29,15 @@ class RankWork:
     """Computes fields, and makes updates."""
 
     def __init__(
-        self, ranks: Ranks, step: TrainStep, losses: RankLosses, sources: SourceRegistry
+        self,
+        ranks: Ranks,
+        step: TrainStep,
+        losses: RankLosses,
+        sources: SourceRegistry,
+        place: PlaceFile,
     ) -> None:
         self._ranks = ranks
+        self._place = place
         self._sources = sources
         self._step = step
         self._losses = losses
@@ -61,6 +68,20 @@ class RankWork:
             raise self._step.lose_rows(batch, error) from error
         await asyncio.sleep(0)
         return with_sealed_field(batch, field, share_rows, computed.shards)
+
+    async def compute_proximal(self, batch: BatchMetadata, *, whole: bool) -> BatchMetadata:
+        """The batch with field `proximal_logprobs`, if the loss needs it.
+
+        Args:
+            whole: in any case, and for the first minibatch, too.
+        """
+        if not (whole or self._step.needs_proximal_logprobs):
+            return batch
+        asked = (batch, self._step.read_of_proximal(batch), "logprobs", "proximal_logprobs")
+        computed = await self.compute(*asked, skips_first=not whole)
+        if not whole:
+            self._step.note_without_first(computed)
+        return computed
 
     async def _computed_shares(
         self, batch: BatchMetadata, wanted: rank_methods.Compute, *, skips_first: bool = False
@@ -158,8 +179,8 @@ class RankWork:
         split: Split,
         *,
         advances: bool,
-    ) -> tuple[Operation, dict[str, float]]:
-        """The update, which every rank makes once, and its metrics.
+    ) -> dict[str, float]:
+        """Metrics of the update, which every rank makes once.
 
         Args:
             content: all that decides what the update does, but for the loss.
@@ -174,4 +195,7 @@ class RankWork:
         metrics = await self._ranks.update(asked, number, trained, split)
         if self._ranks.history.version == operation.version:
             self._ranks.step.num_updates = number + 1
-        return operation, metrics
+        if advances:
+            await self._place.advance(operation.version + 1)
+            self._ranks.advance(operation.version + 1)
+        return metrics

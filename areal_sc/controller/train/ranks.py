@@ -32,17 +32,16 @@ from areal_sc.controller.train.publication import Publisher
 from areal_sc.controller.train.rank_calls import RankCalls
 from areal_sc.controller.train.rank_layout import RankLayout, meet
 from areal_sc.controller.train.rank_takeover import FoundRanks
+from areal_sc.controller.train.ranks_on_card import RanksOnCard
 from areal_sc.controller.train.train_history import (
     Asked,
     StartingPoint,
     TrainHistory,
 )
-from areal_sc.controller.turns import Side
 from areal_sc.errors import (
     ROWS_GONE,
     ArealError,
     CheckpointError,
-    RpcTimeout,
     StaleCall,
     StoreFull,
     TransportError,
@@ -110,17 +109,14 @@ class Ranks:
         self.calls = RankCalls(fleet, publisher, self.history)
         self._fields = ComputedFields(fleet, needs)
         self.memory = MemorySnapshots(
-            fleet, self.history, every_steps, self.tell_rows, self.lose_hung
+            fleet, self.history, every_steps, self.tell_rows, self.calls.lose_hung
         )
         self._config = config
         self._publisher = publisher
         self._hear = hear
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
         self._are_as_built = False
-        self._has_memory = False  # on the card, as far as is known
-        self._has_left = asyncio.Event()
-        self._card = card
-        card.join(Side.training, enter=self._enter, leave=self._leave)
+        self._on_card = RanksOnCard(card, recovery, self.memory, self.calls)
 
     async def start(self, lineage: int, loss: int | None) -> None:
         """The ranks meet, and build their engines; from then on they are started again.
@@ -128,7 +124,8 @@ class Ranks:
         Args:
             loss: number of a loss that they try first.
         """
-        members, self._has_memory = self._fleet.members, True
+        members = self._fleet.members
+        self._on_card.note_memory()
         if any(member.is_adopted for member in members):
             await self._fleet.kill(members)
             await self._fleet.restart(members)
@@ -141,7 +138,7 @@ class Ranks:
     def take_over(self, found: FoundRanks) -> None:
         """The ranks go on where an earlier start of the script has left them; as `start`."""
         self.calls.layout = RankLayout.of(found.positions)
-        self._has_memory = True
+        self._on_card.note_memory()
         is_initial = found.version == 0 and not found.has_begun_step
         where = found.lineage, found.version, found.in_memory
         self.history.take_over(*where, is_initial=is_initial)
@@ -180,7 +177,7 @@ class Ranks:
             were, and nothing has been loaded since. What the body raises.
         """
         if needs_card:
-            async with self._card.held(Side.training):
+            async with self._on_card.turn():
                 return await self._repeated(body, is_load=is_load, repeats_hangs=repeats_hangs)
         return await self._repeated(body, is_load=is_load, repeats_hangs=repeats_hangs)
 
@@ -212,7 +209,7 @@ class Ranks:
                 was_full = True
                 continue
             except _OF_A_DEATH as error:  # first: a call that took too long is a TimeoutError, too
-                if hung := await self.lose_hung(error):
+                if hung := await self.calls.lose_hung(error):
                     if not repeats_hangs:
                         raise hung from error
                 elif isinstance(error, StaleCall) or not await self._has_died_since(num_restarts):
@@ -221,16 +218,6 @@ class Ranks:
                 if not scope.expired():
                     raise
             logger.info("ranks have died: a call waits for them, and is repeated then")
-
-    async def lose_hung(self, error: Exception) -> WorkerLost | None:
-        """Ranks are started again if the error is that one has not replied in time; or None."""
-        members = self._fleet.members
-        if not isinstance(error, RpcTimeout):
-            return None
-        if all(member.name != error.silent for member in members):
-            return None
-        setting = "transport.call_timeout_s, of writes transport.write_timeout_s"
-        return await self._fleet.lose_hung(error, members, setting)
 
     async def load(self, lineage: int, source: StartingPoint) -> None:
         """The ranks go to another state, from which a new lineage begins.
@@ -368,9 +355,9 @@ class Ranks:
 
         Where that is not possible, further new lives stay as they are built.
         """
-        self._note_left()  # the lives before are killed by now
-        async with self._card.held(Side.training):
-            self._has_memory = True
+        self._on_card.note_left()  # the lives before are killed by now
+        async with self._on_card.turn():
+            self._on_card.note_memory()
             await self._bring_back_now()
 
     async def _bring_back_now(self) -> None:
@@ -399,44 +386,6 @@ class Ranks:
             "ranks are back at version=%d, from version=%d (%s)",
             *(history.version, source.version, source.place),
         )
-
-    def _enter(self) -> None:
-        self.memory.may_begin = True
-        self._has_memory = bool(self._fleet.members)
-
-    def _note_left(self) -> None:
-        self._has_memory = False
-        self._has_left.set()
-        self._has_left = asyncio.Event()
-
-    async def _leave(self) -> None:
-        """The ranks give up the card's memory. Those that cannot are started again.
-
-        Returns: when the memory is free.
-        """
-        while self._has_memory:
-            first, left = self._fleet.members[0], self._has_left
-            incarnation = first.worker.incarnation
-            await self.memory.wait_until_taken()
-            self.memory.may_begin = False
-            try:
-                await self._fleet.call_all(calls.SLEEP, None)
-            except ArealError as error:
-                if not await self.lose_hung(error):
-                    self._fleet.lose(first, incarnation, f"has kept the card's memory: {error}")
-                ways = [
-                    asyncio.ensure_future(way)
-                    for way in (left.wait(), self._recovery.wait_until_ready(first))
-                ]
-                try:
-                    done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-                    for way in done:
-                        way.result()  # the ranks were given up
-                finally:
-                    for way in ways:
-                        way.cancel()
-            else:
-                self._note_left()
 
     async def _repeat_step(self) -> None:
         """The step that goes on; if its rows are gone, new lives begin it anew."""

@@ -30,10 +30,10 @@ from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.events import RowsNeeded, StepEvent, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.journal import ledger_on_disk
-from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.publication import Publisher
+from areal_sc.controller.train.published_model import PublishedModel
 from areal_sc.controller.train.rank_losses import RankLosses
 from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
 from areal_sc.controller.train.rank_work import RankWork
@@ -46,7 +46,6 @@ from areal_sc.controller.train.train_step import (
     POLICY_ADVANCES,
     PPO_FIELDS,
     TrainStep,
-    seen_by_loss,
     trained_content,
 )
 from areal_sc.controller.turns import Side
@@ -55,15 +54,13 @@ from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ROWS_GONE, ConfigError
 from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import TRAIN_ROLE
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sizing.model_folder import check_replaceable
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.weights import WeightsReference
-from areal_sc.workers.operations import Kind
-from areal_sc.workers.rank_methods import Rows, SnapshotPlace
+from areal_sc.workers.rank_methods import SnapshotPlace
 
 
 class TrainController(Controller):
@@ -111,12 +108,15 @@ class TrainController(Controller):
         self._tell_more = self._ranks.tell
         self._writes = RankWrites(self._ranks, self.fleet)
         self.found: FoundRanks | None = None
-        self._reader: RolloutController | None = None  # of what was published
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
         self._losses = RankLosses(self._sources, self._ranks, self._loss)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
-        self._work = RankWork(self._ranks, self._step, self._losses, self._sources)
+        own = self._step, self._losses, self._sources, self.place
+        self._work = RankWork(self._ranks, *own)
+        self._published = PublishedModel(
+            self._ranks, self._step, self._publisher, self.place, self._common.keepers
+        )
 
     @property
     def version(self) -> int:
@@ -216,16 +216,7 @@ class TrainController(Controller):
             whole: also the first minibatch; for a batch that several updates train on.
         Raises: BatchLost: as `ppo_update`.
         """
-        if not (whole or self._step.needs_proximal_logprobs):
-            return batch
-        seen = seen_by_loss(batch, self._loss)
-        of_tokens = [name for name in ("advantages",) if name in seen.fields]
-        selected = seen.select([*MODEL_FIELDS, *of_tokens])
-        asked = (batch, selected, "logprobs", "proximal_logprobs")
-        computed = await self._work.compute(*asked, skips_first=not whole)
-        if not whole:
-            self._step.note_without_first(computed)
-        return computed
+        return await self._work.compute_proximal(batch, whole=whole)
 
     def compute_advantages(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with one advantage per row, from the rows' rewards, groups and episodes.
@@ -278,7 +269,9 @@ class TrainController(Controller):
         shares, split = await self._work.shares(batch, loss, num_minibatches)
         content = trained_content(batch)
         try:
-            return await self._update(shares, loss, content, batch.rows, split, advances=advances)
+            return await self._work.update(
+                shares, loss, content, batch.rows, split, advances=advances
+            )
         except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
 
@@ -302,13 +295,15 @@ class TrainController(Controller):
     ) -> dict[str, float]:
         """`sft_update` by any loss; an item may also be a pair of such, `chosen` and `rejected`."""
         check_trains(self.config, self.role)
-        if advances and (self._reader or (self.role == TRAIN_ROLE and self._common.needs)):
+        if advances and (
+            self._published.reader or (self.role == TRAIN_ROLE and self._common.needs)
+        ):
             raise ConfigError(POLICY_ADVANCES)
         if advances:  # else it is part of a step that goes on
             await self.standstill.hold(self._check_lives)
         named = await self._work.readable(rows, indices)
         shares = self._work.named(*named)
-        return await self._update(shares, loss, list(named), (), (), advances=advances)
+        return await self._work.update(shares, loss, list(named), (), (), advances=advances)
 
     def _check_lives(self) -> None:
         """Raises: WorkerError, RunFolderError: the run cannot go on. StepsLost: a step is lost."""
@@ -346,11 +341,11 @@ class TrainController(Controller):
             ConfigError: the model is frozen.
         """
         check_trains(self.config, self.role)
-        await self._publish(rollout, self.version + 1)
+        await self._published.publish(rollout, self.version + 1)
 
     async def share_weights_async(self, rollout: RolloutController) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
-        await self._publish(rollout, self.version)
+        await self._published.publish(rollout, self.version)
 
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces a model there.
@@ -409,52 +404,9 @@ class TrainController(Controller):
         """Where the time of publications went; see `PublicationTimes`."""
         return asdict(self._publisher.times)
 
-    async def _update(
-        self,
-        shares: Sequence[Rows],
-        loss: NamedLoss,
-        content: object,
-        rows: Sequence[RowMetadata],
-        split: Split,
-        *,
-        advances: bool,
-    ) -> dict[str, float]:
-        """Metrics of the update; arguments as in `RankWork.update`."""
-        operation, metrics = await self._work.update(
-            shares, loss, content, rows, split, advances=advances
-        )
-        if advances:
-            await self.place.advance(operation.version + 1)
-            self._ranks.advance(operation.version + 1)
-        return metrics
-
-    async def _publish(self, rollout: RolloutController, version: int) -> None:
-        """Gives rollout workers the present version, or the next one, which it makes."""
-        await self.place.begin_to_publish()
-        is_new = version > self.version
-
-        async def announce(weights: WeightsReference) -> None:
-            self.note_reader(rollout)
-            if is_new:
-                step = self._ranks.step
-                await rollout.record_version_async(version, step.trained_rows, step.splits)
-                self._ranks.advance(version)
-            rollout.receive_weights(weights)
-
-        async def publish() -> None:
-            if is_new and self.version == version:
-                return  # a repeat
-            if is_new:
-                self._step.check(rollout)
-            operation = self._ranks.operation(Kind.publish, str(version))
-            await self._publisher.publish(operation, version, rollout, announce)
-
-        await self._ranks.repeated(publish)
-
     def note_reader(self, rollout: RolloutController) -> None:
         """Workers of this controller get the weights, now or from an earlier start."""
-        self._reader, self._ranks.is_published = rollout, True
-        rollout.follow(self._ranks.step, self._ranks.memory.yield_memory)
+        self._published.note_reader(rollout)
 
     def begin_step_anew(self) -> None:
         """Rows of the step that goes on are gone: the ranks go back to its beginning."""
@@ -469,15 +421,8 @@ class TrainController(Controller):
                 self._ranks.tell_rows()
             case RunFailed(cause):
                 self._give_up(cause)
-            case RowsNeeded() if self._reader is not None:
-                self._reader.keep_rows(event)
-            case RowsNeeded() if self._ranks.history.reads_rows:
-                for keep_rows in self._common.keepers:
-                    keep_rows(event)
-            case TrainingLost() if self._reader is not None:
-                self._reader.lose_steps()
-            case WeightsMoved(weights) if self._reader is not None:
-                self._reader.renew_weights(weights)
+            case RowsNeeded() | TrainingLost() | WeightsMoved():
+                self._published.hear(event)
 
     compute = blocking(compute_async)
     compute_logprobs = blocking(compute_logprobs_async)

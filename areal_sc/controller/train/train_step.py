@@ -64,6 +64,15 @@ class TrainStep:
         needed = set(self._loss.fields or ()) - made_by_ranks
         return sorted(needed | ({"proximal_logprobs"} if self.needs_proximal_logprobs else set()))
 
+    def read_of_proximal(self, batch: BatchMetadata) -> BatchMetadata:
+        """What the ranks read of a batch for its proximal log-probabilities.
+
+        Advantages are part of it where tokens without any are left out.
+        """
+        seen = seen_by_loss(batch, self._loss)
+        of_tokens = [name for name in ("advantages",) if name in seen.fields]
+        return seen.select([*MODEL_FIELDS, *of_tokens])
+
     def note_without_first(self, batch: BatchMetadata) -> None:
         """Its proximal log-probabilities are there, but for the first minibatch of an update."""
         first = batch.take(self._minibatches(batch, self._ppo.num_minibatches)[0])

@@ -30,8 +30,8 @@ from areal_sc.engines.megatron.layers import RowsParams, layer_specs
 from areal_sc.engines.megatron.mapping import own_vocabulary, padded_vocabulary
 from areal_sc.engines.training.causal_lm import compute_dtype
 from areal_sc.engines.training.process_group import memory_of
-from areal_sc.engines.training.rank_engine import Outputs
 from areal_sc.engines.training.updates.micro_batches import MicroBatch
+from areal_sc.engines.training.updates.minibatch_loss import Outputs
 from areal_sc.sizing.output_layer import chunk_tokens
 
 _CUT_LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)

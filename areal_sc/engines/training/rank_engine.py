@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from areal_sc.algorithms.loss_tokens import LossCounts, LossTokens
-from areal_sc.algorithms.losses import Loss, Metric, Metrics, checked
+from areal_sc.algorithms.losses import Loss
 from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.config.schema import ActorConfig, ModelHead
+from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.base import RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.learning_rate import learning_rate
@@ -38,7 +37,6 @@ from areal_sc.engines.training.row_numbers import RowNumbers, ShareOfRows, count
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.updates.micro_batches import (
     MicroBatch,
-    TokenFields,
     pack_rows,
     rows_with_tokens,
     trained_tokens,
@@ -46,7 +44,8 @@ from areal_sc.engines.training.updates.micro_batches import (
     with_staleness,
     with_token_advantages,
 )
-from areal_sc.engines.training.updates.update_metrics import MISMATCH, NUM_COMPARED, UpdateMetrics
+from areal_sc.engines.training.updates.minibatch_loss import MinibatchLoss, Outputs
+from areal_sc.engines.training.updates.update_metrics import UpdateMetrics
 from areal_sc.engines.training.updates.update_trace import UpdateTrace
 from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ConfigError
@@ -55,8 +54,6 @@ from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.weights import BucketLayout
 
 logger = logging.getLogger(__name__)
-Outputs = tuple[torch.Tensor, torch.Tensor]
-"""[N] log-probabilities and [N] entropies, with gradient; nats."""
 
 
 @dataclass(frozen=True)
@@ -74,105 +71,6 @@ class PlannedBatch:
     asked: torch.Tensor
     packed: list[list[int]]
     numbers: RowNumbers | None = None
-
-
-@dataclass
-class MinibatchLoss:
-    """The loss of one micro-batch after the other, and what it reports.
-
-    Attributes:
-        compute_loss: of the tokens.
-        rows: that the micro-batches are taken from.
-        counts: what the minibatch holds on all ranks; the denominators.
-        is_first: no weight has changed since the step began.
-        version: of the policy that the step begins from.
-        head: of the model.
-        metrics: of the step; those of each micro-batch are added.
-        trace: gets the outputs of some rows.
-
-    The loss may be a user's. It sees copies of the outputs and gives their gradients, so whatever
-    it returns or raises, the model's backward, in which ranks meet, is the same on all ranks.
-    """
-
-    compute_loss: Loss
-    rows: PackedRows
-    counts: LossCounts
-    is_first: bool
-    version: int
-    head: ModelHead
-    metrics: UpdateMetrics
-    trace: UpdateTrace | None = None
-
-    def of(self, batch: MicroBatch, outputs: Outputs) -> torch.Tensor:
-        """A scalar with the gradient of this rank's summand of the minibatch's loss.
-
-        Where the loss has failed that is 0, and `metrics.failure` says why.
-        """
-        known = batch.whole(torch.stack([values.detach() for values in outputs]))
-        if self.trace is not None:
-            self.trace.add(batch.token_index, known)
-        copies = [values.requires_grad_() for values in known.unbind()]
-        gradients: Sequence[torch.Tensor | None] = (None, None)
-        if self.metrics.failure is None:
-            try:
-                with torch.enable_grad():  # and afterwards, whatever the loss has set
-                    gradients = self._gradients(batch, *copies)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as failure:  # the loss may raise anything
-                self.metrics.failure = failure
-        own = (None if it is None else it[batch.own] for it in gradients)
-        of_logprobs, of_entropy = own
-        logprobs, entropy = outputs
-        value = (
-            logprobs * (torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs)
-        ).sum()
-        return value if of_entropy is None else value + (entropy * of_entropy).sum()
-
-    def _gradients(
-        self, batch: MicroBatch, output: torch.Tensor, entropy: torch.Tensor
-    ) -> Sequence[torch.Tensor | None]:
-        """Gradients of the loss by [N] log-probabilities, or values, and entropy; None: it does not
-        depend on them."""
-        assert batch.loss_rows is not None
-        fields, is_lm = TokenFields(batch, self.rows), self.head is ModelHead.lm
-        if self.is_first and is_lm:
-            own = output.detach()
-            if "proximal_logprobs" in self.rows.fields:
-                given = fields["proximal_logprobs"]
-                own = torch.where(given.isnan(), own, given)
-            fields["proximal_logprobs"] = own
-        tokens = LossTokens(
-            output if is_lm else torch.zeros_like(output),
-            *(entropy, fields, batch.loss_rows, self.counts),
-            values=None if is_lm else output,
-        )
-        value, of_loss = checked(self.compute_loss(tokens))
-        self.metrics.add(
-            loss=Metric.sum(value),
-            **({"entropy": Metric.mean(entropy)} if is_lm else {}),
-            num_effective_tokens=Metric.sum(torch.ones_like(entropy)),
-            **self._mismatch(fields, output.detach()),
-            **of_loss,
-        )
-        if not value.requires_grad:
-            return None, None
-        return torch.autograd.grad(value, (output, entropy), allow_unused=True)
-
-    def _mismatch(self, fields: TokenFields, output: torch.Tensor) -> Metrics:
-        """How far the sampler's log-probabilities are from these, of tokens of the same weights."""
-        names = ("behavior_logprobs", "versions")
-        if not self.is_first or self.head is not ModelHead.lm:
-            return {}
-        if not all(name in self.rows.fields for name in names):
-            return {}
-        behavior, versions = (fields[name] for name in names)
-        is_same = versions == self.version
-        gaps = (output - behavior).abs().masked_fill(~is_same, 0)
-        if len(gaps):
-            of_tokens = torch.stack([gaps, fields["input_ids"].float(), behavior, output])
-            self.metrics.worst.append(of_tokens.index_select(1, gaps.argmax()[None])[:, 0])
-        return {MISMATCH: Metric.sum(gaps), NUM_COMPARED: Metric.sum(is_same.float())}
 
 
 class RankEngine(ABC):

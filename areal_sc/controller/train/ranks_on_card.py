@@ -1,0 +1,82 @@
+"""The memory of the card that the ranks of a model may share with generation (`placement: turns`).
+
+consumes     the turns of a `SharedCard`
+waits for    a snapshot to be taken, then the ranks to give the memory up
+unblocked by their replies, or by their death; ranks that are given up end it with an error
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+
+from areal_sc.controller.shared_card import SharedCard
+from areal_sc.controller.train.memory_snapshots import MemorySnapshots
+from areal_sc.controller.train.rank_calls import RankCalls
+from areal_sc.controller.turns import Side
+from areal_sc.errors import ArealError
+from areal_sc.fleet.recovery import Recovery
+from areal_sc.workers.calls import SLEEP
+
+
+class RanksOnCard:
+    """Has the ranks give up the card's memory when generation wants it."""
+
+    def __init__(
+        self, card: SharedCard, recovery: Recovery, memory: MemorySnapshots, calls: RankCalls
+    ) -> None:
+        self._has_memory = False  # on the card, as far as is known
+        self._has_left = asyncio.Event()
+        self._card = card
+        self._recovery = recovery
+        self._fleet = recovery.fleet
+        self._memory = memory
+        self._calls = calls
+        card.join(Side.training, enter=self._enter, leave=self._leave)
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """Within it the ranks may use the card; raises as `SharedCard.held`."""
+        return self._card.held(Side.training)
+
+    def note_memory(self) -> None:
+        """The ranks have memory on the card, or soon will."""
+        self._has_memory = True
+
+    def note_left(self) -> None:
+        """The ranks have no memory on the card any more."""
+        self._has_memory = False
+        self._has_left.set()
+        self._has_left = asyncio.Event()
+
+    def _enter(self) -> None:
+        self._memory.may_begin = True
+        self._has_memory = bool(self._fleet.members)
+
+    async def _leave(self) -> None:
+        """The ranks give up the card's memory. Those that cannot are started again.
+
+        Returns: when the memory is free.
+        """
+        while self._has_memory:
+            first, left = self._fleet.members[0], self._has_left
+            incarnation = first.worker.incarnation
+            await self._memory.wait_until_taken()
+            self._memory.may_begin = False
+            try:
+                await self._fleet.call_all(SLEEP, None)
+            except ArealError as error:
+                if not await self._calls.lose_hung(error):
+                    self._fleet.lose(first, incarnation, f"has kept the card's memory: {error}")
+                ways = [
+                    asyncio.ensure_future(way)
+                    for way in (left.wait(), self._recovery.wait_until_ready(first))
+                ]
+                try:
+                    done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                    for way in done:
+                        way.result()  # the ranks were given up
+                finally:
+                    for way in ways:
+                        way.cancel()
+            else:
+                self.note_left()
