@@ -34,7 +34,6 @@ from areal_sc.system.interrupts import SNAPSHOT_SIGNAL
 from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.process import be_deaf, open_files_advice, refuse_in_worker
 from areal_sc.system.telling import Outlet, end_outlets, tolerate_other_encodings
-from areal_sc.trainer.display import Display
 from areal_sc.user_code import causes_of, describe, first_of, text_of
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -96,15 +95,14 @@ def run_script(
 
 
 @contextmanager
-def log_of_run(folder: RunFolder, max_bytes: int, display: Display) -> Iterator[None]:
-    """The script's log is the run's, and its warnings are shown, too.
+def log_of_run(folder: RunFolder, max_bytes: int, screen: Screen) -> Iterator[None]:
+    """The script's log is the run's, and the screen shows its warnings, too.
 
     An error that ends the run tells `run_script` its folder.
     """
     path = folder.log_path("controller")
     with ExitStack() as stack:
         with os_errors_as(RunFolderError, f"cannot write {path}"):
-            screen = Screen(display.warning, display.note)
             stack.enter_context(logging_to("controller", path, max_bytes, screen))
         try:
             yield

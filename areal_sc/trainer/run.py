@@ -32,6 +32,7 @@ from areal_sc.controller.takeover import TakenOver
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
 from areal_sc.fleet.events import FleetEvent, PauseWished, Scaled
+from areal_sc.log import Screen
 from areal_sc.preflight.checks import check_config, check_limits, check_models
 from areal_sc.records.learning_curve import plot_learning_curve
 from areal_sc.records.metrics import StepMetrics, Summary, summarize
@@ -131,7 +132,8 @@ class Run:
             stack.callback(self.display.close)
             if not self.config.dry_run:
                 max_bytes = self.config.scheduler.max_log_bytes
-                stack.enter_context(log_of_run(self.folder, max_bytes, self.display))
+                screen = Screen(self.display.warning, self.display.note)
+                stack.enter_context(log_of_run(self.folder, max_bytes, screen))
             for warning in warnings:
                 logger.warning("%s", warning)
             self.scheduler = make_scheduler(self.config.scheduler, self.folder)
