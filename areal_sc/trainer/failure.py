@@ -1,4 +1,4 @@
-"""How a script ends: its exit code, and a failure as one readable block on standard error."""
+"""How a script ends: its exit code, its run's log, and a failure as one block on standard error."""
 
 from __future__ import annotations
 
