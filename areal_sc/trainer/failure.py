@@ -1,4 +1,4 @@
-"""How a script ends: its exit code, and a failure as one readable block on standard error."""
+"""How a script ends: its exit code, its run's log, and a failure as one block on standard error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -26,10 +26,12 @@ from areal_sc.errors import (
     RunFolderError,
     exit_code_of,
 )
+from areal_sc.log import Screen, logging_to
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.system import interrupts
 from areal_sc.system.durable import own_file
 from areal_sc.system.interrupts import SNAPSHOT_SIGNAL
+from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.process import be_deaf, open_files_advice, refuse_in_worker
 from areal_sc.system.telling import Outlet, end_outlets, tolerate_other_encodings
 from areal_sc.user_code import causes_of, describe, first_of, text_of
@@ -90,6 +92,23 @@ def run_script(
     finally:
         end_outlets()
     return 0
+
+
+@contextmanager
+def log_of_run(folder: RunFolder, max_bytes: int, screen: Screen) -> Iterator[None]:
+    """The script's log is the run's, and the screen shows its warnings, too.
+
+    An error that ends the run tells `run_script` its folder.
+    """
+    path = folder.log_path("controller")
+    with ExitStack() as stack:
+        with os_errors_as(RunFolderError, f"cannot write {path}"):
+            stack.enter_context(logging_to("controller", path, max_bytes, screen))
+        try:
+            yield
+        except BaseException as error:
+            error.run_dir = folder.path  # type: ignore[attr-defined]
+            raise
 
 
 def report_failure(

@@ -22,9 +22,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
-from uuid import UUID, uuid4
-
-import yaml
 
 from areal_sc.config.loading.loader import config_text, typed
 from areal_sc.config.parallel_settings import Placement
@@ -35,14 +32,14 @@ from areal_sc.controller.takeover import TakenOver
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
 from areal_sc.fleet.events import FleetEvent, PauseWished, Scaled
-from areal_sc.log import Screen, logging_to
+from areal_sc.log import Screen
 from areal_sc.preflight.checks import check_config, check_limits, check_models
 from areal_sc.records.learning_curve import plot_learning_curve
 from areal_sc.records.metrics import StepMetrics, Summary, summarize
 from areal_sc.records.metrics_log import History, MetricsLog
 from areal_sc.records.samples import Sample
 from areal_sc.records.trackers.background import BackgroundTracker
-from areal_sc.records.trackers.base import RunDescription, Tracker
+from areal_sc.records.trackers.base import Tracker
 from areal_sc.records.trackers.kinds import make_tracker
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.run.run_status import Phase as StatusPhase
@@ -50,16 +47,16 @@ from areal_sc.run.wishes import PauseWish, told_pause
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.sizing.model_context import take_context
-from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.process import process_age_s, refuse_in_worker, refuse_several_starts
 from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
 from areal_sc.trainer.display import Display, ShownPhase, make_display
-from areal_sc.trainer.failure import Terminated
+from areal_sc.trainer.failure import Terminated, log_of_run
 from areal_sc.trainer.learning_health import LearningHealth
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.resume_checks import check_resumed, compare_with_begin
 from areal_sc.trainer.retreats import Retreats
+from areal_sc.trainer.run_description import run_description
 from areal_sc.trainer.snapshots import SnapshotState, load_latest_snapshot
 from areal_sc.trainer.steps import Step, count, rejections_in
 from areal_sc.trainer.stopping import stop_wishes
@@ -135,7 +132,8 @@ class Run:
             stack.callback(self.display.close)
             if not self.config.dry_run:
                 max_bytes = self.config.scheduler.max_log_bytes
-                stack.enter_context(_log_of_run(self.folder, max_bytes, self.display))
+                screen = Screen(self.display.warning, self.display.note)
+                stack.enter_context(log_of_run(self.folder, max_bytes, screen))
             for warning in warnings:
                 logger.warning("%s", warning)
             self.scheduler = make_scheduler(self.config.scheduler, self.folder)
@@ -291,13 +289,7 @@ class Run:
     def _begin_trackers(self) -> None:
         if not self._trackers:
             return
-        description = RunDescription(
-            id=self._tracker_id(),
-            name=self.folder.path.name,
-            folder=self.folder.path,
-            project=self.config.tracker_project,
-            settings=yaml.safe_load(config_text(self.config)),
-        )
+        description = run_description(self.folder, self.config, self.display.warning)
         self.tell(lambda tracker: tracker.on_start(description))
 
     def _tell_outage(self, outage: Outage) -> None:
@@ -316,18 +308,6 @@ class Run:
             case PauseWished():
                 self.display.show_pause("")
                 self.log.event("pause_ended")
-
-    def _tracker_id(self) -> str:
-        """The run's name for trackers, from the first start on."""
-        path = self.folder.tracker_id_path
-        try:
-            return UUID(hex=path.read_text()).hex
-        except (OSError, ValueError) as error:
-            if not isinstance(error, FileNotFoundError):
-                self.display.warning(f"{path} is damaged ({error}): trackers begin a new run")
-        name = uuid4().hex
-        self.folder.write_atomic(path, name.encode())
-        return name
 
     def _resume(self, actor: TrainController, rollout: SnapshotState) -> None:
         history = History.read(self.folder.metrics_path)
@@ -458,21 +438,3 @@ class Run:
         if not self._health.complaints:  # what learns nothing need not be fast
             for advice in self._adviser.on_step(metrics):
                 self.display.warning(advice)
-
-
-@contextmanager
-def _log_of_run(folder: RunFolder, max_bytes: int, display: Display) -> Iterator[None]:
-    """The script's log is the run's, and its warnings are shown, too.
-
-    An error that ends the run tells `run_script` its folder.
-    """
-    path = folder.log_path("controller")
-    with ExitStack() as stack:
-        with os_errors_as(RunFolderError, f"cannot write {path}"):
-            screen = Screen(display.warning, display.note)
-            stack.enter_context(logging_to("controller", path, max_bytes, screen))
-        try:
-            yield
-        except BaseException as error:
-            error.run_dir = folder.path  # type: ignore[attr-defined]
-            raise

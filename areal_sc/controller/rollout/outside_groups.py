@@ -134,7 +134,7 @@ class OutsideGroups(Groups):
             self._needed.pop(group_id)
         self._lost -= group_ids
         if group_ids:
-            self._workers.sweep()
+            self._workers.sweeps.begin()
 
     def _begin(self, group: Group, worker: RolloutWorkerState) -> None:
         group.worker = worker.name

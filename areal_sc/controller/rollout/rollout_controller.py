@@ -20,18 +20,17 @@ from types import MappingProxyType
 from typing import Any
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.events import BatchFormed, RoomFreed, RowsLost, StepEvent
-from areal_sc.controller.ledger.group import RolloutSource, check_fields, check_first_rows
+from areal_sc.controller.ledger.group import RolloutSource
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.batch_samples import BatchSamples
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet, Keep, Known
 from areal_sc.controller.rollout.groups import GroupTools
-from areal_sc.controller.rollout.outside_groups import OutsideGroups, RegisteredSet
+from areal_sc.controller.rollout.outside_groups import OutsideGroups
 from areal_sc.controller.rollout.progress import ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
@@ -39,6 +38,7 @@ from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.run_address import RunAddress
 from areal_sc.controller.rollout.scaling import Scaling
+from areal_sc.controller.rollout.source_registration import SourceRegistration
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.rollout.weights_reader import WeightsReader
 from areal_sc.controller.turns import Side
@@ -57,7 +57,6 @@ from areal_sc.run.run_status import RoleStatus
 from areal_sc.run.wishes import RunWishes
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.system.sandbox.opening import check_sandbox
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
 
@@ -106,8 +105,10 @@ class RolloutController(WeightsReader):
         )
         self.groups = TrainingGroups(tools, self._journal.durable)
         self._outside = OutsideGroups(tools)
-        self._waits_outside = False
         self._address = RunAddress(self.config.agents, scheduler, self._workers, self._background)
+        self._registration = SourceRegistration(
+            self.config, scheduler, self._sources, self._address
+        )
         self._tell_more = self._tell
         self._scaling = Scaling(
             self.config,
@@ -125,11 +126,6 @@ class RolloutController(WeightsReader):
         self._samples = BatchSamples(
             self.config.samples, self._workers, self._background, self._folder.samples_path
         )
-        self._checked: set[RolloutSource] = set()
-        if self.is_dry_run:
-            from areal_sc.controller.dry_run import TaskLook
-
-            self._task_look = TaskLook(self.config, self._folder.path)
         self._watch = ProgressWatch(
             self._workers,
             self.rejections,
@@ -281,16 +277,8 @@ class RolloutController(WeightsReader):
             known: answers that are not generated.
         Raises: as `evaluate`.
         """
-        registered = []
-        for one in sets:
-            num_samples = 1 if one.num_samples is None else one.num_samples
-            if num_samples < 1:
-                raise ValueError(f"num_samples={num_samples}: expected >= 1")
-            assert one.workflow is not None
-            source = await self._register_async(one.prompts, one.workflow)
-            num_wanted = source.num_wanted(one.num_prompts, "num_prompts")
-            num_prompts = min(num_wanted, source.num_prompts or num_wanted)
-            registered.append(RegisteredSet(source, num_prompts, num_samples, one.temperature))
+        self._check_loop()
+        registered = [await self._registration.register_set(one) for one in sets]
         with self._workers.card.wanted_when_idle():
             of_sets = await self._outside.evaluate(registered, keep=keep, known=known)
         return [
@@ -318,7 +306,7 @@ class RolloutController(WeightsReader):
         self.groups.go_on(found)
         await self._journal.durable()
         if goes_on:  # else once `go_back` has said so
-            self._workers.sweep()
+            self._workers.sweeps.begin()
         return found
 
     async def state_async(self) -> RolloutState:
@@ -387,7 +375,7 @@ class RolloutController(WeightsReader):
     def _tell(self, status: RoleStatus) -> None:
         self.groups.tell(status)
         status.agents_url = self._address.url
-        status.waits_outside = self._waits_outside
+        status.waits_outside = self._registration.waits_outside
 
     def _hear(self, event: FleetEvent | StepEvent) -> None:
         self._address.note(event)
@@ -428,19 +416,7 @@ class RolloutController(WeightsReader):
             SandboxError: the workflow runs code, and this machine, whose workers would, has no
             sandbox.
         """
-        dataset = self._sources.register_prompts(prompts)
-        number = self._sources.register_workflow(workflow)
-        source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
-        if source not in self._checked:
-            check_first_rows(prompts, workflow)
-            check_fields(workflow, self.config.field_bytes)
-            workflow.check_settings(self.config)
-            if workflow.runs_code() and self.scheduler.config.type == SchedulerType.local:
-                check_sandbox(self.config.sandbox)
-            self._checked.add(source)
-            if self.is_dry_run:
-                self._task_look.look(source, self._sources.make_readable)
-        return source
+        return self._registration.register(prompts, workflow)
 
     def _register(self, prompts: PromptSource, workflow: Workflow, *_: Any, **__: Any) -> None:
         self.register(prompts, workflow)
@@ -452,12 +428,7 @@ class RolloutController(WeightsReader):
 
     async def _register_async(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
         self._check_loop()
-        await self._sources.register_prompts_async(prompts)
-        source = self.register(prompts, workflow)
-        self._waits_outside |= workflow.waits_outside
-        if workflow.waits_outside or self.config.agents.bind:
-            await self._address.open()
-        return source
+        return await self._registration.register_async(prompts, workflow)
 
     prepare_batch = blocking(prepare_batch_async, before=_register)
     rollout_batch = blocking(rollout_batch_async, before=_register)

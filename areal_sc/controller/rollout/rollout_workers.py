@@ -6,7 +6,7 @@ groups       each is one call of the worker that was chosen for it. A run whose 
              then nothing more can be sealed in its room
 stores       a group reserves its worst-case bytes in a worker's store and in its node's memory
              until nothing of it is left there (`worker_store`): a full store means that admission
-             waits, not that a put fails. Shards that nobody needs are swept beside everything else
+             waits, not that a put fails. For shards that nobody needs any more see `store_sweeps`
 weights      see `weight_updates`
 deaths       a worker that is lost, or of no use any more, is left out of everything until it has
              been started again: with the shards that outlived it, a new engine and the newest
@@ -28,6 +28,7 @@ from areal_sc.controller.events import Hear, RoomFreed, RowsLost
 from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
+from areal_sc.controller.rollout.store_sweeps import StoreSweeps
 from areal_sc.controller.rollout.worker_set import WorkerSet
 from areal_sc.controller.shared_card import SharedCard
 from areal_sc.controller.turns import Side
@@ -35,8 +36,6 @@ from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
 from areal_sc.controller.weights.weight_updates import (
     RolloutWorkerState,
     WeightUpdates,
-    begin_in_turns,
-    goes_on,
 )
 from areal_sc.controller.worker_store import Needs
 from areal_sc.engines.handle_base import GeneratorHandle
@@ -73,6 +72,7 @@ class RolloutWorkers:
     Attributes:
         set: the workers.
         updates: their weights.
+        sweeps: of their stores.
         card: as given.
         is_tracked: the first workers are known; before that none was started.
         yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
@@ -95,11 +95,11 @@ class RolloutWorkers:
         self._config = engine.config
         self._fleet = fleet
         self._background = background
-        self._durable = durable
         self._hear = hear
         self.set = WorkerSet(engine.config, background, needs, fleet.tell)
         self.updates = WeightUpdates(engine, fleet, background, self.set.recount)
         self.updates.states = self.set.states
+        self.sweeps = StoreSweeps(self.set, self.call, background, durable, hear)
         self.card = card
         if engine.config.placement is Placement.turns:
             card.share()
@@ -239,7 +239,7 @@ class RolloutWorkers:
             await self._fleet.call(member, calls.PAUSE if is_paused else calls.RESUME, None)
         self._fleet.tell(Built(unit))
         self.set.renew()
-        self.sweep_one(state)
+        self.sweeps.begin_one(state)
         await self.updates.bring_to_newest(state)
 
     @property
@@ -423,7 +423,7 @@ class RolloutWorkers:
             elif outcome is not None:
                 batch = outcome.batch
         self._end_run(state, run, batch)
-        self.sweep_one(state)
+        self.sweeps.begin_one(state)
         self._hear(RoomFreed())
 
     def _end_run(
@@ -433,38 +433,6 @@ class RolloutWorkers:
         state.store.end(run, [] if batch is None else [s.shard_id for s in batch.shards])
         self.set.recount(state)
         if batch is None:
-            self._background.notify()
-
-    def sweep(self) -> None:
-        """Workers begin to forget the shards that nobody needs any more."""
-        self._background.start(begin_in_turns(list(self._states), self.sweep_one), "sweeps")
-
-    def sweep_one(self, state: RolloutWorkerState) -> bool:
-        """One worker begins to, unless it is at it, or has no such shard; tells whether it did."""
-        if not state.life.is_up or goes_on(state.sweep) or not state.store.has_dead:
-            return False
-        state.sweep = self._background.start(self._sweep(state), f"sweep {state.name}")
-        return True
-
-    @property
-    def is_sweeping(self) -> bool:
-        """Whether a store is about to have more room."""
-        return any(goes_on(state.sweep) or state.store.has_dead for state in self._states)
-
-    async def _sweep(self, state: RolloutWorkerState) -> None:
-        while state.store.has_dead:
-            incarnation = state.member.worker.incarnation
-            sweep, dead_ids = state.store.plan_sweep(incarnation)
-            await self._durable()  # else a later start would look for these rows
-            if state.member.worker.incarnation != incarnation:
-                continue
-            try:
-                last_sequence = await self.call(state, calls.SWEEP, sweep)
-            except WorkerLost:
-                return  # its next life is told anew
-            state.store.confirm_sweep(incarnation, dead_ids, last_sequence)
-            self.set.recount(state)
-            self._hear(RoomFreed())
             self._background.notify()
 
 

@@ -145,7 +145,7 @@ class TrainingGroups(Groups):
             decision = self._policy.form_batch(self.ledger.unconsumed(), self.version)
             if decision.stale:
                 self._reject_stale(decision.stale)
-                self._workers.sweep()
+                self._workers.sweeps.begin()
                 continue
             if decision.groups is not None:
                 unknown = [g for g in decision.groups if not self._workers.are_rows_known(g.worker)]
@@ -193,13 +193,13 @@ class TrainingGroups(Groups):
         self.step.tell_weights()
         self.kept_rows.release(self.ledger, version)
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
-        self._workers.sweep()
+        self._workers.sweeps.begin()
 
     def keep_rows(self, needed: RowsNeeded) -> None:
         """Keeps rows for `RolloutController.keep_rows`."""
         self.kept_rows.keep_from(needed)
         self.kept_rows.release(self.ledger, self.version)
-        self._workers.sweep()
+        self._workers.sweeps.begin()
 
     def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
         """The rows of these runs are gone: groups that wait to be trained run again.
@@ -315,7 +315,7 @@ class TrainingGroups(Groups):
         self.admission.forget()
         self.kept_rows.release(self.ledger, self.version)
         self._workers.updates.forget()
-        self._workers.sweep()
+        self._workers.sweeps.begin()
 
     def _make_room(self) -> None:
         """Queued groups, or the next one, have no room: rows go that are needed less.
@@ -323,7 +323,7 @@ class TrainingGroups(Groups):
         First those that are kept only for a repeat of a step, the oldest of them before others;
         then, while a batch is waited for, those of groups that are finished too early.
         """
-        if self._workers.is_sweeping:
+        if self._workers.sweeps.are_due:
             return
         if not self.kept_rows.let_go(self.ledger, self.version):
             full, groups = self._workers.set.full_workers, self.ledger.unconsumed()
@@ -337,7 +337,7 @@ class TrainingGroups(Groups):
             )
             for group in too_early:
                 self._requeue(group, "older groups need its room")
-        self._workers.sweep()
+        self._workers.sweeps.begin()
 
     @property
     def _has_slot(self) -> bool:
@@ -396,10 +396,10 @@ class TrainingGroups(Groups):
             if reason := self._signal.refusal(reply.batch):
                 self._rejections.add_without_signal(reply.batch, reason)
                 self.ledger.reject(group.group_id, reason)
-                self._workers.sweep()
+                self._workers.sweeps.begin()
             self.admission.note_finished(self.ledger.num(GroupState.finished))
         else:
-            self._workers.sweep()
+            self._workers.sweeps.begin()
         self._signal.check()
         self._rejections.check_rate(self._source.num_prompts if self._source else None)
         self.admit()
