@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_sc.metadata import TRAJECTORY_FIELDS, RowMetadata, TensorMetadata
+from areal_sc.metadata import RowMetadata
+from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.workers.calls import RunGroup
 from areal_sc.workers.evaluated import version_spans
 from areal_sc.workflows.base import Trajectory

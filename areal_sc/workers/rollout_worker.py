@@ -47,7 +47,6 @@ from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.waiting import all_of
-from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.tensor_bytes import dtype_name
 from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe, text_of

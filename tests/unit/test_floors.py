@@ -245,7 +245,9 @@ def test_a_class_name_is_that_of_one_class() -> None:
 
 
 def test_no_file_is_long() -> None:
-    written = (path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".js", ".css", ".html"})
+    written = (
+        path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".js", ".css", ".html"}
+    )
     lines = {str(it.relative_to(PACKAGE)): len(it.read_text().splitlines()) for it in written}
     long = {name: count for name, count in lines.items() if count > MAX_LINES}
     assert not long, f"more than {MAX_LINES} lines: {long}"
