@@ -58,6 +58,7 @@ class Settings:
     keep_rows_steps: int = 0
     max_deaths: int = 5
     has_reference: bool = False
+    is_reference_frozen: bool = True
     seed: int = 0
     behavior: Behavior = field(default_factory=Behavior)
 

@@ -69,8 +69,8 @@ class TrainingRun(RunBooks):
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), cluster, runtime=runtime)
         self.rollout = RolloutController(LocalGenerator(rollout_config), cluster, runtime=runtime)
-        frozen = FSDPPPOActor(replace(actor_config, is_frozen=True))
-        reference = TrainController(frozen, cluster, role="ref", runtime=runtime)
+        model = FSDPPPOActor(replace(actor_config, is_frozen=settings.is_reference_frozen))
+        reference = TrainController(model, cluster, role="ref", runtime=runtime)
         self.others = [reference] if settings.has_reference else []
         self.rollout.groups.admission.total_steps = (
             settings.num_steps if settings.ends_at_last_step else None

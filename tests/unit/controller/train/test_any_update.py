@@ -18,7 +18,7 @@ from areal_sc.errors import ConfigError, StaleCall
 from areal_sc.workers.operations import Kind
 from areal_sc.workers.rank_methods import TRY_LOSS, UPDATE
 
-SETTINGS = Settings(num_steps=4, num_ranks=2, has_reference=True)
+SETTINGS = Settings(num_steps=4, num_ranks=2, has_reference=True, is_reference_frozen=False)
 
 
 def test_a_second_model_is_trained_by_any_loss_and_comes_back_after_a_death() -> None:
