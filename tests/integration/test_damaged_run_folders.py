@@ -185,7 +185,7 @@ def killed_run(
         patch.setattr(run_module, "start", lambda *_: nullcontext())
         patch.setattr(run_module, "typed", lambda config: config)  # `load_config` did it
         patch.setattr(run_module, "take_context", lambda _: None)
-        patch.setattr(run_module, "check_config", lambda _: [])
+        patch.setattr(run_module, "check_config", lambda _, **__: [])
         text = (path / "config.yaml").read_text()
         patch.setattr(run_module, "config_text", lambda _: text)
         killed = KilledRun(path, tiny_model_folder)
