@@ -136,7 +136,7 @@ def test_advantages_that_are_not_there(name: str, given: dict[str, Any], message
 def test_the_kl_of_a_row_is_of_the_policy_that_sampled(estimator: KLEstimator) -> None:
     made = made_tokens([(3, 0, 0), (1, 0, 1)], seed=0)
     function = kl_of_row(PPOConfig(kl_coefficient=0.1, kl_estimator=estimator)).load()
-    found = function(RowTokens(made.fields, made.rows))
+    found = function(RowTokens(made.fields, made.rows, made.rows.reward[made.rows.of_token]))
     given = (made.fields[f"{name}_logprobs"].tolist() for name in ("behavior", "reference"))
     by_name = {
         "k1": lambda d: d,
