@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from integration.run_process import TINY_YAML
 from integration.sglang.policies import Generating, Policies
-from integration.sglang.test_sglang_failures import LONG, PROMPTS, seconds_until, set_scene
+from integration.sglang.test_sglang_failures import LONG, PROMPTS, set_scene
 from integration.sglang.test_sglang_generation import (  # noqa: F401
     test_a_cancelled_group_returns_what_it_has,
     test_a_cancelled_task_is_ended_on_its_server,
@@ -140,8 +140,7 @@ async def lose_server(
     shared = mapped_files(scene.server.pid, VLLMEngine.session_files)
     running = scene.victim.num_running
     os.kill(killed(scene.server), signal.SIGKILL)
-    noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)
-    assert noticed_s <= 10.0
+    await until(lambda: engine.stats()["serving_servers"] == 1)
     version = policies.add()
     await engine.update_weights(version, policies.source(version))
     answers = await asyncio.gather(*scene.tasks)
