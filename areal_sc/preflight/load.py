@@ -131,11 +131,9 @@ def load_config(
         warnings = check_config(config, count_devices, generates=generates)
         if other is not None:
             _show_plan(config, other, warnings, generates=generates)
-        if not makes_model and fetch_models(config):
+        if not makes_model and fetch_models(config):  # now more is known of the model
             take_context(config)
-            warnings = check_config(
-                config, count_devices, generates=generates
-            )  # by what is known of the model now
+            warnings = check_config(config, count_devices, generates=generates)
         if generates:
             settle_placement(config, this_machine)
         for warning in warnings:

@@ -149,9 +149,8 @@ def _probe(
         if model.head is ModelHead.lm:
             return _outputs(model, rows)
         layout = model.layout([len(row) for row in rows], model.device).on(model.device)
-        return _summed(
-            model.hidden_states(torch.cat(list(rows)), layout)[1]
-        )  # values are 0 at first
+        _, hidden = model.hidden_states(torch.cat(list(rows)), layout)
+        return _summed(hidden)  # values are 0 at first
 
 
 def _outputs(model: PackedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor:
