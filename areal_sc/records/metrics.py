@@ -17,10 +17,10 @@ from areal_sc.system.json_lines import to_json
 STEP_PARTS = ("wait", "train", "sync")
 """What the time of a step goes to."""
 
-Bound = Literal["generation", "training", "synchronisation"]
+Bound = Literal["rollout", "training", "synchronisation"]
 
 MAX_WAITING_SHARE = 0.2
-"""Share of a step that the trainer may wait for its batch before generation counts as the bound."""
+"""Share of a step that the trainer may wait for its batch before rollout counts as the bound."""
 
 
 PASS_AT = "pass@"
@@ -197,12 +197,13 @@ class StepMetrics(_Record):
     def bound(self) -> Bound:
         """What the step's time is due to.
 
-        Generation overlaps with training, so a trainer that waits noticeably for its batch would
-        not step sooner if it trained faster: generation is the bound, even where training takes
-        more of the step. Otherwise it is the longer one of training and publication.
+        Rollout (episodes: generation, rewards, tools) overlaps with training, so a trainer that
+        waits noticeably for its batch would not step sooner if it trained faster: rollout is the
+        bound, even where training takes more of the step. Otherwise it is the longer one of
+        training and publication.
         """
         if self.wait_s > MAX_WAITING_SHARE * (self.wait_s + self.train_s + self.sync_s):
-            return "generation"
+            return "rollout"
         return "synchronisation" if self.sync_s > self.train_s else "training"
 
 

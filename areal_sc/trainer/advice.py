@@ -20,7 +20,7 @@ NUM_STEPS: Final = 16
 MAX_WAIT_SHARE: Final = 0.3
 """Share of its time that the trainer may wait for generation before a line says so."""
 MIN_BUSY_SHARE: Final = 0.4
-"""Share of the time that generation has to be busy; below it a line says so."""
+"""Share of the time that servers have to be busy; below it a line says so."""
 MAX_ANSWERS: Final = 1024
 """Most answers of a step for a plan at the end of a run: with more of them it takes minutes."""
 WORTH: Final = 0.1
@@ -40,6 +40,7 @@ class Adviser:
 
     def __init__(self, config: GRPOConfig, run_dir: Path) -> None:
         self._config = config
+        self._run_dir = run_dir
         self._see_plan = f"`python -m areal_sc plan {run_dir}` says what another split would give"
         self._newest: deque[StepMetrics] = deque(maxlen=NUM_STEPS + 1)
         self._has_told_tail = False
@@ -53,7 +54,7 @@ class Adviser:
             yield text
         if not self._has_told_balance and (text := self._balance()):
             self._has_told_balance = True
-            yield f"{text}: {self._see_plan}"
+            yield text
 
     def at_end(self, steps: Sequence[StepMetrics]) -> str | None:
         """What another operating point would have saved, or may save, if it is worth a line.
@@ -85,19 +86,34 @@ class Adviser:
         before, *steps = self._newest
         spent_s = sum(step.step_time_s for step in steps)
         wait_share = sum(step.wait_s for step in steps) / spent_s
+        idle_share = self._idle_share(before, steps[-1], spent_s)
         if wait_share > MAX_WAIT_SHARE:
-            return f"the trainer waits for generation {percent(wait_share)} of the time"
+            waits = f"the trainer waits for episodes {percent(wait_share)} of the time"
+            if idle_share is None:
+                return f"{waits}: {self._see_plan}"
+            return (
+                f"{waits}, and servers generate {percent(1 - idle_share)} of it only: rewards, "
+                "tools or the workflow take the rest; the time line of "
+                f"`python -m areal_sc page {self._run_dir}` shows which"
+            )
         if cores_of(self._config) is not None or shares_devices(self._config):
             return None  # what one side leaves the other takes
+        if idle_share is not None:
+            return f"servers are busy {percent(1 - idle_share)} of the time only: {self._see_plan}"
+        return None
+
+    def _idle_share(self, before: StepMetrics, last: StepMetrics, spent_s: float) -> float | None:
+        """Share of the time in which servers had no answer to go on with, if it is a large one.
+
+        Returns: None: they are busy enough, or it is not known.
+        """
         generator = make_generator(self._config.rollout)
-        num_servers = steps[-1].num_rollout_workers * generator.num_servers
-        busy_s = [step.counters.get("busy_s") for step in (before, steps[-1])]
+        num_servers = last.num_rollout_workers * generator.num_servers
+        busy_s = [step.counters.get("busy_s") for step in (before, last)]
         if busy_s[0] is None or busy_s[1] is None or not num_servers:
             return None
         busy_share = (busy_s[1] - busy_s[0]) / (spent_s * num_servers)
-        if 0 <= busy_share < MIN_BUSY_SHARE:
-            return f"generation is busy {percent(busy_share)} of the time only"
-        return None
+        return 1 - busy_share if 0 <= busy_share < MIN_BUSY_SHARE else None
 
 
 def tail_advice(config: RolloutConfig, metrics: StepMetrics) -> str | None:

@@ -26,7 +26,7 @@ _WIDE = 80
 
 _ROOM_FOR_LOSSES = len(" waste 0.1%")
 
-_BOUNDS: dict[Bound, str] = {"generation": "gen", "training": "train", "synchronisation": "sync"}
+_BOUNDS: dict[Bound, str] = {"rollout": "roll", "training": "train", "synchronisation": "sync"}
 
 
 @dataclass(frozen=True, slots=True)

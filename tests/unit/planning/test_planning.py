@@ -367,8 +367,13 @@ def test_a_trainer_that_waits_is_told_once(make_steps: MakeSteps) -> None:
     told = [list(adviser.on_step(step)) for step in steps]
     assert [len(texts) for texts in told].index(1) == NUM_STEPS
     (text,) = chain.from_iterable(told)
-    assert "waits for generation 50% of the time" in text
+    assert "waits for episodes 50% of the time" in text
     assert "python -m areal_sc plan runs/mine" in text
+    adviser = Adviser(config_of(), Path("runs/mine"))
+    steps = make_steps(range(1, 3 * NUM_STEPS), 0.2, wait_s=1.0, train_s=0.9)
+    (text,) = chain.from_iterable(adviser.on_step(step) for step in steps)
+    assert "50% of the time, and servers generate 10% of it only: rewards" in text
+    assert "python -m areal_sc page runs/mine" in text
     adviser = Adviser(config_of(), Path("runs/mine"))
     assert not any(list(adviser.on_step(step)) for step in make_steps(range(1, 60)))
 

@@ -18,7 +18,7 @@ def test_header_and_rows_at_80_columns(make_step: MakeStep) -> None:
         "                                                stale",
         " step reward   acc signal   len entropy   loss  tokens   time bound",
         " 1/80  0.250 0.200    40% 15.62   1.250  0.012   0.9/4  0.50s train",
-        "12/80  0.250 0.200    40% 15.62   1.250  0.012   0.9/4  0.50s gen",
+        "12/80  0.250 0.200    40% 15.62   1.250  0.012   0.9/4  0.50s roll",
     ]
 
 
