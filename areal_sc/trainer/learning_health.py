@@ -68,6 +68,7 @@ class LearningHealth(Tracker):
         self._newest: deque[StepMetrics] = deque(maxlen=NUM_STEPS)
         self._first: tuple[StepMetrics, ...] = ()
         self._best_reward = -math.inf  # means over NUM_STEPS steps
+        self._widest_kl = 0.0  # mean over those of NUM_STEPS steps that had tokens with signal
         self._squared_changes = 0.0  # of the reward from step to step, summed
         self._last_found: dict[str, int] = {}  # steps at which a rule held last
         self._num_steps = 0
@@ -95,6 +96,7 @@ class LearningHealth(Tracker):
             return
         self._first = self._first or tuple(self._newest)
         self._best_reward = max(self._best_reward, _mean(self._newest, _reward))
+        self._widest_kl = max(self._widest_kl, self._kl())
         for name, rule in self._rules().items():
             if text := rule():
                 if name not in self.complaints:
@@ -135,6 +137,11 @@ class LearningHealth(Tracker):
                 f"answers of different rewards, at a mean reward of {reward:.3g}: the others teach "
                 "nothing"
             )
+        if self._widest_kl > MAX_KL:
+            return (
+                f"{text}, after steps that moved the policy by {self._widest_kl:.2g} nats a token: "
+                "begin anew, or from a snapshot, with a smaller actor.optimizer.lr"
+            )
         return (
             f"{text}; look at `python -m areal_sc samples`, whether the reward can tell a good "
             "answer from a bad one, and whether the prompts are neither too hard nor too easy"
@@ -164,13 +171,18 @@ class LearningHealth(Tracker):
         )
 
     def _wide_steps(self) -> str | None:
-        kl = _mean(self._newest, lambda it: _number(it.train.get("proximal_kl")))
-        if not kl > MAX_KL:
+        kl = self._kl()
+        if kl <= MAX_KL:
             return None
         return (
             f"a step moves the policy by {kl:.2g} nats a token: a smaller actor.optimizer.lr, or "
             "fewer actor.ppo.num_minibatches"
         )
+
+    def _kl(self) -> float:
+        """Mean over the newest steps that had tokens with signal; a ruined policy has none."""
+        told = (_number(it.train.get("proximal_kl")) for it in self._newest)
+        return fmean([kl for kl in told if not math.isnan(kl)] or [0.0])
 
     def _disagreement(self) -> str | None:
         of_steps = (it.train.get("mismatch") for it in self._newest)

@@ -161,6 +161,20 @@ def test_what_is_wrong_is_named_once_and_soon(course: Course, rule: str, text: s
     assert said.rpartition(": ")[2] or said.rpartition("; ")[2], "it says what to change"
 
 
+def test_a_policy_that_its_first_steps_ruin_is_not_laid_upon_the_reward() -> None:
+    """Rows without signal have no tokens of which a divergence could be measured."""
+
+    def ruined(share: float, rng: random.Random) -> dict[str, Any]:
+        if share < 0.05:
+            return {"reward": 0.08, "accuracy": 0.08, "kl": 14.0}
+        return {"reward": 0.0, "accuracy": 0.0, "signal": 0.0, "kl": math.nan}
+
+    health, told = follow(ruined, 40)
+    assert list(told) == [10, 11]
+    assert "moves the policy by 14 nats" in told[10]
+    assert health.complaints["no signal"].endswith("with a smaller actor.optimizer.lr")
+
+
 def test_what_is_over_is_not_said_at_the_end_and_is_told_anew() -> None:
     health = LearningHealth()
     stages: list[tuple[float, bool]] = [(0.01, False), (3.0, True), (0.01, False), (3.0, True)]
