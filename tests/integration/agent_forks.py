@@ -47,6 +47,9 @@ AFTER_IMPORTS: Final = {
 }
 """Variables in which a fork may differ from the process: nothing reads them while it imports."""
 
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
+"""Variable of the process, as of agents."""
+
 MODULE: Final = "areal_sc.nodes.agent"
 MAX_BYTES: Final = 1 << 16
 ASKS_WITHIN_S: Final = 10.0
@@ -141,9 +144,10 @@ def fork_of_agent(
 
 
 def start_script(
-    command: Sequence[str], folder: Path, env: Mapping[str, str], output: IO[bytes]
+    command: Sequence[str], folder: Path, env: dict[str, str], output: IO[bytes]
 ) -> Fork | subprocess.Popen[bytes]:
-    """Starts `python FILE ARGUMENT ...` in a session of its own, without input."""
+    """Starts `python FILE ARGUMENT ...` in a session of its own, with one thread, without input."""
+    env = ONE_THREAD | env
     with suppress(RuntimeError, OSError), open(os.devnull) as nothing:
         descriptors = [nothing.fileno(), output.fileno(), output.fileno()]
         return Fork(address_of_forks(), command, str(folder), env, descriptors)
@@ -195,7 +199,7 @@ def address_of_forks() -> str:
         process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(listener.fileno()), " " * MAX_BYTES],
             stdin=subprocess.PIPE,
-            env={"OMP_NUM_THREADS": "1", **AROUND, ROOM: " " * MAX_BYTES},
+            env=ONE_THREAD | AROUND | {ROOM: " " * MAX_BYTES},
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
