@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import string
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,16 @@ def left_open() -> Iterator[None]:
     gc.collect()
 
 
-def pytest_collection_finish() -> None:
-    """Collections pass over the modules, which are there to the end."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules make hardly any garbage, and are there to the end: its collections pass over them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_configure() -> None:

@@ -1,13 +1,13 @@
-"""Agents of this machine are forks of one process that has imported what their workers need.
+"""Agents, scripts and programs of ranks are forks of one process that has imported what they need.
 
-Each agent's fork server would import it anew, which takes a core four seconds: about as long as
-all the rest of a small run. A fork has the arguments, environment, descriptors, folder, limits and
-session of an agent that is executed, also for who looks at it in /proc; not its parent, umask,
-ignored signals and hash seed. Agents whose environment could change what is imported are executed,
-and each that the process does not fork.
+Each would import it anew, which takes a core two to five seconds: about as long as all the rest of
+a small run. A fork has the arguments, environment, descriptors, folder, limits and session of a
+process that is executed, also for who looks at it in /proc; not its parent, umask, ignored signals
+and hash seed. What has an environment that could change what is imported is executed, and all that
+the process does not fork.
 
-    pytest, script: `fork_agents` ── a connection an agent ──► `main`, one process of pytest's
-                                  ◄── process id, and how it ended
+    pytest: `start_script`, `fork_agents` ── a connection a fork ──► `main`, a process of pytest's
+    script: `fork_agents`                 ◄── process id, and how it ended
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import atexit
 import ctypes
 import gc
 import json
-import logging
 import os
 import resource
 import runpy
@@ -27,25 +26,29 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import IO, Any, Final
+from types import ModuleType
+from typing import IO, Any, Final, NoReturn
 
 ADDRESS: Final = "AREAL_SC_TEST_AGENT_FORKS"
 """Variable of scripts: where they ask for agents. `forked_agent` is on their path then."""
 
 ROOM: Final = "AREAL_SC_TEST_ROOM"
-"""Variable of the process, for what is shown of an agent's."""
+"""Variable of the process, for what is shown of a fork's."""
 
 AFTER_IMPORTS: Final = {
     *(ADDRESS, ROOM, "AREAL_SC_SCRIPT", "AREAL_SC_TEST_RUN", "PYTEST_CURRENT_TEST", "PYTHONPATH"),
     *("TOKENIZERS_PARALLELISM", "MEGATRON_ON_CPU", "PATH", "COLUMNS", "DIE_AT"),
     *("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "RAY_CLIENT_MODE", "TORCHINDUCTOR_CACHE_DIR"),
 }
-"""Variables in which an agent may differ from the process: nothing reads them while it imports."""
+"""Variables in which a fork may differ from the process: nothing reads them while it imports."""
+
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
+"""Variable of the process, as of agents."""
 
 MODULE: Final = "areal_sc.nodes.agent"
 MAX_BYTES: Final = 1 << 16
@@ -54,33 +57,40 @@ ENDED: Final = b"ended "
 LIMITS: Final = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
-class ForkedAgent:
-    """What `subprocess.Popen` is for an agent that was executed, as far as `StartedAgent` uses it.
+class Fork:
+    """What `subprocess.Popen` is for a process that was executed, as far as it is used here.
 
-    Raises: RuntimeError: an agent like this is not forked.
+    Args:
+        address: where `main` listens.
+        command: of an agent, or `python FILE ARGUMENT ...`.
+        descriptors: its standard input, output and errors.
+
+    Raises: RuntimeError, OSError: a process like this is not forked.
     """
 
+    stdin: IO[bytes] | None = None
+    stdout: IO[bytes] | None = None
+
     def __init__(
-        self, address: str, command: Sequence[str], log: IO[bytes], env: Mapping[str, str]
+        self,
+        address: str,
+        command: Sequence[str],
+        folder: str,
+        env: Mapping[str, str],
+        descriptors: Sequence[int],
     ) -> None:
         self.returncode: int | None = None
         self._one_looks = threading.Lock()
         self._asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asked.connect(address)
         limits = [(number, resource.getrlimit(number)) for number in LIMITS]
-        request = json.dumps([list(command), dict(env), os.getcwd(), limits]).encode()
-        stdin, write = os.pipe()
-        read, stdout = os.pipe()
-        self.stdin, self.stdout = open(write, "wb"), open(read, "rb")  # noqa: SIM115
-        with open(stdin), open(stdout):  # theirs, which are closed here
-            socket.send_fds(self._asked, [request], [stdin, stdout, log.fileno()])
+        request = json.dumps([list(command), dict(env), folder, limits]).encode()
+        socket.send_fds(self._asked, [request], descriptors)
         told = b""
         with suppress(OSError):  # the process is gone
             told = self._asked.recv(MAX_BYTES)
         self.pid = int(told) if told.isdigit() else 0
         if not self.pid:
-            self.stdin.close()
-            self.stdout.close()
             self._asked.close()
             raise RuntimeError
 
@@ -90,7 +100,7 @@ class ForkedAgent:
     def wait(self, timeout: float | None = None) -> int:
         code = self._look(timeout)
         if code is None:
-            raise subprocess.TimeoutExpired(MODULE, timeout or 0.0)
+            raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
         return code
 
     def send_signal(self, signum: int) -> None:
@@ -102,7 +112,7 @@ class ForkedAgent:
         self.send_signal(signal.SIGKILL)
 
     def __del__(self) -> None:
-        self._asked.close()  # who gives the agent up does not ask how it ended
+        self._asked.close()  # who gives it up does not ask how it ended
 
     def _look(self, timeout_s: float | None) -> int | None:
         with self._one_looks:
@@ -113,6 +123,43 @@ class ForkedAgent:
                     self.returncode = int(self._asked.recv(MAX_BYTES).removeprefix(ENDED))
                     self._asked.close()
             return self.returncode
+
+
+def fork_of_agent(
+    address: str, command: Sequence[str], log: IO[bytes], env: Mapping[str, str]
+) -> Fork:
+    """An agent with pipes, as `StartedAgent` has them."""
+    stdin, write = os.pipe()
+    read, stdout = os.pipe()
+    to_it, of_it = open(write, "wb"), open(read, "rb")  # noqa: SIM115
+    try:
+        with open(stdin), open(stdout):  # its own, which are closed here
+            fork = Fork(address, command, os.getcwd(), env, [stdin, stdout, log.fileno()])
+    except (RuntimeError, OSError):
+        to_it.close()
+        of_it.close()
+        raise
+    fork.stdin, fork.stdout = to_it, of_it
+    return fork
+
+
+def start_script(
+    command: Sequence[str], folder: Path, env: dict[str, str], output: IO[bytes]
+) -> Fork | subprocess.Popen[bytes]:
+    """Starts `python FILE ARGUMENT ...` in a session of its own, with one thread, without input."""
+    env = ONE_THREAD | env
+    with suppress(RuntimeError, OSError), open(os.devnull) as nothing:
+        descriptors = [nothing.fileno(), output.fileno(), output.fileno()]
+        return Fork(address_of_forks(), command, str(folder), env, descriptors)
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def fork_agents(agent_process: Any, address: Any) -> None:
@@ -131,7 +178,7 @@ def fork_agents(agent_process: Any, address: Any) -> None:
                 suppress(RuntimeError, OSError),
                 open(log_path, "ab", opener=agent_process.own_file) as log,
             ):
-                return ForkedAgent(address(), command, log, env)
+                return fork_of_agent(address(), command, log, env)
         return execute(command, log_path, env, stdout)
 
     agent_process.start_beside = start_beside
@@ -152,7 +199,7 @@ def address_of_forks() -> str:
         process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(listener.fileno()), " " * MAX_BYTES],
             stdin=subprocess.PIPE,
-            env={"OMP_NUM_THREADS": "1", **AROUND, ROOM: " " * MAX_BYTES},
+            env=ONE_THREAD | AROUND | {ROOM: " " * MAX_BYTES},
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
@@ -170,21 +217,27 @@ def environment_of_scripts() -> dict[str, str]:
     }
 
 
-def main(number: int) -> None:
-    """Serves as long as pytest lives; comes back in each agent, where `python -m` would begin.
+def main(number: int) -> list[str]:
+    """Serves as long as pytest lives; comes back in each fork, where its program would begin.
 
     Args:
         number: of the descriptor of a socket that listens.
+
+    Returns: the fork's command.
     """
     around = dict(os.environ)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else there would be threads when it forks
+    gc.disable()  # imports make hardly any garbage, and take a quarter less time so
     may_fork = not count_cuda_devices()
     for name in PRELOAD if may_fork else ():
         if callable(found := resolve_name(name)):
             found()
+    for name in areal_sc.__all__ if may_fork else ():
+        getattr(areal_sc, name)
     set_by_imports = dict(os.environ.items() - around.items())
     gc.collect()
     gc.freeze()
+    gc.enable()
     assert len(os.listdir("/proc/self/task")) == 1
     wakeup, woken = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(woken)
@@ -214,13 +267,13 @@ def main(number: int) -> None:
                 if (pid := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    become_agent(command, set_by_imports | env, folder, limits, fds)
+                    become(command, set_by_imports | env, folder, limits, fds)
                     asker.send(str(os.getpid()).encode())
                     for connection in (listener, asker, *askers.values()):
                         connection.close()
                     for fd in (wakeup, woken, *fds):
                         os.close(fd)
-                    return
+                    return command
                 askers[pid] = asker
             else:
                 with asker, suppress(OSError):  # it may have ended
@@ -237,7 +290,7 @@ def ended_children() -> Iterator[tuple[int, int]]:
             yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
-def become_agent(
+def become(
     command: list[str],
     env: dict[str, str],
     folder: str,
@@ -254,7 +307,7 @@ def become_agent(
     paths = [os.environ.get("PYTHONPATH", ""), env.get("PYTHONPATH", "")]
     before, now = (list(filter(None, path.split(os.pathsep))) for path in paths)
     sys.path[:] = now + [path for path in sys.path if path not in before]
-    sys.argv[1:] = command[len(AGENT) :]
+    sys.orig_argv[:] = command
     sys.modules["torch"].seed()
     sys.modules["numpy"].random.seed()
     os.environ.clear()  # the C library's copies are on its heap from now on
@@ -271,15 +324,50 @@ def become_agent(
         ctypes.memmove(start, shown, min(len(shown), end - start))
 
 
+def run_agent(*arguments: str) -> None:
+    """What `python -m` does."""
+    sys.argv[1:] = arguments
+    del sys.modules[MODULE]  # it becomes the main one
+    runpy._run_module_as_main(MODULE)
+
+
+def run_script(path: str, *arguments: str) -> None:
+    """What `python FILE ARGUMENT ...` does."""
+    sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
+    if ADDRESS in os.environ:
+        fork_agents(sys.modules["areal_sc.schedulers.agent_process"], lambda: os.environ[ADDRESS])
+    sys.path.insert(0, str(Path(path).parent))
+    sys.argv[:] = [path, *arguments]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = path
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+
+
+def end_after(run: Callable[..., None], arguments: Sequence[str]) -> NoReturn:
+    """Ends the process as Python does, without a second for modules that are taken apart."""
+    code: Any = 0
+    try:
+        run(*arguments)
+    except SystemExit as end:
+        code = end.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+    except Exception:
+        code = 1
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0 if code is None else code if isinstance(code, int) else 1)
+
+
 if __name__ == "__main__":
+    import areal_sc
     from areal_sc.nodes.agent import PRELOAD
     from areal_sc.schedulers.agent_process import AGENT
     from areal_sc.sizing.machine import count_cuda_devices
 
-    main(int(sys.argv[1]))
-    del sys.modules[MODULE]  # it becomes the main one
-    try:
-        runpy._run_module_as_main(MODULE)
-    except SystemExit as end:
-        logging.shutdown()
-        os._exit(end.code if isinstance(end.code, int) else end.code is not None)
+    words = main(int(sys.argv[1]))
+    if tuple(words[: len(AGENT)]) == AGENT:
+        end_after(run_agent, words[len(AGENT) :])
+    end_after(run_script, words[1:])

@@ -6,14 +6,16 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
+import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
+from integration.agent_forks import start_script
 
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.snapshot_model import export_snapshot
@@ -45,20 +47,31 @@ def run_ranks(
     folder: Path, scenarios: Mapping[str, dict[str, Any]], environment: Mapping[str, str] = {}
 ) -> Results:
     """Scenario name -> what each rank left in the folder."""
-    (folder / "scenarios.json").write_text(json.dumps(scenarios))
-    finished = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env=os.environ | environment,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
+    run_program(PROGRAM, folder, scenarios, environment)
     return {
         name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(it["world_size"])]
         for name, it in scenarios.items()
     }
+
+
+def run_program(
+    program: Path,
+    folder: Path,
+    scenarios: Mapping[str, dict[str, Any]],
+    environment: Mapping[str, str] = {},
+) -> None:
+    """Runs `program FOLDER` to its end, with the scenarios in `FOLDER/scenarios.json`."""
+    (folder / "scenarios.json").write_text(json.dumps(scenarios))
+    path = folder / "output.txt"
+    with path.open("wb") as output:
+        command = [sys.executable, str(program), str(folder)]
+        process = start_script(command, folder, os.environ | environment, output)
+    try:
+        code = process.wait(LIMIT_S)
+    finally:
+        with suppress(ProcessLookupError):  # ranks that it has left, too
+            os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0, path.read_text(errors="replace")[-4000:]
 
 
 def load_program() -> Any:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from integration.agent_forks import environment_of_scripts
+from integration.agent_forks import environment_of_scripts, start_script
 
 SCRIPTS = Path(__file__).with_name("scripts")
 TINY_RUN = SCRIPTS / "tiny_run.py"
@@ -58,14 +58,11 @@ class RunProcess:
         self._mark = f"{_MARK}={uuid.uuid4()}"
         self._output_path = run_dir.with_name(f"{run_dir.name}-{self._mark[-6:]}.txt")
         with self._output_path.open("wb") as output:
-            self._process = subprocess.Popen(
+            self._process = start_script(
                 [sys.executable, str(script), *arguments, f"run_dir={run_dir}"],
-                cwd=REPOSITORY,
-                env=environment_of_scripts() | dict([self._mark.split("=")]),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                REPOSITORY,
+                environment_of_scripts() | dict([self._mark.split("=")]),
+                output,
             )
 
     @property
@@ -197,6 +194,21 @@ def started(run_dir: Path, script: Path, *arguments: str) -> Iterator[RunProcess
         yield run
     finally:
         run.kill_all()
+
+
+def run_example(name: str, folder: Path, *overrides: str) -> str:
+    """Runs an example to its end, as a user does in that folder, and returns what it says."""
+    example, settings = (REPOSITORY / it for it in (f"examples/{name}.py", f"configs/{name}.yaml"))
+    done = subprocess.run(
+        [sys.executable, str(example), "--config", str(settings), *overrides],
+        cwd=folder,
+        env=environment_of_scripts(),
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def assert_nothing_was_started(run: RunProcess) -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from integration.ranks import loaded_weights, snapshot_weights
+from integration.ranks import loaded_weights, run_program, snapshot_weights
 from integration.run_process import tiny_run
 from safetensors.torch import load_file
 from transformers import (
@@ -249,17 +247,8 @@ def results(model_folder: Path, experts_folder: Path, folder: Path) -> Results:
         "nodes": ["0", "1"],
         "actions": [["refuse_local", f"{path}/of_2"]],
     }
-    (folder / "scenarios.json").write_text(
-        json.dumps({name: {**common, **scenario} for name, scenario in scenarios.items()})
-    )
-    finished = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
+    given = {name: {**common, **scenario} for name, scenario in scenarios.items()}
+    run_program(PROGRAM, folder, given)
     return {
         name: [read(folder / f"{name}-{rank}.pt") for rank in range(scenario["world_size"])]
         for name, scenario in scenarios.items()

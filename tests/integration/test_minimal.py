@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from integration.agent_forks import environment_of_scripts
-from integration.run_process import REPOSITORY
+from integration.run_process import REPOSITORY, run_example
 
 
 def test_the_minimal_example_makes_its_model_and_learns(tmp_path: Path) -> None:
-    command = [sys.executable, str(REPOSITORY / "examples" / "minimal.py")]
-    command += ["--config", str(REPOSITORY / "configs" / "minimal.yaml"), "total_steps=60"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment_of_scripts(),
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    accuracies = [float(value) for value in re.findall(r"accuracy=(\S+)", done.stdout)]
+    said = run_example("minimal", tmp_path, "total_steps=60")
+    accuracies = [float(value) for value in re.findall(r"accuracy=(\S+)", said)]
     assert len(accuracies) == 60
     assert sum(accuracies[:5]) / 5 < 0.3
     assert sum(accuracies[-5:]) / 5 > 0.6

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from integration.agent_forks import environment_of_scripts
-from integration.run_process import REPOSITORY
+from integration.run_process import run_example
 
 
 def test_both_tasks_are_learned(tmp_path: Path) -> None:
-    command = [sys.executable, str(REPOSITORY / "examples" / "two_tasks.py")]
-    command += ["--config", str(REPOSITORY / "configs" / "two_tasks.yaml"), "total_steps=80"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment_of_scripts(),
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_example("two_tasks", tmp_path, "total_steps=80")
     lines = (tmp_path / "runs" / "two_tasks" / "metrics.jsonl").read_text().splitlines()
     evaluations = [json.loads(line) for line in lines if '"kind":"evaluation"' in line]
     (before,) = (it["workflow"] for it in evaluations if it["name"] == "before")

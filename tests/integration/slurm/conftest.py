@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from integration.scheduler_conformance import environment
 
 from areal_sc.schedulers.join_server import JoinServer
 
@@ -149,6 +150,13 @@ def cluster(_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clus
         _cluster.wait_until_idle()
         _cluster.clear()
     assert not jobs
+
+
+@pytest.fixture
+def idle_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents do not import for seconds what workers need, of which the test has none."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

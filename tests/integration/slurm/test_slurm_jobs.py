@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from integration.slurm.conftest import Cluster
 from integration.slurm.test_slurm_scheduler import (
     config_of,
@@ -20,6 +21,8 @@ from areal_sc.config.slurm_settings import RolloutNodes, TrainNodes
 from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.schedulers.base import placed
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
+
+pytestmark = pytest.mark.usefixtures("idle_agents")
 
 
 def order(role: str, index: int, num_devices: int) -> WorkerOrder:

@@ -107,6 +107,7 @@ def has_id(jobs_file: Path) -> bool:
     return all(job["job_id"] for job in json.loads(jobs_file.read_text())["jobs"])
 
 
+@pytest.mark.usefixtures("idle_agents")
 async def test_a_job_that_a_killed_slurmctld_has_lost_is_submitted_again(
     cluster: Cluster,
     tmp_path: Path,
@@ -133,6 +134,7 @@ async def test_a_job_that_a_killed_slurmctld_has_lost_is_submitted_again(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("idle_agents")
 async def test_a_slurmctld_that_stands_still_is_waited_for_and_gets_one_job(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -24,6 +24,8 @@ from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.sockets.interface import host_of
 
+pytestmark = pytest.mark.usefixtures("idle_agents")
+
 LIMIT_S = 180.0
 """Far above what anything here takes, for a machine that is busy with other work."""
 

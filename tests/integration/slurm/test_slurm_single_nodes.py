@@ -39,6 +39,7 @@ def waiting(cluster: Cluster) -> list[str]:
     return [job for job, state in states(cluster).items() if state == "PENDING"]
 
 
+@pytest.mark.usefixtures("idle_agents")
 async def test_one_node_is_enough_and_others_join_are_asked_for_and_given_back(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -89,6 +90,7 @@ async def test_one_node_is_enough_and_others_join_are_asked_for_and_given_back(
     await until(lambda: cluster.left_overs() == [])
 
 
+@pytest.mark.usefixtures("idle_agents")
 @pytest.mark.parametrize("then", ["started again", "stopped", "stopped as the node comes"])
 async def test_a_script_is_killed_while_a_node_is_on_its_way(
     cluster: Cluster, tmp_path: Path, then: str

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from integration.scheduler_conformance import environment
 from integration.slurm.conftest import SCRIPT, Cluster
 from integration.slurm.test_slurm_scheduler import config_of, is_served, opened, until
 
@@ -26,6 +27,8 @@ import asyncio, json, sys
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
 from msgspec import convert
+
+pytestmark = pytest.mark.usefixtures("idle_agents")
 config = convert(json.loads(sys.argv[1]), SchedulerConfig)
 scheduler = SlurmScheduler(config)
 print("began", flush=True)
@@ -90,7 +93,9 @@ async def script(
     if host:
         words = [str(SCRIPT), "on", host, *words]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = await asyncio.create_subprocess_exec(*words, **pipes, env=cluster.environment)
+    process = await asyncio.create_subprocess_exec(
+        *words, **pipes, env=cluster.environment | environment()
+    )
     try:
         yield Script(process)
     finally:
