@@ -24,6 +24,7 @@ from areal_sc.errors import (
     ArealError,
     IncarnationMismatch,
     NotPermitted,
+    PeerLost,
     ProtocolError,
     ServerBusy,
     TransportError,
@@ -40,7 +41,6 @@ from areal_sc.transport.rpc.codec import (
 )
 from areal_sc.transport.rpc.method import Served, pack
 from areal_sc.transport.rpc.newest_term import NewestTerm
-from areal_sc.transport.rpc.outbox import Outbox
 from areal_sc.transport.security.curve import CurveServer, Guard
 from areal_sc.transport.security.passes import Caller
 from areal_sc.transport.sockets.refusals import Refusals
@@ -123,7 +123,6 @@ class RpcServer:
         max_running: requests executed at a time; more are refused with `ServerBusy`. One that
             generates a group stays for minutes, so it is far above what controllers ask for.
         max_running_bytes: of these requests.
-        reply_timeout_s: how long a caller may read nothing before it is dropped with its replies.
         term: newest one of a controller that is known already.
 
     Attributes:
@@ -140,7 +139,6 @@ class RpcServer:
         security: CurveServer | None = None,
         max_running: int = 16_384,
         max_running_bytes: int = 256 << 20,
-        reply_timeout_s: float = 30.0,
         term: int = 0,
     ) -> None:
         self.newest_term = NewestTerm(term)
@@ -152,7 +150,6 @@ class RpcServer:
         self._callers = {} if security is None else security.callers.known
         self._max_running = max_running
         self._max_running_bytes = max_running_bytes
-        self._reply_timeout_s = reply_timeout_s
         self._malformed = Refusals(logger, "malformed_message", node_id)
         self._running: dict[str, _Execution] = {}
         self._num_running_bytes = 0
@@ -180,8 +177,6 @@ class RpcServer:
         configure_socket(raw)
         # without it a message to a full or vanished peer is dropped without a word
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # what ZMQ has queued for a stopped caller is freed when the kernel gives it up
-        raw.setsockopt(zmq.TCP_MAXRT, round(self._reply_timeout_s * 1000))
         if self._security is not None:
             self._guard = self._security.configure(self._context, raw)
         try:
@@ -206,7 +201,6 @@ class RpcServer:
             max_parts=1 + MAX_FRAMES,
             knows_senders=self._guard is not None,
         )
-        self._outbox = Outbox(self._socket, node_id=self.node_id, timeout_s=self._reply_timeout_s)
         return address
 
     async def close(self) -> None:
@@ -220,7 +214,6 @@ class RpcServer:
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            self._outbox.close()
             if self._guard is not None:
                 self._guard.close()
             self._socket.close(LAST_REPLIES_LINGER_S)
@@ -263,7 +256,7 @@ class RpcServer:
             return caller is not None
         except NotPermitted as denial:
             self._refuse(denial)
-            self._outbox.send(routing_id, encode(failure_of(denial, request.request_id)))
+            self._send(routing_id, encode(failure_of(denial, request.request_id)))
             return False
 
     def _refuse(self, reason: object) -> None:
@@ -275,11 +268,11 @@ class RpcServer:
         finished = self._finished.get(request.request_id)
         error = self._refusal(request, num_bytes, running or finished)
         if error is not None:
-            self._outbox.send(routing_id, encode(failure_of(error, request.request_id)))
+            self._send(routing_id, encode(failure_of(error, request.request_id)))
         elif running is not None:
             running.callers.add(routing_id)
         elif finished is not None and finished.reply is not None:
-            self._outbox.send(routing_id, finished.reply)
+            self._send(routing_id, finished.reply)
         else:
             self._execute(routing_id, sender, request, num_bytes)
 
@@ -356,7 +349,12 @@ class RpcServer:
     def _finish(self, request: Request, callers: Iterable[bytes], reply: bytes) -> None:
         self._finished.add(request.request_id, request.method, reply)
         for caller in callers:
-            self._outbox.send(caller, reply)
+            self._send(caller, reply)
+
+    def _send(self, caller: bytes, reply: bytes) -> None:
+        assert self._socket is not None
+        with suppress(PeerLost):  # it has left
+            self._socket.send([caller, reply])
 
     def _reply(self, request: Request, value: Any) -> bytes:
         try:

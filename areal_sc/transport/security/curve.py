@@ -180,7 +180,7 @@ class Guard:
             status, user = b"400", b""
             shown = address.decode("ascii", "replace")
             self._refusals.add(f"{shown} shows a key that is not the run's")
-        self._zap.send_nowait([caller, b"", b"1.0", request_id, status, b"", user, b""])
+        self._zap.send([caller, b"", b"1.0", request_id, status, b"", user, b""])
 
     def _on_life_event(self, frames: list[Frame]) -> None:
         """The end of a refused connection follows the event that says why, if there is one."""

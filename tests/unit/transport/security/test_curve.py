@@ -49,7 +49,7 @@ class GuardedEcho:
     def _on_message(self, frames: list[Frame]) -> None:
         self.received.append(bytes(frames[1]))
         self.senders.append(self.socket.sender)
-        self.socket.send_nowait(frames)
+        self.socket.send(frames)
 
     def close(self) -> None:
         self.guard.close()
