@@ -160,8 +160,7 @@ class LocalScheduler(OpenRun):
             if node.facts.incarnation != incarnation:
                 return
             with self._one_starts:
-                if self.term is not None:
-                    self.term.check()
+                self.term.check()
                 if self._is_closed:
                     raise WorkerStartError("no agent is started: the scheduler is closed")
                 past = self._agent
@@ -189,7 +188,7 @@ class LocalScheduler(OpenRun):
     def _end_agent(self) -> None:
         with self._one_starts:
             self._is_closed = True
-        is_ours = self.term is None or not self.term.is_over
+        is_ours = not self.term.is_over
         if is_ours:
             self._agent.end(self.config.shutdown_timeout_s)
         with self._one_waits:  # whoever reads what it tells has come to the end of it

@@ -123,7 +123,7 @@ class Jobs:
 
     def note_lent(self, lent: Sequence[LentRecord]) -> None:
         """The nodes of the run, for its next start. Raises: RunFolderError: a file has failed."""
-        self._file.note_lent(lent)
+        self._file.note(lent=list(lent))
 
     def _begin_step(self, around: str, plan: JobPlan) -> Job:
         """Raises: ConfigError: the job around the script lacks nodes, or has several kinds."""
@@ -339,7 +339,7 @@ class Jobs:
         """Raises: RunFolderError: it cannot be written. StaleTerm."""
         lending = self._file.lending
         jobs = [it for it in self._jobs if it.job_id in lending or not self._known(it).has_ended]
-        self._file.note_jobs([JobRecord(it.name, it.plan, it.is_own, it.job_id) for it in jobs])
+        self._file.note(jobs=[JobRecord(it.name, it.plan, it.is_own, it.job_id) for it in jobs])
 
     def _new_name(self, plan: JobPlan) -> str:
         return f"{NAME_PREFIX}{self._run_id}-{plan.kind}-{random_id()}"
