@@ -553,7 +553,7 @@ async def test_workers_get_files_of_the_next_start_of_a_script_that_was_killed(
     assert beside.pid is not None
     if outlives_script:
         os.kill(beside.pid, signal.SIGSTOP)
-        monkeypatch.setattr("areal_sc.shipping.client.PIECE_LIMIT_S", 0.5)
+        monkeypatch.setattr("areal_sc.shipping.calls.PIECE_LIMIT_S", 0.5)
     else:
         await asyncio.to_thread(beside.close)
     waiting = asyncio.create_task(shipped.bring_source(number))
