@@ -63,6 +63,7 @@ class FileServer:
         self._holders: dict[str, dict[calls.TreeHolder, str]] = {}
 
     def methods(self) -> list[Served]:
+        in_thread = asyncio.to_thread
         return [
             calls.LIST_PATH.served_by(self.list_path),
             calls.LIST_RUN.served_by(self.list_run),
@@ -70,12 +71,10 @@ class FileServer:
             calls.TAKE_TURN.served_to(lambda _, reader: self._turns.take(reader)),
             calls.HOLDERS.served_by(self.holders),
             calls.HOLD.served_to(self.hold),
-            calls.WRITE_PIECE.served_by(lambda piece: asyncio.to_thread(self._write, piece)),
-            calls.END_FILE.served_by(lambda file: asyncio.to_thread(self._end, file)),
-            calls.WRITE_LOG_PIECE.served_by(
-                lambda it: asyncio.to_thread(self._write, it, is_log=True)
-            ),
-            calls.END_LOG.served_by(lambda file: asyncio.to_thread(self._end, file, is_log=True)),
+            calls.WRITE_PIECE.served_by(lambda it: in_thread(self._write, it)),
+            calls.END_FILE.served_by(lambda it: in_thread(self._end, it)),
+            calls.WRITE_LOG_PIECE.served_by(lambda it: in_thread(self._write, it, is_log=True)),
+            calls.END_LOG.served_by(lambda it: in_thread(self._end, it, is_log=True)),
         ]
 
     async def list_path(self, path: str) -> calls.Listing:
