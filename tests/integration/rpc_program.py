@@ -65,8 +65,8 @@ async def serve(keys: str) -> None:
     def counters(args: dict[str, Any]) -> dict[str, int]:
         return {
             "num_calls": num_calls,
-            "num_malformed": server.num_malformed,
-            "num_refused": security.num_refused if security else 0,
+            "num_malformed": server.malformed.num,
+            "num_refused": security.refused.num if security else 0,
         }
 
     server = RpcServer(

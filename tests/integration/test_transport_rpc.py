@@ -275,5 +275,5 @@ async def test_arguments_and_replies_of_other_types_fail_the_call_and_nothing_el
         outcomes = await callers.call_all(others, Method("halve", int, str), timeout_s=20)
         assert all(isinstance(outcome, ProtocolError) for outcome in outcomes)
         assert await client.call(halve, 5, timeout_s=20) == 2.5
-        assert server.num_malformed == client.malformed.num == 0
+        assert server.malformed.num == client.malformed.num == 0
     await server.close()

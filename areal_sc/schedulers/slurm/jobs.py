@@ -111,14 +111,11 @@ class Jobs:
                 commands.check_submission(script, self._variables)
         return [self.submit(plan.single) for plan in plans for _ in range(plan.num_jobs)]
 
-    def has(self, job_id: str) -> bool:
-        """Whether it is one of the run's, and was not ended."""
-        return any(job.job_id == job_id for job in self._jobs)
-
-    def of(self, job_id: str) -> Job:
-        """The one of that id, for a node of the run."""
-        job = next(job for job in self._jobs if job.job_id == job_id)
-        job.is_taken = True
+    def of(self, job_id: str) -> Job | None:
+        """The one of that id, for a node of the run; None: it is not the run's, or has ended."""
+        job = next((job for job in self._jobs if job.job_id == job_id), None)
+        if job is not None:
+            job.is_taken = True
         return job
 
     def note_lent(self, lent: Sequence[LentRecord]) -> None:

@@ -170,13 +170,13 @@ class SlurmScheduler(OpenRun):
                 plan = single_plan(self.config.slurm)
                 self._add(coming_node(self._jobs.submit(plan), self._folder))
                 continue
-            if not self._jobs.has(record.agent.job):
+            if (job := self._jobs.of(record.agent.job)) is None:
                 continue  # it was being given back
             place = record.agent.job, record.agent.node
             agent = living[place].joining if place in living else record.agent
             log_path = log_of(agent, self._folder)
             node = Node(usable_facts(agent), log_path, purpose=record.purpose)
-            lent = LentNode(node, agent.node, self._jobs.of(agent.job), agent)
+            lent = LentNode(node, agent.node, job, agent)
             if place in living:
                 node.found = living[place].workers
             else:

@@ -127,6 +127,7 @@ class RpcServer:
 
     Attributes:
         newest_term: of a controller; those of an earlier one are refused.
+        malformed: messages dropped because no correct peer sends them.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class RpcServer:
         self._callers = {} if security is None else security.callers.known
         self._max_running = max_running
         self._max_running_bytes = max_running_bytes
-        self._malformed = Refusals(logger, "malformed_message", node_id)
+        self.malformed = Refusals(logger, "malformed_message", node_id)
         self._running: dict[str, _Execution] = {}
         self._num_running_bytes = 0
         self._finished = ReplayCache()
@@ -158,11 +159,6 @@ class RpcServer:
         self._context: Context | None = None
         self._guard: Guard | None = None
         self._socket: AsyncSocket | None = None
-
-    @property
-    def num_malformed(self) -> int:
-        """Messages dropped because no correct peer sends them."""
-        return self._malformed.num
 
     async def start(self, *, at_any_port: bool = False) -> str:
         """Starts to serve on the running event loop; returns the address to connect to.
@@ -240,7 +236,7 @@ class RpcServer:
             else:
                 raise ProtocolError(f"a server takes no {type(message).__name__}")
         except ProtocolError as error:
-            self._malformed.add(error)
+            self.malformed.add(error)
 
     def _admits(self, routing_id: bytes, sender: str, request: Request) -> bool:
         """Whether a request is executed that is not the controller's; a stranger gets no answer."""
@@ -261,7 +257,7 @@ class RpcServer:
 
     def _refuse(self, reason: object) -> None:
         assert self._security is not None
-        self._security.refusals.add(reason)
+        self._security.refused.add(reason)
 
     def _on_request(self, routing_id: bytes, sender: str, request: Request, num_bytes: int) -> None:
         running = self._running.get(request.request_id)
