@@ -83,6 +83,7 @@ class _Call:
     client: RpcClient
     method: Method[Any, Any]
     request_id: str
+    frame: bytes = b""
     is_open: bool = True
 
     def settle(self, outcome: Any) -> None:
@@ -90,14 +91,6 @@ class _Call:
         if self.is_open:
             self.is_open = False
             self.outcomes.put(self.index, outcome)
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A request without a reply yet."""
-
-    frame: bytes
-    calls: list[_Call]
 
 
 class RpcClient:
@@ -144,7 +137,7 @@ class RpcClient:
         self._keeps_trying = keeps_trying
         self._term = term
         self._shown_pass = shown_pass
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, _Call] = {}
         self._is_interrupted = False
         self._route = hub.connect(address, self, server_key)
 
@@ -153,18 +146,10 @@ class RpcClient:
         """Why the server is not reachable now; None while it is, or may still become so."""
         return self._route.is_lost
 
-    async def call(
-        self,
-        method: Method[A, R],
-        args: A,
-        *,
-        timeout_s: float,
-        request_id: str | None = None,
-    ) -> R:
+    async def call(self, method: Method[A, R], args: A, *, timeout_s: float) -> R:
         """Calls `method` and returns its reply.
 
-        The server executes a request id at most once: repeating a call under its id joins it or
-        replays its reply. A call that passes its deadline or is cancelled here is cancelled there.
+        A call that passes its deadline or is cancelled here is cancelled there.
 
         Raises:
             RpcTimeout: no reply within `timeout_s`.
@@ -177,9 +162,7 @@ class RpcClient:
                 declared types.
             RemoteError: the method raised; errors of `areal_sc.errors` arrive as themselves.
         """
-        [outcome] = await call_all(
-            [(self, args)], method, timeout_s=timeout_s, request_id=request_id
-        )
+        [outcome] = await call_all([(self, args)], method, timeout_s=timeout_s)
         if isinstance(outcome, ArealError):
             raise outcome
         return outcome
@@ -187,9 +170,8 @@ class RpcClient:
     def fail_pending(self, error: ArealError) -> None:
         """Makes every call that waits now raise `error`; later calls are made as usual."""
         failed, self._pending = self._pending, {}
-        for pending in failed.values():
-            for call in pending.calls:
-                call.settle(error)
+        for call in failed.values():
+            call.settle(error)
 
     async def close(self) -> None:
         """Ends the connection; waiting calls raise PeerLost."""
@@ -202,14 +184,14 @@ class RpcClient:
         Raises: PeerLost: the server is gone. ProtocolError: the arguments are too large.
         """
         name = call.method.name
-        frame = encode(
+        call.frame = encode(
             Request(call.request_id, self.incarnation, name, args, self._term, self._shown_pass)
         )
         if self._route.is_closed or (self._route.is_lost is not None and not self._keeps_trying):
             raise self._peer_lost(f"{call.method.name} not sent")
         if not self._is_interrupted:
-            self._send(frame)
-        self._pending.setdefault(call.request_id, _Pending(frame, [])).calls.append(call)
+            self._send(call.frame)
+        self._pending[call.request_id] = call
 
     def _send(self, frame: bytes) -> None:
         """Requests that wait are sent again when there is a connection. Raises: PeerLost."""
@@ -219,12 +201,7 @@ class RpcClient:
 
     def abandon(self, call: _Call) -> None:
         """Nobody waits any more: tells the server, as far as it can be reached at once."""
-        pending = self._pending.get(call.request_id)
-        if pending is None or call not in pending.calls:
-            return
-        pending.calls.remove(call)
-        if not pending.calls:
-            del self._pending[call.request_id]
+        if self._pending.pop(call.request_id, None) is not None:
             with suppress(PeerLost):
                 self._send(encode(Cancel(call.request_id, self.incarnation)))
 
@@ -238,23 +215,24 @@ class RpcClient:
         except ProtocolError as error:
             self.malformed.add(error)
             return
-        pending = self._pending.pop(message.request_id, None)
-        for call in pending.calls if pending else ():
-            if isinstance(message, Failure):
-                call.settle(error_of(message, node_id=self.node_id, method=call.method.name))
-                continue
-            try:
-                call.settle(call.method.read_reply(message.value))
-            except ProtocolError as error:
-                call.settle(error)
+        call = self._pending.pop(message.request_id, None)
+        if call is None:
+            return
+        if isinstance(message, Failure):
+            call.settle(error_of(message, node_id=self.node_id, method=call.method.name))
+            return
+        try:
+            call.settle(call.method.read_reply(message.value))
+        except ProtocolError as error:
+            call.settle(error)
 
     def on_connected(self) -> None:
         """Requests were queued meanwhile; those of an earlier connection are sent again."""
         if self._is_interrupted:
             self._is_interrupted = False
             with suppress(PeerLost):  # the next connection is another attempt
-                for pending in self._pending.values():
-                    self._send(pending.frame)
+                for call in self._pending.values():
+                    self._send(call.frame)
 
     def on_interrupted(self) -> None:
         """Whatever waits may have been lost on its way."""
@@ -280,7 +258,6 @@ async def call_all(
     *,
     timeout_s: float,
     stops_at_error: bool = False,
-    request_id: str | None = None,
 ) -> list[R | ArealError]:
     """Calls `method` on many peers at once; in the calls' order, what each returned or raised.
 
@@ -302,7 +279,7 @@ async def call_all(
                 await asyncio.sleep(0)
             if outcomes.is_stopped:
                 break
-            call = _Call(outcomes, index, client, method, request_id or client.new_request_id())
+            call = _Call(outcomes, index, client, method, client.new_request_id())
             begun.append(call)
             try:
                 if packed is None or args is not packed_args:
