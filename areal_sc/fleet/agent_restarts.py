@@ -36,17 +36,7 @@ from areal_sc.fleet.member import NoConnection
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.fleet.worker_life import Deaths
 from areal_sc.log import log_tail
-from areal_sc.nodes.spec import (
-    LAUNCH,
-    STACKS,
-    STOP,
-    Launch,
-    Launched,
-    Stop,
-    WorkerOrder,
-    WorkerReport,
-    WorkerStacks,
-)
+from areal_sc.nodes import spec
 from areal_sc.schedulers.base import Node, Scheduler
 from areal_sc.transport.rpc.transport import Connection
 
@@ -88,7 +78,7 @@ class NodeAgent:
         """Sent and received on all connections so far."""
         return self._past_bytes + self.connection.bytes_sent + self.connection.bytes_received
 
-    async def launch(self, orders: Sequence[WorkerOrder]) -> list[WorkerReport]:
+    async def launch(self, orders: Sequence[spec.WorkerOrder]) -> list[spec.WorkerReport]:
         """Starts workers, once the agent serves; they are in the order of the orders.
 
         Raises: WorkerStartError: one did not come up; the agent has ended the others. NodeLost: the
@@ -97,7 +87,7 @@ class NodeAgent:
         passes = self._scheduler.passes
         keys = [passes.issue(order.name, order.caller) for order in orders]
         limit_s = self._scheduler.config.startup_timeout_s
-        launch = Launch(list(orders), keys, limit_s, passes.replaced)
+        launch = spec.Launch(list(orders), keys, limit_s, passes.replaced)
         try:
             try:
                 launched = await self._launch(launch)
@@ -117,12 +107,12 @@ class NodeAgent:
             logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
         return launched.workers
 
-    async def _launch(self, launch: Launch) -> Launched:
+    async def _launch(self, launch: spec.Launch) -> spec.Launched:
         await self.wait_until_served()
         limit_s = launch.timeout_s + RPC_MARGIN_S
         if not self._node.facts.shares_folder:
             limit_s += self._scheduler.config.shipping_timeout_s
-        return await self.connection.call(LAUNCH, launch, timeout_s=limit_s)
+        return await self.connection.call(spec.LAUNCH, launch, timeout_s=limit_s)
 
     async def wait_until_served(self) -> None:
         """Returns when workers can be launched. Raises: NodeLost: they never can."""
@@ -138,16 +128,16 @@ class NodeAgent:
         """
         if self.is_lost:
             return
-        stop, limit_s = Stop(list(incarnations), grace_s), grace_s + STOP_MARGIN_S
+        stop, limit_s = spec.Stop(list(incarnations), grace_s), grace_s + STOP_MARGIN_S
         try:
-            await self.connection.call(STOP, stop, timeout_s=limit_s)
+            await self.connection.call(spec.STOP, stop, timeout_s=limit_s)
         except (TransportError, StaleTerm) as error:
             logger.warning("node=%s its agent stopped no workers: %s", self._node.name, error)
 
-    async def stacks(self, workers: Sequence[str]) -> list[WorkerStacks]:
+    async def stacks(self, workers: Sequence[str]) -> list[spec.WorkerStacks]:
         """Where workers are, as far as the agent can tell."""
         try:
-            return await self.connection.call(STACKS, list(workers), timeout_s=STACKS_LIMIT_S)
+            return await self.connection.call(spec.STACKS, list(workers), timeout_s=STACKS_LIMIT_S)
         except TransportError as error:
             logger.warning("workers=%s nobody tells where they are: %s", workers, error)
             return []

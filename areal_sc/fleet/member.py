@@ -23,9 +23,7 @@ class NoConnection:
         self.node_id = name
         self.bytes_sent = self.bytes_received = 0
 
-    async def call(
-        self, method: Method[A, R], args: A, *, timeout_s: float, request_id: str | None = None
-    ) -> R:
+    async def call(self, method: Method[A, R], args: A, *, timeout_s: float) -> R:
         raise PeerLost(f"{self.node_id} has not been started yet")
 
     def fail_pending(self, error: ArealError) -> None:

@@ -37,17 +37,7 @@ from areal_sc.fleet.runtime import Runtime
 from areal_sc.fleet.silence import Silence
 from areal_sc.fleet.worker_life import Died, Joined, Lives, Tell
 from areal_sc.log import log_tail, tell_warning
-from areal_sc.nodes.spec import (
-    WATCH,
-    EndedWorker,
-    News,
-    NodeFacts,
-    Watch,
-    Wish,
-    WorkerOrder,
-    WorkerReport,
-    WorkerStacks,
-)
+from areal_sc.nodes import spec
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Node, Scheduler
 from areal_sc.system import interrupts
@@ -84,7 +74,7 @@ class NodeWorkers:
         self,
         node: Node,
         role: str,
-        orders: Sequence[WorkerOrder],
+        orders: Sequence[spec.WorkerOrder],
         found: FoundWorkers,
         scheduler: Scheduler,
         runtime: Runtime,
@@ -106,13 +96,13 @@ class NodeWorkers:
         self._tell = tell
         self._silence = Silence(self._config, role, node, tell)
         self._past_bytes = 0
-        self._ended: dict[str, EndedWorker] = {}  # by incarnation
+        self._ended: dict[str, spec.EndedWorker] = {}  # by incarnation
         self._is_agent_heard = not self.agent.is_lost
         self.heard_s = 0.0  # the agent
         self._failure: Exception | None = None
 
     @property
-    def facts(self) -> NodeFacts:
+    def facts(self) -> spec.NodeFacts:
         """What the newest agent of the node tells of it."""
         return self.node.facts
 
@@ -168,9 +158,9 @@ class NodeWorkers:
             member.failure, member.is_blocked, member.is_adopted = None, False, False
             self._watch(member)
 
-    def expect(self, order: WorkerOrder) -> Member:
+    def expect(self, order: spec.WorkerOrder) -> Member:
         """A further worker, which is a lost one until `restart` has given it a life."""
-        report = WorkerReport(order.name, "", "", 0, self.facts.token)
+        report = spec.WorkerReport(order.name, "", "", 0, self.facts.token)
         member = Member(order, report, NoConnection(order.name), self._lives.of(order))
         member.failure = WorkerLost(f"worker {order.name} has not been started yet")
         self.members.append(member)
@@ -207,7 +197,7 @@ class NodeWorkers:
         path = self._folder.log_path(member.name)
         self._lose(member, cause, path, log_tail(path) if lines is None else lines)
 
-    async def stacks(self, names: Sequence[str]) -> list[WorkerStacks]:
+    async def stacks(self, names: Sequence[str]) -> list[spec.WorkerStacks]:
         """Where workers are, as far as the agent can tell."""
         return await self.agent.stacks(names) if self._is_agent_heard else []
 
@@ -222,15 +212,15 @@ class NodeWorkers:
         await past.close()
         self._past_bytes += past.bytes_sent + past.bytes_received
 
-    def _connect(self, worker: WorkerReport) -> Connection:
+    def _connect(self, worker: spec.WorkerReport) -> Connection:
         return self._runtime.transport.connect(
             worker.address, worker.name, worker.incarnation, keeps_trying=True
         )
 
     def add(
         self,
-        order: WorkerOrder,
-        worker: WorkerReport,
+        order: spec.WorkerOrder,
+        worker: spec.WorkerReport,
         connection: Connection,
         *,
         is_adopted: bool = False,
@@ -288,11 +278,11 @@ class NodeWorkers:
         self.heard_s = asyncio.get_running_loop().time()
         while True:
             replaced = passes.replaced
-            watch = Watch(
+            watch = spec.Watch(
                 *(self._role, num_ended, hold_s, num_wishes),
                 replaced={} if replaced is told else replaced,
             )
-            asked = self.agent.connection.call(WATCH, watch, timeout_s=hold_s + interval_s)
+            asked = self.agent.connection.call(spec.WATCH, watch, timeout_s=hold_s + interval_s)
             try:
                 news = await (asked if self._is_agent_heard else self._judging(asked))
             except TransportError as error:
@@ -312,15 +302,15 @@ class NodeWorkers:
                 await self._note(news)
                 await self._judge_silence()
 
-    def _note_wishes(self, news: News) -> None:
+    def _note_wishes(self, news: spec.News) -> None:
         for wish in news.wishes:
-            if wish is Wish.stop:
+            if wish is spec.Wish.stop:
                 interrupts.ask_to_stop(f"{self.node.facts.incarnation}/{news.num_wishes}")
             else:
                 logger.info("node=%s is asked from outside: %s", self.node.name, wish)
                 self._tell(Wished(wish))
 
-    async def _note(self, news: News) -> None:
+    async def _note(self, news: spec.News) -> None:
         for text in news.warnings:
             tell_warning(text, f"node {self.node.name}")
         living = {member.worker.incarnation: member for member in self._living}
@@ -336,7 +326,7 @@ class NodeWorkers:
                 if cause := self._silence.of_turn(member, beat):
                     await self._lose_living(member, cause)
 
-    def _note_end(self, member: Member, end: EndedWorker) -> None:
+    def _note_end(self, member: Member, end: spec.EndedWorker) -> None:
         self._lose(member, f"ended with {end.how}", end.log_path, end.log_tail)
 
     async def _look_after_node(self) -> bool:

@@ -42,36 +42,11 @@ from typing import Any
 from areal_sc.errors import ArealError, WorkerError, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.log import keep_logs_bounded, take_warnings
+from areal_sc.nodes import spec
 from areal_sc.nodes.joining import Invitation, announce, place_of_this_process
 from areal_sc.nodes.left_files import delete_left_files
 from areal_sc.nodes.node_folder import NodeFolder
 from areal_sc.nodes.script_heard import ScriptHeard
-from areal_sc.nodes.spec import (
-    CALLS_FORMAT,
-    DESCRIBE,
-    END,
-    LAUNCH,
-    STACKS,
-    STOP,
-    STOP_RUN,
-    WATCH,
-    WELCOME,
-    Beat,
-    Launch,
-    Launched,
-    LivingWorker,
-    News,
-    NodeDescription,
-    NodeFacts,
-    Shipped,
-    Stop,
-    Watch,
-    Welcome,
-    Wish,
-    WorkerOrder,
-    WorkerSpec,
-    WorkerStacks,
-)
 from areal_sc.nodes.wishes import Wishes
 from areal_sc.nodes.worker_processes import WorkerProcesses
 from areal_sc.run.agent_files import AgentFile
@@ -138,14 +113,14 @@ class Agent:
         self._callers = KnownCallers(controller_key)
         self._server = RpcServer(
             [
-                DESCRIBE.served_by(self.describe),
-                LAUNCH.served_by(self.launch),
-                WATCH.served_by(self.watch),
-                STOP.served_by(self.stop),
-                STACKS.served_by(self.stacks),
-                STOP_RUN.served_by(self.stop_run),
-                END.served_by(self.end),
-                WELCOME.served_by(self.welcome),
+                spec.DESCRIBE.served_by(self.describe),
+                spec.LAUNCH.served_by(self.launch),
+                spec.WATCH.served_by(self.watch),
+                spec.STOP.served_by(self.stop),
+                spec.STACKS.served_by(self.stacks),
+                spec.STOP_RUN.served_by(self.stop_run),
+                spec.END.served_by(self.end),
+                spec.WELCOME.served_by(self.welcome),
                 *node.methods(),
             ],
             node_id="agent",
@@ -160,7 +135,7 @@ class Agent:
         is_far = invitation is not None
         living = self._processes.living
         self._script = ScriptHeard(config, self._wishes, lambda: bool(living), is_far=is_far)
-        self._facts: NodeFacts | None = None
+        self._facts: spec.NodeFacts | None = None
         self._file: AgentFile | None = None
         self._file_lock: HeldLock | None = None  # as long as the process lives
 
@@ -196,24 +171,28 @@ class Agent:
             self._clean_up(has_successor=has_successor)
             await self._node.close()
 
-    async def describe(self, _: None) -> NodeDescription:
+    async def describe(self, _: None) -> spec.NodeDescription:
         """What the node is, and what runs there."""
         self._script.note()
         self._wishes.clear()  # whoever asked for it meant an earlier script
         await self._processes.forked()  # for an earlier script, which can end nobody any more
         assert self._facts is not None
         workers = [
-            LivingWorker(worker.order, worker.reported.result() if worker.reported.done() else None)
+            spec.LivingWorker(
+                worker.order, worker.reported.result() if worker.reported.done() else None
+            )
             for worker in self._processes.living.values()
         ]
-        return NodeDescription(self._facts, self._node.script_config, workers, CALLS_FORMAT)
+        return spec.NodeDescription(
+            self._facts, self._node.script_config, workers, spec.CALLS_FORMAT
+        )
 
-    async def welcome(self, welcome: Welcome) -> None:
+    async def welcome(self, welcome: spec.Welcome) -> None:
         """A further start of the script goes on with what runs here."""
         self._script.note()
         self._node.note(welcome)
 
-    def launch(self, launch: Launch) -> Coroutine[Any, Any, Launched]:
+    def launch(self, launch: spec.Launch) -> Coroutine[Any, Any, spec.Launched]:
         """Starts workers; they all serve when it returns, or none is left.
 
         An earlier life of the same worker is killed first.
@@ -224,7 +203,7 @@ class Agent:
         # its own at this moment; when the coroutine runs, it may be that of a later one
         return self._launch(launch, self._server.newest_term.number)
 
-    async def _launch(self, launch: Launch, term: int) -> Launched:
+    async def _launch(self, launch: spec.Launch, term: int) -> spec.Launched:
         self._script.note()
         started = time.monotonic()
         self._note_replaced(launch.replaced)
@@ -238,11 +217,11 @@ class Agent:
             workers = await self._processes.start(specs, launch.timeout_s)
         except WorkerError as error:
             log_path = self._node.shown(error.log_path or "")
-            return Launched([], str(error), log_path, list(error.log_tail))
+            return spec.Launched([], str(error), log_path, list(error.log_tail))
         logger.info("workers=%d start_s=%.2f", len(workers), time.monotonic() - started)
-        return Launched(workers)
+        return spec.Launched(workers)
 
-    async def watch(self, watch: Watch) -> News:
+    async def watch(self, watch: spec.Watch) -> spec.News:
         """News of the workers of a role, at once when one has ended."""
         self._script.note()
         processes = self._processes
@@ -253,9 +232,9 @@ class Agent:
                 async with asyncio.timeout(watch.hold_s):
                     await processes.end_noted.wait()
         prefix, now_ns = f"{watch.role}/", time.monotonic_ns()
-        return News(
+        return spec.News(
             beats=[
-                Beat(
+                spec.Beat(
                     worker.order.name,
                     worker.order.incarnation,
                     (now_ns - worker.beat_ns) / 1e9,
@@ -275,12 +254,12 @@ class Agent:
         self._processes.note_replaced(replaced)
         self._callers.note_replaced(replaced)
 
-    async def stop(self, stop: Stop) -> None:
+    async def stop(self, stop: spec.Stop) -> None:
         """Waits for the end of workers, and kills those that take too long."""
         self._script.note()
         await self._processes.stop(stop.incarnations, stop.grace_s)
 
-    async def stacks(self, names: Sequence[str]) -> list[WorkerStacks]:
+    async def stacks(self, names: Sequence[str]) -> list[spec.WorkerStacks]:
         """What workers do that do not get on; nothing of a name that is no worker's."""
         self._script.note()
         return await self._processes.stacks(names)
@@ -290,7 +269,7 @@ class Agent:
 
         Returns: whether a script is heard.
         """
-        self._wishes.add(Wish.stop)
+        self._wishes.add(spec.Wish.stop)
         return self._script.is_lately
 
     async def end(self, _: None) -> None:
@@ -304,7 +283,7 @@ class Agent:
         clean_leftovers(self._memory_root)
         token = self._memory.node_token()
         self._processes.begun_s = self._memory.begun_s
-        facts = NodeFacts(
+        facts = spec.NodeFacts(
             host=socket.gethostname(),
             token=token,
             num_devices=self._num_devices,
@@ -329,13 +308,15 @@ class Agent:
         assert self._facts is not None
         self._node.note(await self._invitation.accept(self._keys, self._facts, limit_s))
 
-    def _worker_spec(self, order: WorkerOrder, shipped: Shipped | None, term: int) -> WorkerSpec:
+    def _worker_spec(
+        self, order: spec.WorkerOrder, shipped: spec.Shipped | None, term: int
+    ) -> spec.WorkerSpec:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else list(map(str, range(self._num_devices)))
         devices = ",".join(names[device].strip() for device in order.devices)
         transport = replace(self._config.transport, bind=self._interface.host)
         run = replace(self._config, transport=transport)
-        return WorkerSpec(
+        return spec.WorkerSpec(
             *(order, run, self._run_id, str(self._memory_root), devices),
             replaced=self._processes.replaced,
             term=term,

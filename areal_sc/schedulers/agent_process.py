@@ -109,12 +109,10 @@ class LocalAgent:
     def __init__(self, process: OtherProcess) -> None:
         self.pid = process.pid
         self._process = process
-        self._is_killed = False
 
     def how_it_ended(self) -> str | None:
         # who did not start a process is not told how it ended
-        has_ended = self._is_killed or self._process.has_ended
-        return "an unknown exit status" if has_ended else None
+        return "an unknown exit status" if self._process.has_ended else None
 
     def end(self, grace_s: float) -> None:
         self._process.end(grace_s)
@@ -122,6 +120,5 @@ class LocalAgent:
     def kill(self) -> None:
         self._process.send(signal.SIGKILL)
         self._process.wait()
-        self._is_killed = True
 
     def close(self) -> None: ...

@@ -48,7 +48,6 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import AGENT, agent_environment
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.found_agents import FoundAgent, end_found, find_agents
-from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.open_run import OpenRun, keys_of, settings_of_agents
 from areal_sc.system import interrupts
 from areal_sc.system.process import allow_open_files
@@ -160,11 +159,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
             found = self._find(num_nodes)
             delete_files_of_dead_agents(self.folder.path)
             interface = Interface.towards(config.transport.bind, hosts)
-            self._joins = JoinServer(self.keys, self.passes, interface, self.folder)
-            undo.callback(self._joins.close)
-            self.keys.write(self.folder.keys_path)
-            undo.callback(self.folder.remove_keys)
-            self.folder.write_atomic(self.folder.join_path, self._joins.address.encode())
+            self._joins = self._open_joins(interface, self.folder, undo)
             undo.callback(self._end)
             self._take_over(found)
             while len(self.agents) < num_nodes and self._start(None) is not None:
@@ -325,8 +320,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         machine = machine or self.idle_machine()
         if machine is None:
             return None
-        term = 0 if self.term is None else self.term.number
-        start = self._start_of(f"{machine}{_MARK}{term}.{next(self._numbers)}")
+        start = self._start_of(f"{machine}{_MARK}{self.term.number}.{next(self._numbers)}")
         assert start is not None
         config = json.encode(self.config_of_agents).decode()
         command = StartCommand(
@@ -369,7 +363,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         """All that can be reached; the others end when they hear nobody for long."""
         limit_s = self.config.shutdown_timeout_s
         self._closed.set()
-        if self.term is not None and self.term.is_over:
+        if self.term.is_over:
             return
         with self._one_starts:
             ends = [  # no pool of threads: there is none any more when the interpreter ends

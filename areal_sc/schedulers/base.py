@@ -74,14 +74,16 @@ class Scheduler(Protocol):
         keys: of the run; its agents and workers serve nobody without them.
         passes: those that workers get.
         status: what the run says of itself.
-        term: of this process in the run.
     """
 
     config: SchedulerConfig
     keys: RunKeys
     passes: Passes
     status: StatusBoard
-    term: RunTerm | None = None
+
+    @property
+    def term(self) -> RunTerm | None:
+        """That of this process in the run; None: it has none."""
 
     async def nodes(self) -> Sequence[Node]:
         """All nodes of the run, once their agents serve; always the same objects.

@@ -77,11 +77,6 @@ class FilesBeside:
                 self._start()
             return self._address
 
-    @property
-    def pid(self) -> int | None:
-        """Id of the process, if there is one."""
-        return None if self._process is None else self._process.pid
-
     def close(self) -> None:
         """Nobody needs files any more."""
         with self._one_starts:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from operator import not_
 
 from msgspec import MsgspecError, json
 
@@ -17,9 +16,8 @@ from areal_sc.run.agent_files import AgentFile, living_agents
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import RunTerm
 from areal_sc.schedulers.agent_calls import AgentAddress, call_agents
+from areal_sc.system.waiting import polled
 from areal_sc.transport.security.keys import RunKeys
-
-_LOOK_S: Final = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -134,12 +132,10 @@ class UnseenAgents:
         answered = {it.place for it in living}
         self.silent = [it.node for it in self._noted if (it.job, it.node) not in answered]
         tell_to_end(living, self._keys, self._folder.term)
-        give_up_s = time.monotonic() + limit_s
-        while left := self._living(self._keys):
-            if time.monotonic() > give_up_s:
-                where = ", ".join(f"process {it.joining.pid} on {it.joining.node}" for it in left)
-                raise WaitTimeout(f"agents of the run in {self._folder.path} do not end: {where}")
-            time.sleep(_LOOK_S)
+        keys = self._keys
+        if left := polled(lambda: self._living(keys), limit_s, until=not_):
+            where = ", ".join(f"process {it.joining.pid} on {it.joining.node}" for it in left)
+            raise WaitTimeout(f"agents of the run in {self._folder.path} do not end: {where}")
         self._folder.check_term()
         if not self.silent:
             for path in (self._folder.joined_path, self._folder.join_path):
@@ -168,12 +164,13 @@ def end_found(
     logger.warning("agents=%d of an earlier start end", len(agents))
     tell_to_end(agents, keys, folder.term)
     ended = {(agent.joining.node, agent.joining.pid) for agent in agents}
-    give_up_s = time.monotonic() + limit_s
-    while left := [it for it in living_agents(folder.path) if (it.node, it.pid) in ended]:
-        if time.monotonic() > give_up_s:
-            where = ", ".join(f"process {agent.pid} on {agent.host}" for agent in left)
-            raise RunFolderError(
-                f"run folder {folder.path}: agents of an earlier start do not end ({where}); end "
-                "them by `kill`, then start the run again"
-            )
-        time.sleep(_LOOK_S)
+    if left := polled(
+        lambda: [it for it in living_agents(folder.path) if (it.node, it.pid) in ended],
+        limit_s,
+        until=not_,
+    ):
+        where = ", ".join(f"process {agent.pid} on {agent.host}" for agent in left)
+        raise RunFolderError(
+            f"run folder {folder.path}: agents of an earlier start do not end ({where}); end "
+            "them by `kill`, then start the run again"
+        )

@@ -10,6 +10,9 @@ so many nodes, and for one agent on each of them, also when it is shown again: a
 joined may call again, as long as its key is the same, and nobody else in its place. It is refused
 once it was replaced.
 
+Agents that do not see the run folder are noted in it, as they cannot do that themselves: so the
+next start finds them. They get the script's files (`FilesBeside`), and are told where these are.
+
 The server has a thread and an event loop of its own: the scheduler is used from several.
 """
 
@@ -21,18 +24,19 @@ import hashlib
 import hmac
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from areal_sc.errors import NotPermitted
+from areal_sc.errors import NotPermitted, StaleTerm
 from areal_sc.ids import random_id
 from areal_sc.nodes.joining import read_address
-from areal_sc.nodes.spec import JOIN, STOP_RUN, Joining, NodeFacts, Welcome
+from areal_sc.nodes.spec import JOIN, STOP_RUN, WELCOME, Joining, NodeFacts, Welcome
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.found_agents import FoundAgent
-from areal_sc.schedulers.unseen_nodes import UnseenNodes
+from areal_sc.schedulers.agent_calls import AgentAddress, call_agents
+from areal_sc.schedulers.files_beside import FilesBeside
+from areal_sc.schedulers.found_agents import FoundAgent, note_unseen
 from areal_sc.system import interrupts
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
@@ -44,6 +48,7 @@ from areal_sc.transport.sockets.refusals import Refusals
 _CLOSE_LIMIT_S: Final = 10.0
 _PURPOSE: Final = b"areal_sc invitation 1\0"
 """Before the name, in what a secret is made of: it is none of anything else."""
+_NONCE: Final = b"areal_sc nonce 1\0"
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +97,7 @@ class JoinServer:
     Attributes:
         address: where agents join.
         refused: agents that were not invited, or came a second time.
-        unseen: the nodes of those that do not see the folder.
+        files: the process that serves those of the script, once there is a node that needs it.
     Raises: TransportError: the interface cannot be bound. RunFolderError: the folder cannot be
         written.
     """
@@ -100,7 +105,12 @@ class JoinServer:
     def __init__(
         self, keys: RunKeys, passes: Passes, interface: Interface, folder: RunFolder
     ) -> None:
-        self.unseen = UnseenNodes(keys, passes, interface, folder, self.agents)
+        # whoever reads it in the folder sees that; as secret as the invitations, and as lasting
+        self._nonce = hmac.digest(keys.controller.secret, _NONCE, "sha256").hex()
+        folder.write_atomic(folder.nonce_path, self._nonce.encode())
+        self.files = FilesBeside(folder, interface, passes, self._tell_of_files)
+        self._one_notes = asyncio.Lock()
+        self._noted: list[Joining] = []
         self._folder = folder
         self._joined: dict[tuple[str, str], Joining] = {}
         self._replaced: set[str] = set()
@@ -131,7 +141,7 @@ class JoinServer:
         secret = base64.urlsafe_b64encode(made).decode("ascii")
         with self._one_changes:
             self._invited.setdefault(_digest(secret), _Invited(num_nodes, num_restarts))
-        return f"{self._keys.controller.public.decode()} {secret} {self.unseen.nonce}"
+        return f"{self._keys.controller.public.decode()} {secret} {self._nonce}"
 
     def open(self, found: Sequence[FoundAgent] = ()) -> list[FoundAgent]:
         """Agents can join from now on; those of an earlier start of the script have. Blocks.
@@ -142,10 +152,12 @@ class JoinServer:
         Raises: WorkerStartError: files cannot be served. RunFolderError: it cannot be written.
             StaleTerm.
         """
-        adopted = self.unseen.adopt(found)
+        unseen = {it.address for it in found if not it.joining.shares_folder}
+        silent = unseen - self._tell(unseen, self.files.address()) if unseen else unseen
+        adopted = [it for it in found if it.address not in silent]
         with self._one_changes:
             self._joined |= {it.place: it.joining for it in adopted}
-        self.unseen.note()
+        self._note()
         self._loop.call_soon_threadsafe(self._is_open.set)
         return adopted
 
@@ -173,7 +185,7 @@ class JoinServer:
 
     def close(self) -> None:
         """Nobody joins any more, or gets files. Closing again does nothing."""
-        self.unseen.files.close()
+        self.files.close()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._done.set)
             self._thread.join(_CLOSE_LIMIT_S)
@@ -197,7 +209,6 @@ class JoinServer:
         )
         try:
             self.address = self._interface.reachable(await server.start(at_any_port=True))
-            self.unseen.join_address = self.address  # before an agent is answered
             started.set_result(self.address)
         except Exception as error:
             started.set_exception(error)
@@ -206,10 +217,46 @@ class JoinServer:
         await server.close()
 
     async def _welcome(self, joining: Joining) -> Welcome:
-        """Raises: NotPermitted: as `_join`. Else as `UnseenNodes.welcome`."""
+        """Raises: NotPermitted: as `_join`. WorkerStartError: files cannot be served.
+        RunFolderError: the folder cannot be written. StaleTerm.
+        """
         await self._is_open.wait()
         self._join(joining)
-        return await self.unseen.welcome(joining)
+        if joining.shares_folder:
+            return Welcome(self.address)
+        async with self._one_notes:  # those that come at one time are noted together
+            # one that asks whether the script lives is noted already
+            if replace(joining, secret="") not in self._noted:
+                await asyncio.to_thread(self._note)
+        logger.info("node=%s does not see the run folder: it gets the script's files", joining.node)
+        return Welcome(self.address, await asyncio.to_thread(self.files.address))
+
+    def _note(self) -> None:
+        """Notes those that have joined. Raises: RunFolderError: it cannot be written. StaleTerm."""
+        agents = self.agents()
+        note_unseen(self._folder, agents)
+        self._noted = agents
+
+    def _tell_of_files(self, address: str) -> None:
+        """Agents know where files were served before. Blocks, but not for long."""
+        unseen = {
+            AgentAddress.of(it.facts): it.node
+            for it in self.agents()
+            if isinstance(it.facts, NodeFacts) and not it.shares_folder
+        }
+        try:
+            told = self._tell(unseen, address)
+        except StaleTerm as error:
+            logger.error("no node is told where files are served: %s", error)
+            return
+        if silent := [node for agent, node in unseen.items() if agent not in told]:
+            what = "nodes=%s do not hear where files are served until their agents join again"
+            logger.warning(what, ",".join(silent))
+
+    def _tell(self, agents: Collection[AgentAddress], files: str) -> set[AgentAddress]:
+        """Which of these have heard where this start of the script is. Raises: StaleTerm."""
+        welcome = Welcome(self.address, files)
+        return set(call_agents(WELCOME, welcome, agents, self._keys, self._folder.term))
 
     def _join(self, joining: Joining) -> None:
         """Raises: NotPermitted: the agent is not the one that was invited."""

@@ -19,7 +19,6 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,6 +38,7 @@ from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.open_run import OpenRun, keys_of, settings_of_agents
 from areal_sc.system import interrupts
 from areal_sc.system.process import allow_open_files, heard_from
+from areal_sc.system.waiting import polled
 from areal_sc.transport.shards.memory_folder import clean_leftovers, user_folder
 
 logger = logging.getLogger(__name__)
@@ -160,8 +160,7 @@ class LocalScheduler(OpenRun):
             if node.facts.incarnation != incarnation:
                 return
             with self._one_starts:
-                if self.term is not None:
-                    self.term.check()
+                self.term.check()
                 if self._is_closed:
                     raise WorkerStartError("no agent is started: the scheduler is closed")
                 past = self._agent
@@ -189,7 +188,7 @@ class LocalScheduler(OpenRun):
     def _end_agent(self) -> None:
         with self._one_starts:
             self._is_closed = True
-        is_ours = self.term is None or not self.term.is_over
+        is_ours = not self.term.is_over
         if is_ours:
             self._agent.end(self.config.shutdown_timeout_s)
         with self._one_waits:  # whoever reads what it tells has come to the end of it
@@ -199,9 +198,9 @@ class LocalScheduler(OpenRun):
 
     def _clean_up_after(self, memory_root: Path) -> None:
         """Deletes what a killed agent leaves, once its workers have died, too."""
-        give_up_s = time.monotonic() + self.config.shutdown_timeout_s
-        while (user_folder(memory_root) / self._run_id).exists():
+
+        def is_gone() -> bool:
             clean_leftovers(memory_root)
-            if time.monotonic() > give_up_s:
-                return
-            time.sleep(0.05)
+            return not (user_folder(memory_root) / self._run_id).exists()
+
+        polled(is_gone, self.config.shutdown_timeout_s, 0.05)

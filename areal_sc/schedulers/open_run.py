@@ -17,9 +17,11 @@ from areal_sc.run.agent_files import living_agents
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import RunTerm
 from areal_sc.run.status_board import StatusBoard
+from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.system import interrupts
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Passes
+from areal_sc.transport.sockets.interface import Interface
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class OpenRun:
     keys: RunKeys
     passes: Passes
     status: StatusBoard
-    term: RunTerm | None
+    term: RunTerm
     _undo: ExitStack
 
     def _take(
@@ -50,6 +52,7 @@ class OpenRun:
             folder = RunFolder(config.run_dir)
             folder.lock(resume=config.resume.value, overwrite=config.overwrite)
             undo.callback(folder.close)
+        assert folder.term is not None, "it is open"
         self.term, self.status = folder.term, StatusBoard()
         self.status.keep(folder, self.term, config.orphan_timeout_s)
         undo.callback(self.status.close)
@@ -58,8 +61,19 @@ class OpenRun:
     def _use_keys(self, found: RunKeys | None = None) -> None:
         """After `_take`: the run has these keys, of an earlier start of the script, or new ones."""
         self.keys = found or RunKeys.create()
-        number = 0 if self.term is None else self.term.number
-        self.passes = Passes(self.keys, number, is_first=found is None)
+        self.passes = Passes(self.keys, self.term.number, is_first=found is None)
+
+    def _open_joins(self, interface: Interface, folder: RunFolder, undo: ExitStack) -> JoinServer:
+        """After `_use_keys`: where agents of other machines join, as the folder tells them.
+
+        Raises: TransportError: the interface cannot be bound. RunFolderError.
+        """
+        joins = JoinServer(self.keys, self.passes, interface, folder)
+        undo.callback(joins.close)
+        self.keys.write(folder.keys_path)
+        undo.callback(folder.remove_keys)
+        folder.write_atomic(folder.join_path, joins.address.encode())
+        return joins
 
     def _keep(self, undo: ExitStack) -> None:
         """All is begun; `close`, or the end of the script without one, ends it."""

@@ -19,18 +19,6 @@ from typing import Final, TypeVar
 from areal_sc.errors import PeerLost, RpcTimeout, StaleCall, TransportError, WaitTimeout
 from areal_sc.ids import random_id
 from areal_sc.shipping import calls
-from areal_sc.shipping.calls import (
-    PIECE_BYTES,
-    PIECE_LIMIT_S,
-    FileFact,
-    FilePiece,
-    HeldTree,
-    Listing,
-    TreeHolder,
-    TreePiece,
-    WrittenFile,
-    WrittenPiece,
-)
 from areal_sc.shipping.names import checked_name
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import Method
@@ -91,8 +79,8 @@ class ScriptFiles:
     def __init__(self, connection: Connection, transport: Transport) -> None:
         self._connection = connection
         self._transport = transport
-        self._last: TreeHolder | None = None  # that a file was read from
-        self._failed: set[TreeHolder] = set()
+        self._last: calls.TreeHolder | None = None  # that a file was read from
+        self._failed: set[calls.TreeHolder] = set()
 
     @classmethod
     @asynccontextmanager
@@ -104,14 +92,14 @@ class ScriptFiles:
         finally:
             await connection.close()
 
-    async def _call(self, method: Method[A, R], args: A, limit_s: float = PIECE_LIMIT_S) -> R:
+    async def _call(self, method: Method[A, R], args: A, limit_s: float = calls.PIECE_LIMIT_S) -> R:
         return await self._connection.call(method, args, timeout_s=limit_s)
 
-    async def list_path(self, path: str) -> Listing:
+    async def list_path(self, path: str) -> calls.Listing:
         """Raises: NotPermitted, ConfigError: nodes do not get it. TransportError."""
         return _checked(await self._call(calls.LIST_PATH, path, calls.LISTING_LIMIT_S))
 
-    async def list_run(self, name: str) -> Listing:
+    async def list_run(self, name: str) -> calls.Listing:
         """Raises: TransportError."""
         return _checked(await self._call(calls.LIST_RUN, name))
 
@@ -119,25 +107,27 @@ class ScriptFiles:
         """A small file, or what has been written to it since. Raises: TransportError."""
         parts = []
         while True:
-            piece = FilePiece(path, name, offset, PIECE_BYTES)
+            piece = calls.FilePiece(path, name, offset, calls.PIECE_BYTES)
             parts.append(await self._call(calls.READ_PIECE, piece))
             offset += len(parts[-1])
-            if len(parts[-1]) < PIECE_BYTES:
+            if len(parts[-1]) < calls.PIECE_BYTES:
                 return b"".join(parts)
 
-    async def read_file(self, path: str, fact: FileFact, target: Path) -> None:
+    async def read_file(self, path: str, fact: calls.FileFact, target: Path) -> None:
         """Makes a file that holds what was listed.
 
         Raises: TransportError: it cannot be had, or is another one by now. OSError.
         """
 
         async def read(offset: int, size: int) -> bytes:
-            piece = FilePiece(path, fact.name, offset, size)
+            piece = calls.FilePiece(path, fact.name, offset, size)
             return await self._call(calls.READ_PIECE, piece)
 
         await _read_file(path, fact, target, read)
 
-    async def read_large_file(self, digest: str, path: str, fact: FileFact, target: Path) -> None:
+    async def read_large_file(
+        self, digest: str, path: str, fact: calls.FileFact, target: Path
+    ) -> None:
         """Reads a file like `read_file`, but from nodes that have its tree, or from the script in
         turn.
 
@@ -157,14 +147,16 @@ class ScriptFiles:
             await asyncio.sleep(RETRY_S)
 
     async def _has_read(
-        self, holder: TreeHolder, digest: str, fact: FileFact, target: Path
+        self, holder: calls.TreeHolder, digest: str, fact: calls.FileFact, target: Path
     ) -> bool:
         """Whether the holder had a turn for this node, and has given the file."""
         place = holder.address, "agent", ANY_INCARNATION
 
         async def read(offset: int, size: int) -> bytes:
-            piece = TreePiece(digest, fact.name, offset, size)
-            return await connection.call(calls.READ_TREE_PIECE, piece, timeout_s=PIECE_LIMIT_S)
+            piece = calls.TreePiece(digest, fact.name, offset, size)
+            return await connection.call(
+                calls.READ_TREE_PIECE, piece, timeout_s=calls.PIECE_LIMIT_S
+            )
 
         try:
             connection = self._transport.connect(*place, server_key=holder.key)
@@ -181,7 +173,7 @@ class ScriptFiles:
         self._last = holder
         return True
 
-    async def note_held(self, held: HeldTree) -> None:
+    async def note_held(self, held: calls.HeldTree) -> None:
         """Other nodes may read it there. Raises: TransportError."""
         await self._call(calls.HOLD, held)
 
@@ -199,20 +191,20 @@ class ScriptFiles:
             num_bytes, digest = os.fstat(fd).st_size, await asyncio.to_thread(_digest, fd)
 
             async def write(offset: int) -> None:
-                content = await asyncio.to_thread(os.pread, fd, PIECE_BYTES, offset)
-                piece = WrittenPiece(name, token, offset, content)
+                content = await asyncio.to_thread(os.pread, fd, calls.PIECE_BYTES, offset)
+                piece = calls.WrittenPiece(name, token, offset, content)
                 await self._call(write_piece, piece)
 
             # a caller that is not known yet may say little
-            await self._call(write_piece, WrittenPiece(name, token, 0, b""))
+            await self._call(write_piece, calls.WrittenPiece(name, token, 0, b""))
             await _some_at_once(write, num_bytes)
-            end = WrittenFile(name, token, num_bytes, digest)
+            end = calls.WrittenFile(name, token, num_bytes, digest)
             await self._call(end_file, end, calls.LISTING_LIMIT_S)
         finally:
             os.close(fd)
 
 
-def _checked(listing: Listing) -> Listing:
+def _checked(listing: calls.Listing) -> calls.Listing:
     """Raises: NotPermitted: a name of it is none."""
     for fact in listing.files:
         checked_name(fact.name)
@@ -220,7 +212,7 @@ def _checked(listing: Listing) -> Listing:
 
 
 async def _read_file(
-    path: str, fact: FileFact, target: Path, read: Callable[[int, int], Awaitable[bytes]]
+    path: str, fact: calls.FileFact, target: Path, read: Callable[[int, int], Awaitable[bytes]]
 ) -> None:
     """Makes a file of the pieces that `read` gives, by offset and size. Raises: as `read_file`."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -228,7 +220,7 @@ async def _read_file(
     try:
 
         async def bring(offset: int) -> None:
-            size = min(PIECE_BYTES, fact.num_bytes - offset)
+            size = min(calls.PIECE_BYTES, fact.num_bytes - offset)
             got = await read(offset, size)
             if len(got) != size:
                 raise _changed(path, fact)
@@ -241,7 +233,7 @@ async def _read_file(
         os.close(fd)
 
 
-def _changed(path: str, fact: FileFact) -> TransportError:
+def _changed(path: str, fact: calls.FileFact) -> TransportError:
     where = f"{fact.name} of {path}" if path else fact.name
     return TransportError(f"{where} was changed while it was brought to this node; try again")
 
@@ -254,13 +246,15 @@ def _digest(fd: int) -> str:
 
 async def _some_at_once(work: Callable[[int], Awaitable[None]], num_bytes: int) -> None:
     """Calls with the offset of each piece; the first error ends it."""
-    offsets = iter(range(0, num_bytes, PIECE_BYTES))
+    offsets = iter(range(0, num_bytes, calls.PIECE_BYTES))
 
     async def next_ones() -> None:
         for offset in offsets:
             await work(offset)
 
-    await together([next_ones() for _ in range(min(NUM_AT_ONCE, -(-num_bytes // PIECE_BYTES)))])
+    await together(
+        [next_ones() for _ in range(min(NUM_AT_ONCE, -(-num_bytes // calls.PIECE_BYTES)))]
+    )
 
 
 async def together(work: Sequence[Awaitable[None]]) -> None:

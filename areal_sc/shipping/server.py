@@ -28,15 +28,6 @@ from areal_sc.log import setup_logging
 from areal_sc.run.named_paths import find_named_path
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping import calls, names
-from areal_sc.shipping.calls import (
-    FileFact,
-    FilePiece,
-    HeldTree,
-    Listing,
-    TreeHolder,
-    WrittenFile,
-    WrittenPiece,
-)
 from areal_sc.shipping.pieces import read_piece
 from areal_sc.shipping.tree_turns import TreeTurns
 from areal_sc.shipping.trees import Trees, digest_of
@@ -65,13 +56,14 @@ class FileServer:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._trees = Trees()
-        self._listed: dict[str, Listing] = {}
+        self._listed: dict[str, calls.Listing] = {}
         self._one_lists: dict[str, asyncio.Lock] = {}
         self._turns = TreeTurns()
         # by the digest of what was listed, and with who has told of it first
-        self._holders: dict[str, dict[TreeHolder, str]] = {}
+        self._holders: dict[str, dict[calls.TreeHolder, str]] = {}
 
     def methods(self) -> list[Served]:
+        in_thread = asyncio.to_thread
         return [
             calls.LIST_PATH.served_by(self.list_path),
             calls.LIST_RUN.served_by(self.list_run),
@@ -79,35 +71,33 @@ class FileServer:
             calls.TAKE_TURN.served_to(lambda _, reader: self._turns.take(reader)),
             calls.HOLDERS.served_by(self.holders),
             calls.HOLD.served_to(self.hold),
-            calls.WRITE_PIECE.served_by(lambda piece: asyncio.to_thread(self._write, piece)),
-            calls.END_FILE.served_by(lambda file: asyncio.to_thread(self._end, file)),
-            calls.WRITE_LOG_PIECE.served_by(
-                lambda it: asyncio.to_thread(self._write, it, is_log=True)
-            ),
-            calls.END_LOG.served_by(lambda file: asyncio.to_thread(self._end, file, is_log=True)),
+            calls.WRITE_PIECE.served_by(lambda it: in_thread(self._write, it)),
+            calls.END_FILE.served_by(lambda it: in_thread(self._end, it)),
+            calls.WRITE_LOG_PIECE.served_by(lambda it: in_thread(self._write, it, is_log=True)),
+            calls.END_LOG.served_by(lambda it: in_thread(self._end, it, is_log=True)),
         ]
 
-    async def list_path(self, path: str) -> Listing:
+    async def list_path(self, path: str) -> calls.Listing:
         """Raises: ConfigError: as `Trees.list`."""
         named = await asyncio.to_thread(find_named_path, self._folder.sources, path)
         if named is None:
-            return Listing([], is_missing=True)
+            return calls.Listing([], is_missing=True)
         async with self._one_lists.setdefault(path, asyncio.Lock()):  # nodes come all at once
             listing = await asyncio.to_thread(self._trees.list, named)
             self._listed[path] = listing
             self._holders.setdefault(digest_of(listing), {})
             return listing
 
-    async def read_piece(self, piece: FilePiece, reader: str) -> bytes:
+    async def read_piece(self, piece: calls.FilePiece, reader: str) -> bytes:
         """Raises: as `_read`."""
         self._turns.note_read(reader)
         return await asyncio.to_thread(self._read, piece)
 
-    def holders(self, digest: str) -> list[TreeHolder]:
+    def holders(self, digest: str) -> list[calls.TreeHolder]:
         found = list(self._holders.get(digest, ()))
         return random.sample(found, min(len(found), MAX_HOLDERS))
 
-    def hold(self, held: HeldTree, reader: str) -> None:
+    def hold(self, held: calls.HeldTree, reader: str) -> None:
         """The reader has got all of a tree, and its node serves it.
 
         Raises: NotPermitted: it has told of another node before, and is on one only.
@@ -120,22 +110,22 @@ class FileServer:
             )
         holders.setdefault(held.holder, reader)
 
-    async def list_run(self, name: str) -> Listing:
+    async def list_run(self, name: str) -> calls.Listing:
         """Raises: NotPermitted."""
         return await asyncio.to_thread(self._list_run, names.listable(self._folder.path, name))
 
-    def _list_run(self, folder: Path) -> Listing:
+    def _list_run(self, folder: Path) -> calls.Listing:
         if not folder.is_dir():
-            return Listing([], is_missing=True)
+            return calls.Listing([], is_missing=True)
         files = [it for it in folder.iterdir() if it.is_file() and not it.is_symlink()]
-        return Listing([FileFact(it.name, it.stat().st_size) for it in files])
+        return calls.Listing([calls.FileFact(it.name, it.stat().st_size) for it in files])
 
-    def _read(self, piece: FilePiece) -> bytes:
+    def _read(self, piece: calls.FilePiece) -> bytes:
         """Raises: NotPermitted. TransportError: it cannot be read."""
         path, flags = self._place_of(piece)
         return read_piece(path, piece.offset, piece.num_bytes, flags)
 
-    def _place_of(self, piece: FilePiece) -> tuple[Path, int]:
+    def _place_of(self, piece: calls.FilePiece) -> tuple[Path, int]:
         if not piece.path:
             return names.readable(self._folder.path, piece.name), os.O_NOFOLLOW
         listing = self._listed.get(piece.path)
@@ -145,7 +135,7 @@ class FileServer:
         # links are followed: a model hub's files are links
         return Path(piece.path) if listing.is_file else Path(piece.path, piece.name), 0
 
-    def _write(self, piece: WrittenPiece, *, is_log: bool = False) -> None:
+    def _write(self, piece: calls.WrittenPiece, *, is_log: bool = False) -> None:
         """Raises: NotPermitted. CheckpointError: it cannot be written."""
         partial = self._partial_of(piece.name, piece.token, is_log=is_log)
         if piece.offset < 0:
@@ -160,7 +150,7 @@ class FileServer:
             finally:
                 os.close(fd)
 
-    def _end(self, file: WrittenFile, *, is_log: bool = False) -> None:
+    def _end(self, file: calls.WrittenFile, *, is_log: bool = False) -> None:
         """Raises: NotPermitted. CheckpointError: it is not what was sent."""
         partial = self._partial_of(file.name, file.token, is_log=is_log)
         target = self._folder.path / file.name

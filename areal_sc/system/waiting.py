@@ -29,9 +29,14 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-def polled(look: Callable[[], T], limit_s: float, every_s: float = 0.1) -> T:
-    """The first value of `look` that counts as true, or the last one before the limit."""
+def polled(
+    look: Callable[[], T],
+    limit_s: float,
+    every_s: float = 0.1,
+    until: Callable[[T], bool] = bool,
+) -> T:
+    """The first value of `look` that will do, or the last one before the limit."""
     give_up_s = time.monotonic() + limit_s
-    while not (found := look()) and (left_s := give_up_s - time.monotonic()) > 0:
+    while not until(found := look()) and (left_s := give_up_s - time.monotonic()) > 0:
         time.sleep(min(every_s, left_s))
     return found

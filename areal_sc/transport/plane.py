@@ -112,7 +112,7 @@ class DataPlane:
             pull_copying_s=seconds["copying"],
             served_bytes=self._server.sent_bytes,
             bulk_requests=self._server.num_reads,
-            bulk_refused=self._server.num_refused + self._bulk.num_refused,
+            bulk_refused=self._server.refused.num + self._bulk.refused.num,
         )
 
     async def close(self) -> None:

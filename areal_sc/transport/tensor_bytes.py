@@ -6,7 +6,7 @@ their dtype; numpy, which knows neither bfloat16 nor float8, only ever sees byte
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -53,6 +53,14 @@ def dtype_named(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise MetadataError(f"tensors on the wire have one of the dtypes {DTYPE_NAMES}, not {name}")
     return _DTYPES[name]
+
+
+def tensor_over(memory: Any, dtype: torch.dtype, num_bytes: int, start: int) -> torch.Tensor:
+    """The values in a buffer, which begin at byte `start`, [numel]; nothing is copied."""
+    if not num_bytes:
+        return torch.empty(0, dtype=dtype)
+    count = num_bytes // dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

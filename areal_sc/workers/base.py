@@ -158,9 +158,9 @@ class Worker:
         return tuple(self.plane.store.adopted_ids)
 
     async def stats(self, _: None) -> calls.WorkerStats:
-        refused = self._security.num_refused
+        refused = self._security.refused.num
         if self._server is not None:
-            refused += self._server.num_malformed
+            refused += self._server.malformed.num
         return calls.WorkerStats(self.plane.stats(), refused, self.engine_stats(), take_warnings())
 
     def engine_stats(self) -> dict[str, float]:

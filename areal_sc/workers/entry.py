@@ -40,7 +40,8 @@ def tell_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
     """
     if not environment.keys() & _ALLOCATOR_VARIABLES:
         settings = ["expandable_segments:True"]
-        if _version_of("torch") >= _EXACT_PINNED_SINCE:
+        torch = tuple(int(part) for part in version("torch").split(".")[:2])
+        if torch >= _EXACT_PINNED_SINCE:
             settings.append("pinned_max_round_threshold_mb:1")
         environment["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(settings)
 
@@ -51,10 +52,6 @@ def tell_cuda(environment: MutableMapping[str, str] = os.environ) -> None:
     Its own order begins with the fastest device.
     """
     environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-
-
-def _version_of(package: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version(package).split(".")[:2])
 
 
 def run_worker(spec_dict: dict[str, Any]) -> int:

@@ -70,7 +70,7 @@ class WorkerEpisodeEngine:
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
         group: of the episode; its requests share what their prompts have in common.
-        past_waits: what it has waited for, by the ends.
+        open_waits, past_waits: what it waits for, and has waited for, by the ends.
     """
 
     def __init__(
@@ -93,21 +93,16 @@ class WorkerEpisodeEngine:
         self._evaluated = evaluated
         self._agents = agents
         self._agent_pool = agent_pool
-        self._waits: list[EpisodeWait] = []
+        self.open_waits: list[EpisodeWait] = []
         self.past_waits: list[EpisodeWait] = []
         self.group = group
         self._own_code_since_s = time.monotonic()
         self._has_answered = False
 
     @property
-    def open_waits(self) -> tuple[EpisodeWait, ...]:
-        """What it waits for."""
-        return tuple(self._waits)
-
-    @property
     def waits(self) -> list[tuple[str, float]]:
         """What the episode waits for now, each with the time since when (monotonic, s)."""
-        now = [(wait.what, wait.since_s) for wait in self._waits]
+        now = [(wait.what, wait.since_s) for wait in self.open_waits]
         return now or [(OWN_CODE, self._own_code_since_s)]
 
     async def generate(
@@ -262,11 +257,11 @@ class WorkerEpisodeEngine:
     @contextmanager
     def _waiting(self, what: str) -> Iterator[EpisodeWait]:
         wait = EpisodeWait(what, time.time(), time.monotonic())
-        self._waits.append(wait)
+        self.open_waits.append(wait)
         try:
             yield wait
         finally:
-            self._waits.remove(wait)
+            self.open_waits.remove(wait)
             self._own_code_since_s = time.monotonic()
             wait.took_s = self._own_code_since_s - wait.since_s
             self.past_waits.append(wait)

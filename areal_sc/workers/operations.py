@@ -85,6 +85,7 @@ class Operations:
 
     Attributes:
         lineage, version: the policy that the worker is at.
+        broken: why only a new lineage is accepted, as a change failed half-way; "": it is not so.
     """
 
     def __init__(self, worker: str) -> None:
@@ -93,7 +94,7 @@ class Operations:
         self._worker = worker
         self._noted: dict[Operation, tuple[str, asyncio.Task[Any]]] = {}  # content and run of each
         self._turn = asyncio.Lock()
-        self._broken = ""  # what says that a change failed half-way
+        self.broken = ""
 
     async def join(
         self,
@@ -130,18 +131,13 @@ class Operations:
         """The operations that are remembered: they are done, or go on, or wait."""
         return tuple(self._noted)
 
-    @property
-    def broken(self) -> str:
-        """Why only a new lineage is accepted; "" if that is not so."""
-        return self._broken
-
     @contextmanager
     def changing(self, operation: Operation) -> Iterator[None]:
         """What fails within leaves the state in between: only a new lineage is accepted then."""
         try:
             yield
         except BaseException as error:
-            self._broken = (
+            self.broken = (
                 f"{operation} failed on {self._worker}, and has left the engine in between "
                 f"two versions: {error!r}; load a snapshot, or start again"
             )
@@ -169,7 +165,7 @@ class Operations:
             self._check(operation, begins_lineage)
             reply = await run()
             if begins_lineage:
-                self.lineage, self._broken = operation.lineage, ""
+                self.lineage, self.broken = operation.lineage, ""
             if next_version is not None:
                 self.version = next_version
             for earlier, (_, task) in list(self._noted.items()):
@@ -188,8 +184,8 @@ class Operations:
                 f"{operation}: {self._worker} is at lineage {self.lineage}, policy version "
                 f"{self.version}"
             )
-        if self._broken and not begins_lineage:
-            raise EngineFailed(self._broken)
+        if self.broken and not begins_lineage:
+            raise EngineFailed(self.broken)
 
     def _on_end(self, operation: Operation, task: asyncio.Task[Any]) -> None:
         """What failed is not remembered: see `join` for what a repeat gets."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
@@ -21,19 +21,17 @@ def played_group(
     group: RunGroup,
     prompt: str,
     began: float,
-    episodes: Sequence[list[Trajectory] | Rejection],
+    kept: dict[int, list[Trajectory]],
+    rejected: Mapping[str, Sequence[Rejection]],
 ) -> PlayedGroup:
     """What is recorded of it.
 
     Args:
         prompt: the row of the dataset, as `row_text` has it.
         began: Unix time in seconds.
-        episodes: of the group, in the order of their numbers.
+        kept: rows of episodes, by their numbers.
+        rejected: other episodes, by the cause.
     """
-    rejected: dict[str, list[Rejection]] = {}
-    for episode in episodes:
-        if isinstance(episode, Rejection):
-            rejected.setdefault(episode.cause, []).append(episode)
     recorded = RecordedGroup(
         worker=worker,
         group=group.group_id,
@@ -49,8 +47,7 @@ def played_group(
             RecordedRejection(cause, same[0].message, len(same)) for cause, same in rejected.items()
         ),
     )
-    rows = {number: it for number, it in enumerate(episodes) if not isinstance(it, Rejection)}
-    return PlayedGroup(recorded, rows)
+    return PlayedGroup(recorded, kept)
 
 
 def row_text(row: Any) -> str:

@@ -209,7 +209,8 @@ class RolloutWorker(Worker):
             self._group_counters["group_s"] += time.perf_counter() - began_s
         if self.recorder.is_on and group.group_id >= 0:
             text = text_of(row, row_text) if row is not None else ""
-            self.recorder.add_group(played_group(self.spec.name, group, text, began, played))
+            it = played_group(self.spec.name, group, text, began, kept, rejected)
+            self.recorder.add_group(it)
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
         causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
         warning = self._warning(group.prompt, kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from areal_sc.engines.base import ManyRanks, RankPosition, able
+from areal_sc.engines.base import ManyRanks, able
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.sockets.interface import host_of
@@ -23,14 +23,14 @@ class TrainWorker(Rank):
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
         super().__init__(spec, agent)
         self._writes = BegunWrites(self)
-        self._broadcasts: WeightBroadcasts | None = None
+        self._broadcasts = WeightBroadcasts(self)
 
     def methods(self) -> list[Served]:
         return [
             *super().methods(),
             calls.SLEEP.served_by(self.sleep),
             rank_methods.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
-            rank_methods.INITIALIZE_RANK.served_by(self.using(self.initialize)),
+            rank_methods.INITIALIZE_RANK.served_by(self.using(self.join_ranks)),
             DESCRIBE_RANK.served_by(self.describe),
             rank_methods.COMPUTE.served_by(self.using(partial(rank_updates.compute_field, self))),
             rank_methods.SCORE.served_by(self.using(partial(rank_updates.score, self))),
@@ -39,47 +39,27 @@ class TrainWorker(Rank):
             rank_methods.UPDATE.served_by(self.using(partial(rank_updates.update, self))),
             rank_methods.SEAL_WEIGHTS.served_by(self.using(partial(seal_weights, self))),
             rank_methods.SAVE_WEIGHTS.served_by(self.using(partial(save_weights, self))),
-            rank_methods.OPEN_WEIGHT_GROUP.served_by(
-                lambda group: self.broadcasts.open_group(group)
-            ),
-            rank_methods.MEET_WEIGHT_GROUP.served_by(lambda size: self.broadcasts.meet_group(size)),
-            rank_methods.WEIGHT_LAYOUTS.served_by(lambda _: self.broadcasts.layouts()),
-            rank_methods.BROADCAST_WEIGHTS.served_by(lambda _: self.broadcasts.broadcast()),
-            rank_methods.CANCEL_BROADCAST.served_by(lambda g: self.broadcasts.cancel_broadcast(g)),
+            rank_methods.OPEN_WEIGHT_GROUP.served_by(self._broadcasts.open_group),
+            rank_methods.MEET_WEIGHT_GROUP.served_by(self._broadcasts.meet_group),
+            rank_methods.WEIGHT_LAYOUTS.served_by(self._broadcasts.layouts),
+            rank_methods.BROADCAST_WEIGHTS.served_by(self._broadcasts.broadcast),
+            rank_methods.CANCEL_BROADCAST.served_by(self._broadcasts.cancel_broadcast),
             rank_methods.BEGIN_WRITE.served_by(self.using(self._writes.begin)),
             rank_methods.DROP_MEMORY_SNAPSHOTS.served_by(self._writes.drop_memory_snapshots),
             rank_methods.FINISH_WRITE.served_by(self._writes.finish),
             rank_methods.LOAD_SNAPSHOT.served_by(self.using(self._writes.load)),
         ]
 
-    @property
-    def broadcasts(self) -> WeightBroadcasts:
-        assert self._broadcasts, "the controller calls initialize first"
-        return self._broadcasts
-
     async def close(self) -> None:
         await self.operations.close()
         await self._writes.close()
-        if self._broadcasts:
-            self._broadcasts.close()
+        self._broadcasts.close()
         if isinstance(self.engine, ManyRanks):
             await Worker.compute(self, self.engine.close)  # it need not wake for that
 
     async def create_rendezvous(self, _: None) -> str:
         engine = able(self.engine, ManyRanks)
         return await self.compute(lambda: engine.create_rendezvous(host_of(self.address)))
-
-    async def initialize(self, args: rank_methods.InitializeRank) -> RankPosition:
-        position = await self.join_ranks(args)
-        self._broadcasts = WeightBroadcasts(
-            self.engine,
-            self.handle.config.weight_update,
-            self.compute,
-            rank=args.rank,
-            host=host_of(self.address),
-            node=self.node,
-        )
-        return position
 
     async def describe(self, _: None) -> RankDescription:
         operations = self.operations

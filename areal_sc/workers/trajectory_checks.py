@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +16,6 @@ from areal_sc.metadata import MAX_RETURNS
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.workflows.base import Trajectory
-
-_ARRAY_CODES: Final = {"int32": "i", "float32": "f"}
-"""What `array` calls them, which refuses an integer that is none, or too large."""
 
 
 def checked_episode(
@@ -87,10 +83,7 @@ def _problem(row: Any, *, is_trained: bool) -> str:
     if len(set(lengths.values())) != 1:
         return f"the trajectory's fields differ in length: {lengths}"
     for name, dtype in TRAJECTORY_FIELDS.items():
-        values = getattr(row, name)
-        held = _held_list(values, dtype) if type(values) is list else None
-        if held is None:
-            held = _held(_as_array(values, dtype), dtype)
+        held = _held(_as_array(getattr(row, name), dtype), dtype)
         if held is None or held.ndim != 1:
             return f"the trajectory's {name} are not what {dtype} can hold: one would be changed"
         setattr(row, name, held)
@@ -126,24 +119,6 @@ def _are_returns(given: Any, num_trained: int) -> bool:
         if not (isinstance(part[1], int | np.integer) and part[1] > 0):
             return False
     return not given or sum(size for _, size in given) == num_trained
-
-
-def _held_list(values: list[Any], dtype: str) -> Any:
-    """The array that `_held` gives, of a list of Python's numbers, in a third of its time.
-
-    None: let that decide.
-    """
-    if dtype == "bool":
-        held = _as_array(values, dtype)
-        return held if held.dtype == bool else None
-    if not values or type(values[0]) not in (int, float):
-        return None
-    try:
-        held = np.frombuffer(array(_ARRAY_CODES[dtype], values), dtype)
-    except (TypeError, OverflowError):
-        return None
-    # a product is finite only if all values are
-    return held if dtype == "int32" or math.isfinite(held.dot(held)) else None
 
 
 def _as_array(values: Any, dtype: str) -> Any:

@@ -10,51 +10,29 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 
-from areal_sc.config.schema import WeightUpdateConfig
-from areal_sc.engines.base import PublishesWhole, TrainEngine, able
+from areal_sc.engines.base import PublishesWhole, able
 from areal_sc.engines.weight_group import GLOO, NCCL, Backend, WeightBroadcaster
 from areal_sc.errors import ConfigError, EngineFailed, StaleCall, TransportError
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.shards.ids import parse_shard_id
+from areal_sc.transport.sockets.interface import host_of
 from areal_sc.weights import BucketLayout, WeightBroadcast, WeightGroup
+from areal_sc.workers.rank import Rank
 from areal_sc.workers.rank_methods import CANCEL_BROADCAST, OpenWeightGroup, SentWeights
 
 logger = logging.getLogger(__name__)
 
 CANCEL_TIMEOUT_S: Final = 30.0
 
-Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
-
 
 class WeightBroadcasts:
-    """One rank's part in broadcasts to a weight group.
+    """One rank's part in broadcasts to a weight group; that with the number 0 broadcasts."""
 
-    Args:
-        compute: runs a function in the engine's thread.
-        rank: of the trainer's ranks; rank 0 broadcasts.
-        host: address of this machine that the generating ranks reach.
-        node: token of this rank's node.
-    """
-
-    def __init__(
-        self,
-        engine: TrainEngine,
-        config: WeightUpdateConfig,
-        compute: Compute,
-        *,
-        rank: int,
-        host: str,
-        node: str,
-    ) -> None:
-        self._engine = engine
-        self._config = config
-        self._compute = compute
+    def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._host = host
-        self._node = node
+        self._config = rank.handle.config.weight_update
         self._broadcaster: WeightBroadcaster | None = None
         self._group = ""
         self._cancelled = threading.Event()
@@ -66,7 +44,7 @@ class WeightBroadcasts:
         """
         self.close()
         backend: Backend = NCCL if wanted.is_cuda and self._whole.is_cuda else GLOO
-        if backend == NCCL and (shared := set(wanted.devices) & set(own_devices(self._node))):
+        if backend == NCCL and (shared := set(wanted.devices) & set(own_devices(self._rank.node))):
             raise ConfigError(
                 f"weight_update.method: collective needs GPUs of their own for training and "
                 f"generation, and both use {', '.join(sorted(shared))}; choose pull"
@@ -74,7 +52,7 @@ class WeightBroadcasts:
         self._group = wanted.name
         self._cancelled = threading.Event()  # a broadcast to the group before may still go on
         self._broadcaster = WeightBroadcaster(
-            wanted.name, self._host, backend, self._config.step_timeout_s
+            wanted.name, host_of(self._rank.address), backend, self._config.step_timeout_s
         )
         return self._broadcaster.describe(wanted.world_size)
 
@@ -84,20 +62,20 @@ class WeightBroadcasts:
         Raises: EngineFailed: they were not in time.
         """
         broadcaster = self._require_group()
-        await self._compute(lambda: broadcaster.meet(world_size))
+        await self._rank.compute(lambda: broadcaster.meet(world_size))
 
-    async def layouts(self) -> tuple[BucketLayout, ...]:
+    async def layouts(self, _: None) -> tuple[BucketLayout, ...]:
         """The broadcasts of one publication."""
         return tuple(
-            await self._compute(lambda: self._whole.weight_layouts(self._config.bucket_bytes))
+            await self._rank.compute(lambda: self._whole.weight_layouts(self._config.bucket_bytes))
         )
 
-    async def broadcast(self) -> SentWeights:
+    async def broadcast(self, _: None) -> SentWeights:
         """Sends all weights to the group; on other ranks than 0: helps rank 0 to gather them.
 
         A broadcast that fails ends the sending, and the other ranks gather to the end.
         """
-        broadcaster = self._require_group() if self._rank == 0 else None
+        broadcaster = self._require_group() if self._rank.number == 0 else None
         cancelled = self._cancelled
 
         def send() -> SentWeights:
@@ -111,7 +89,7 @@ class WeightBroadcasts:
                     failure = str(error)
             return SentWeights(num_bytes, failure)
 
-        sent: SentWeights = await self._compute(send)
+        sent = await self._rank.compute(send)
         if sent.failure and self._broadcaster is broadcaster:  # else another group is open by now
             self.close()
         return sent
@@ -130,7 +108,7 @@ class WeightBroadcasts:
 
     @property
     def _whole(self) -> PublishesWhole:
-        return able(self._engine, PublishesWhole)
+        return able(self._rank.engine, PublishesWhole)
 
     def _require_group(self) -> WeightBroadcaster:
         if self._broadcaster is None:

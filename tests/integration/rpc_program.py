@@ -20,6 +20,7 @@ from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Caller, Passes
+from areal_sc.transport.sockets import zmq_socket
 
 LIFE = "life1"
 
@@ -46,6 +47,7 @@ def print_line(text: str) -> None:
 
 
 async def serve(keys: str) -> None:
+    zmq_socket.UNSENT_TIMEOUT_MS = 1000  # type: ignore[misc]  # a test does not wait for long
     security = security_of(keys, "train/2")
     num_calls = 0
 
@@ -63,9 +65,8 @@ async def serve(keys: str) -> None:
     def counters(args: dict[str, Any]) -> dict[str, int]:
         return {
             "num_calls": num_calls,
-            "num_malformed": server.num_malformed,
-            "num_dropped_replies": server._outbox.dropped.num,
-            "num_refused": security.num_refused if security else 0,
+            "num_malformed": server.malformed.num,
+            "num_refused": security.refused.num if security else 0,
         }
 
     server = RpcServer(
@@ -78,7 +79,6 @@ async def serve(keys: str) -> None:
         node_id="train/2",
         incarnation=LIFE,
         security=security,
-        reply_timeout_s=1.0,
     )
     print_line(await server.start())
     await asyncio.to_thread(sys.stdin.read)

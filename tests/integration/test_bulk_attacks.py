@@ -219,7 +219,7 @@ async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:
             return answered
 
         assert await asyncio.to_thread(throw) == 0
-        await until(lambda: server.num_refused >= 200)  # each connection
+        await until(lambda: server.refused.num >= 200)  # each connection
         assert server.num_reads == 0
         assert memory_mib() - before < 100
         assert await fetch(server, 256) == expected(256)
@@ -248,7 +248,7 @@ async def test_messages_without_end_are_not_kept(announced: tuple[int, int]) -> 
 
         assert await asyncio.to_thread(send)
         assert memory_mib() - before < 100
-        await until(lambda: server.num_refused >= 1)
+        await until(lambda: server.refused.num >= 1)
         assert await fetch(server, 256) == expected(256)
 
 
@@ -264,7 +264,7 @@ async def test_callers_that_show_no_session_are_put_out(monkeypatch: pytest.Monk
                 caller.sendall(b"\x40")  # the beginning of a length
                 assert len(server._callers) <= 20
             assert await fetch(server, 256) == expected(256)
-            await until(lambda: server.num_refused == 50)
+            await until(lambda: server.refused.num == 50)
             assert not server._callers
 
 
@@ -287,14 +287,14 @@ async def test_a_session_has_one_connection_once() -> None:
             ("right", hello),
             ("captured", hello),
         ]:
-            before = server.num_refused
+            before = server.refused.num
             member = BulkMember(grant, first)
             member.send(member.request(REQUESTS[0]))
             if label == "right":
                 await until(lambda member=member: member.has_reply)
                 right = member
             else:
-                await until(lambda before=before: server.num_refused > before)
+                await until(lambda before=before: server.refused.num > before)
                 await until(lambda member=member: member.is_lost)
                 member.close()
         assert server.num_reads == 1
@@ -368,7 +368,7 @@ async def test_a_slow_puller_costs_no_memory_and_stays_as_long_as_it_reads() -> 
 
 async def test_who_asks_for_more_than_it_reads_is_put_out() -> None:
     async with serving(NUM_BYTES) as server, asking(server, 8 + MAX_WAITING_REPLIES):
-        await until(lambda: server.num_refused == 1)
+        await until(lambda: server.refused.num == 1)
         await until(lambda: num_connections(server) == 0)
         assert await fetch(server, NUM_BYTES) == expected(256) * (NUM_BYTES // 256)
 
@@ -386,7 +386,7 @@ async def test_an_idle_server_uses_no_cpu_after_an_attack() -> None:
         for number in range(100):
             member = BulkMember(server.open_session("test"))
             member.send(os.urandom(100))
-            await until(lambda number=number: server.num_refused == number + 1)
+            await until(lambda number=number: server.refused.num == number + 1)
             member.close()
         used_s: list[float] = []
         while len(used_s) < 20 and min(used_s, default=1.0) >= 0.1:  # others are in this process

@@ -155,7 +155,7 @@ async def test_strangers_are_not_served(
 ) -> None:
     async with service(keys) as serving:
         async with asyncio.timeout(LIMIT_S):
-            while not serving.security.num_refused:  # a busy machine may take several calls
+            while not serving.security.refused.num:  # a busy machine may take several calls
                 with pytest.raises(TransportError):
                     await call(serving, STRANGERS[name](keys), "stranger", NO_SERVICE_S)
         # the server lives, for those who may
@@ -180,7 +180,7 @@ async def test_members_are_served_while_strangers_try(keys: RunKeys) -> None:
             assert isinstance(stranger.exception(), TransportError)
         assert {args["who"] for args in serving.served} == {"member"}
         async with asyncio.timeout(LIMIT_S):
-            while serving.security.num_refused < len(STRANGERS):  # noqa: ASYNC110 - no event
+            while serving.security.refused.num < len(STRANGERS):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.01)
 
 
@@ -219,7 +219,7 @@ async def test_a_worker_may_call_what_workers_may_and_nothing_else(
                 await worker.call(named("work"), {}, timeout_s=LIMIT_S)
             with pytest.raises(NotPermitted):
                 await worker.call(named("no such method"), {}, timeout_s=LIMIT_S)
-        assert serving.security.num_refused == 4
+        assert serving.security.refused.num == 4
         assert "count=1 reason=a rollout may not call work of train/0" in caplog.text
         serving.security.callers.note_replaced(passes.replaced)  # on an open connection
         async with transport(CurveClient.of_worker(second)) as others:
@@ -252,8 +252,8 @@ async def test_of_a_stranger_no_long_message_is_read(keys: RunKeys) -> None:
                 await connection.call(
                     named("work"), {"who": "x" * (1 << 20)}, timeout_s=NO_SERVICE_S
                 )
-        assert serving.security.num_refused == 1
-        assert serving.server.num_malformed == 0
+        assert serving.security.refused.num == 1
+        assert serving.server.malformed.num == 0
 
 
 async def test_whatever_a_stranger_says_who_knows_the_server_it_gets_no_answer(
@@ -275,11 +275,11 @@ async def test_whatever_a_stranger_says_who_knows_the_server_it_gets_no_answer(
                     message[rng.randrange(len(message))] = rng.randrange(256)
                 dealer.send(message if number % 5 else rng.randbytes(number))
             give_up_s = time.monotonic() + LIMIT_S
-            while serving.security.num_refused + serving.server.num_malformed < 300:
+            while serving.security.refused.num + serving.server.malformed.num < 300:
                 assert time.monotonic() < give_up_s
                 await asyncio.sleep(0.01)
             assert not dealer.poll(0)
-        assert serving.security.num_refused > 60, "the others were not understood"
+        assert serving.security.refused.num > 60, "the others were not understood"
         assert serving.server.newest_term.number == 0
         assert await call(serving, CurveClient.of_controller(keys), "controller") == "done"
         assert serving.served == [{"who": "controller"}]
@@ -297,11 +297,11 @@ async def test_random_bytes_at_the_port_change_nothing(keys: RunKeys) -> None:
                 except OSError:
                     continue  # the server has ended the connection
         give_up = time.monotonic() + LIMIT_S
-        while serving.security.num_refused < 300:
+        while serving.security.refused.num < 300:
             assert time.monotonic() < give_up
             await asyncio.sleep(0.01)
         assert await call(serving, CurveClient.of_controller(keys), "member") == "done"
-        assert serving.security.num_refused == 300
+        assert serving.security.refused.num == 300
 
 
 # ---------------------------------------------------------------------- workers

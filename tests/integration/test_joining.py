@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -166,11 +164,11 @@ async def test_agents_are_told_where_files_are_served_once_another_process_has_t
     agent = RpcServer([WELCOME.served_by(told.put_nowait)], **parts)
     unseen = replace(facts_of_a_blind_agent(own), address=await agent.start())
     await come(joins, keys, own, secret_of(joins, 1), monkeypatch, facts=unseen)
-    before, pid = await asyncio.to_thread(joins.unseen.files.address), joins.unseen.files.pid
-    assert pid is not None
+    before, process = await asyncio.to_thread(joins.files.address), joins.files._process
+    assert process is not None
     async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
-        with joins.unseen.files._one_starts:  # so it is not started again before the port is taken
-            os.kill(pid, signal.SIGKILL)
+        with joins.files._one_starts:  # so it is not started again before the port is taken
+            process.kill()
             port = int(before.rpartition(":")[2])
             while True:
                 with suppress(OSError):
@@ -181,7 +179,7 @@ async def test_agents_are_told_where_files_are_served_once_another_process_has_t
     assert welcome.address == joins.address
     assert welcome.files.startswith("tcp://127.0.0.1:")
     assert welcome.files != before
-    assert await asyncio.to_thread(joins.unseen.files.address) == welcome.files
+    assert await asyncio.to_thread(joins.files.address) == welcome.files
     await agent.close()
 
 

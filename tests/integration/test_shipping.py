@@ -353,8 +353,8 @@ async def test_a_process_that_dies_is_there_again_at_its_address(
 ) -> None:
     (script.folder.sources / "1.json").write_text("x")
     assert await script.files.read_all("", "sources/1.json") == b"x"
-    assert beside.pid is not None
-    os.kill(beside.pid, signal.SIGKILL)
+    assert beside._process is not None
+    os.kill(beside._process.pid, signal.SIGKILL)
     async with asyncio.timeout(LIMIT_S):
         while True:
             try:
@@ -390,15 +390,15 @@ async def test_whose_worker_was_started_again_is_not_served_any_more(
             while await served(before):
                 pass
         assert await served(other)
-    assert beside.pid is not None
-    os.kill(beside.pid, signal.SIGKILL)  # another one is told before it serves
-    pid, answers = beside.pid, list[bool]()
+    assert beside._process is not None
+    os.kill(beside._process.pid, signal.SIGKILL)  # another one is told before it serves
+    pid, answers = beside._process.pid, list[bool]()
     async with asyncio.timeout(LIMIT_S):
         while not answers:
             with suppress(PeerLost):
                 async with ScriptFiles.opened(transports[0], script.where) as before:
                     answers.append(await served(before))
-    assert beside.pid != pid
+    assert beside._process.pid != pid
     assert answers == [False]
     for transport in transports:
         await transport.close()
@@ -550,10 +550,10 @@ async def test_workers_get_files_of_the_next_start_of_a_script_that_was_killed(
 ) -> None:
     """Where its process ends with the script, or lives on, but does nothing any more."""
     number = SourceRegistry(script.folder.path, "rollout").register_prompts([{"prompt": "b"}])
-    assert beside.pid is not None
+    assert beside._process is not None
     if outlives_script:
-        os.kill(beside.pid, signal.SIGSTOP)
-        monkeypatch.setattr("areal_sc.shipping.client.PIECE_LIMIT_S", 0.5)
+        os.kill(beside._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr("areal_sc.shipping.calls.PIECE_LIMIT_S", 0.5)
     else:
         await asyncio.to_thread(beside.close)
     waiting = asyncio.create_task(shipped.bring_source(number))
@@ -564,7 +564,7 @@ async def test_workers_get_files_of_the_next_start_of_a_script_that_was_killed(
         await waiting
     assert SourceReader(tmp_path / "here", shipped.place).prompts(number)[0] == {"prompt": "b"}
     if outlives_script:
-        os.kill(beside.pid, signal.SIGCONT)
+        os.kill(beside._process.pid, signal.SIGCONT)
 
 
 async def test_a_snapshot_that_does_not_come_in_time_may_be_a_good_one(
@@ -573,11 +573,11 @@ async def test_a_snapshot_that_does_not_come_in_time_may_be_a_good_one(
     script.snapshot(1, "one")
     here = RunFolder(tmp_path / "here").snapshot_path(1) / "engine"
     in_a_hurry = files_on_node(script, tmp_path, shipping_timeout_s=0.5)
-    assert beside.pid is not None
-    os.kill(beside.pid, signal.SIGSTOP)
+    assert beside._process is not None
+    os.kill(beside._process.pid, signal.SIGSTOP)
     with pytest.raises(WaitTimeout, match=r"within scheduler\.shipping_timeout_s=0\.5"):
         await in_a_hurry.bring_snapshot(here)
-    os.kill(beside.pid, signal.SIGCONT)
+    os.kill(beside._process.pid, signal.SIGCONT)
     await shipped.bring_snapshot(here)
     assert (here / "snapshot.json").read_text() == "one"
 

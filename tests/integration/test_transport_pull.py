@@ -500,7 +500,7 @@ async def test_strangers_replays_and_captured_sessions_get_nothing() -> None:
             assert await asyncio.to_thread(member.receive) == content
             misbehave(member)
             await until(lambda member=member: member.is_lost)
-            assert owner.bulk.num_refused == number + 1
+            assert owner.bulk.refused.num == number + 1
             assert not member.has_reply
             member.close()
         assert await bystander.ask(GOOD) == content
@@ -559,7 +559,7 @@ async def test_changed_answers_are_never_handed_out(
                 forge_answers(patch, forge)
                 with pytest.raises(ProtocolError, match=r"life1\.1 on rollout/0: .*(tag|payload)"):
                     await puller.pull(batch)
-            assert puller._bulk.num_refused == 1
+            assert puller._bulk.refused.num == 1
             assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 200)]
 
 
@@ -689,7 +689,7 @@ async def test_a_request_that_was_changed_on_its_way_costs_one_session() -> None
 
             stream.send = changed  # type: ignore[method-assign]
             assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
-            assert owner.bulk.num_refused == number + 1
+            assert owner.bulk.refused.num == number + 1
 
 
 @contextmanager
@@ -790,14 +790,14 @@ async def test_an_owner_that_lives_but_lets_nobody_in_is_asked_again(
         granted = owner.bulk.granted
 
         def refuse_some(session_id: bytes) -> Any:
-            if owner.bulk.num_refused < num_refused:
+            if owner.bulk.refused.num < num_refused:
                 raise ProtocolError("a test")
             return granted(session_id)
 
         owner.bulk.granted = refuse_some  # type: ignore[method-assign]
         if is_in_time:
             assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
-            assert owner.bulk.num_refused == num_refused
+            assert owner.bulk.refused.num == num_refused
         else:
             with pytest.raises(
                 RpcTimeout,

@@ -159,11 +159,9 @@ class NetworkConnection:
         self._is_closed = False
         network.connections[self] = None
 
-    async def call(
-        self, method: Method[A, R], args: A, *, timeout_s: float, request_id: str | None = None
-    ) -> R:
+    async def call(self, method: Method[A, R], args: A, *, timeout_s: float) -> R:
         self._network.on_call(args)
-        request_id = request_id or f"{next(self._network.request_ids):032x}"
+        request_id = f"{next(self._network.request_ids):032x}"
         frame = encode(Request(request_id, self._incarnation, method.name, pack(args), self._term))
         if self._is_closed:
             raise self._peer_lost()

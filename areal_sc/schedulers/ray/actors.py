@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import ray
 from ray.util import get_placement_group, list_named_actors, remove_placement_group
@@ -30,7 +30,7 @@ from ray.util.placement_group import placement_group_table
 
 from areal_sc.log import log_tail
 from areal_sc.nodes.joining import STARTER_VARIABLE
-from areal_sc.system.durable import own_file
+from areal_sc.schedulers.agent_process import start_beside
 from areal_sc.system.process import END_SIGNAL, exit_text, heard_from
 from areal_sc.transport.shards.memory_folder import folder_on_node
 
@@ -68,16 +68,10 @@ class AgentActor:
         environment = {**os.environ, **variables, STARTER_VARIABLE: str(os.getpid())}
         if paths:
             environment["PYTHONPATH"] = os.pathsep.join(paths)
-        with self._open_log(Path(log_path), node_folder) as log:
-            # it dies with the thread that has started it, which is that of the event loop
-            self._process = subprocess.Popen(  # noqa: ASYNC220
-                [sys.executable, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+        self._log_path = self._place_of_log(Path(log_path), node_folder)
+        # it dies with the thread that has started it, which is that of the event loop
+        command = [sys.executable, *arguments]
+        self._process = start_beside(command, self._log_path, environment, subprocess.PIPE)
         assert self._process.stdout is not None
         return await asyncio.to_thread(heard_from, self._process.stdout, KEY_LIMIT_S)
 
@@ -113,16 +107,15 @@ class AgentActor:
                 process.kill()
             await asyncio.sleep(_LOOK_S)
 
-    def _open_log(self, log_path: Path, node_folder: str) -> IO[bytes]:
+    def _place_of_log(self, log_path: Path, node_folder: str) -> Path:
         """In the run folder, if this node sees that."""
         self._shares_log = os.access(log_path.parent, os.W_OK)
-        if not self._shares_log:
-            own = folder_on_node(node_folder)
-            own.mkdir(_OWNER_ONLY, parents=True, exist_ok=True)
-            (own / "logs").mkdir(_OWNER_ONLY, exist_ok=True)
-            log_path = own / "logs" / log_path.name
-        self._log_path = log_path
-        return open(log_path, "ab", opener=own_file)
+        if self._shares_log:
+            return log_path
+        own = folder_on_node(node_folder)
+        own.mkdir(_OWNER_ONLY, parents=True, exist_ok=True)
+        (own / "logs").mkdir(_OWNER_ONLY, exist_ok=True)
+        return own / "logs" / log_path.name
 
 
 class Keeper:

@@ -29,8 +29,7 @@ from msgspec import json
 from areal_sc.config.ray_settings import RayConfig
 from areal_sc.errors import ConfigError, SchedulerSilent
 from areal_sc.log import log_tail
-from areal_sc.schedulers.agent_process import agent_environment
-from areal_sc.system.durable import own_file
+from areal_sc.schedulers.agent_process import agent_environment, start_beside
 
 CONNECT_LIMIT_S: Final = 55.0
 """A cluster that is there has answered by then, also on a machine that is busy."""
@@ -141,15 +140,9 @@ class RayCluster:
         self._thread.join(_END_LIMIT_S)
 
     def _start_process(self) -> subprocess.Popen[bytes]:
-        with open(self._log_path, "ab", opener=own_file) as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "areal_sc.schedulers.ray.bridge"],
-                stdin=subprocess.PIPE,  # open as long as this process lives
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **agent_environment(os.environ)},
-                start_new_session=True,
-            )
+        command = [sys.executable, "-P", "-m", "areal_sc.schedulers.ray.bridge"]
+        env = os.environ | agent_environment(os.environ)
+        process = start_beside(command, self._log_path, env, subprocess.PIPE)
         assert process.stdin is not None
         with suppress(BrokenPipeError):
             process.stdin.write(self._first_line)

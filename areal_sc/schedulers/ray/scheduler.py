@@ -119,7 +119,7 @@ class RayScheduler(AgentsElsewhere[RayAgent]):
         return replace(super().config_of_agents, ray=ray)
 
     def _give_back(self) -> None:
-        if self.term is None or not self.term.is_over:  # else it is another script's
+        if not self.term.is_over:  # else it is another script's
             try:
                 self._cluster.ask("release")
             except SchedulerSilent as error:

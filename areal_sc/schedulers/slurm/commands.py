@@ -120,7 +120,7 @@ def run_command(
     variables: Mapping[str, str] | None = None,
     advice: Callable[[str], str] = lambda text: "",
 ) -> str:
-    """Standard output of a command.
+    """Standard output of a command; nothing of a job that SLURM has forgotten.
 
     Args:
         text: its standard input.
@@ -159,8 +159,8 @@ def run_command(
         raise SchedulerSilent(f"{words[0]} gave no answer in {COMMAND_TIMEOUT_S:g} s") from error
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        if words[0] == "scancel" and _UNKNOWN_JOB in said:
-            return ""  # it has just ended
+        if _UNKNOWN_JOB in said:
+            return ""  # it has ended
         _silence.note(is_silent=bool(_SILENT.search(said)))
         if _silence.is_silent:
             raise SchedulerSilent(f"{words[0]}: {said}")
@@ -273,13 +273,7 @@ def look_at(jobs: Sequence[str], *, is_patient: bool = False) -> dict[str, JobSt
     ask = run_patiently if is_patient else run_command
     states = dict.fromkeys(jobs, JobState("COMPLETED", reason=_FORGOTTEN))
     words = ["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%A|%T|%r|%S|%N"]
-    try:
-        told = ask(words) if jobs else ""
-    except ConfigError as error:
-        if _UNKNOWN_JOB not in str(error):  # the only one ended long ago
-            raise
-        told = ""
-    for job, state, reason, start, nodes in _rows(told, 5):
+    for job, state, reason, start, nodes in _rows(ask(words) if jobs else "", 5):
         states[job] = JobState(state, frozenset(host_names(nodes)), reason, start)
     return states
 
@@ -310,12 +304,7 @@ def host_names(hosts: str) -> list[str]:
 
 def steps_of(job: str, name: str) -> list[str]:
     """Ids of the job's running steps of that name. Raises: SchedulerSilent."""
-    try:
-        listed = run_command(["squeue", "-h", "--steps", "-j", job, "-o", "%i|%j"])
-    except ConfigError as error:
-        if _UNKNOWN_JOB not in str(error):  # it ended long ago, and its steps with it
-            raise
-        return []
+    listed = run_command(["squeue", "-h", "--steps", "-j", job, "-o", "%i|%j"])
     return [step for step, its_name in _rows(listed, 2) if its_name == name]
 
 

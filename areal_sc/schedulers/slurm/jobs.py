@@ -111,19 +111,16 @@ class Jobs:
                 commands.check_submission(script, self._variables)
         return [self.submit(plan.single) for plan in plans for _ in range(plan.num_jobs)]
 
-    def has(self, job_id: str) -> bool:
-        """Whether it is one of the run's, and was not ended."""
-        return any(job.job_id == job_id for job in self._jobs)
-
-    def of(self, job_id: str) -> Job:
-        """The one of that id, for a node of the run."""
-        job = next(job for job in self._jobs if job.job_id == job_id)
-        job.is_taken = True
+    def of(self, job_id: str) -> Job | None:
+        """The one of that id, for a node of the run; None: it is not the run's, or has ended."""
+        job = next((job for job in self._jobs if job.job_id == job_id), None)
+        if job is not None:
+            job.is_taken = True
         return job
 
     def note_lent(self, lent: Sequence[LentRecord]) -> None:
         """The nodes of the run, for its next start. Raises: RunFolderError: a file has failed."""
-        self._file.note_lent(lent)
+        self._file.note(lent=list(lent))
 
     def _begin_step(self, around: str, plan: JobPlan) -> Job:
         """Raises: ConfigError: the job around the script lacks nodes, or has several kinds."""
@@ -339,7 +336,7 @@ class Jobs:
         """Raises: RunFolderError: it cannot be written. StaleTerm."""
         lending = self._file.lending
         jobs = [it for it in self._jobs if it.job_id in lending or not self._known(it).has_ended]
-        self._file.note_jobs([JobRecord(it.name, it.plan, it.is_own, it.job_id) for it in jobs])
+        self._file.note(jobs=[JobRecord(it.name, it.plan, it.is_own, it.job_id) for it in jobs])
 
     def _new_name(self, plan: JobPlan) -> str:
         return f"{NAME_PREFIX}{self._run_id}-{plan.kind}-{random_id()}"

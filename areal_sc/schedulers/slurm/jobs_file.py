@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 from msgspec import MsgspecError, json
 
@@ -105,13 +104,12 @@ class JobsFile:
                 f"them (`squeue --me` shows them: {NAME_PREFIX}…), then delete the file"
             ) from error
 
-    def note_jobs(self, jobs: Sequence[JobRecord]) -> None:
-        """Raises: RunFolderError: it cannot be written. StaleTerm."""
-        self._write(jobs=list(jobs))
-
-    def note_lent(self, lent: Sequence[LentRecord]) -> None:
-        """Raises: RunFolderError: it cannot be written. StaleTerm."""
-        self._write(lent=list(lent))
+    def note(self, **changes: list[JobRecord] | list[LentRecord]) -> None:
+        """Fields of `RunJobs` change. Raises: RunFolderError: it cannot be written. StaleTerm."""
+        with self._one_writes:
+            known = replace(self._known, **changes)  # type: ignore[arg-type]
+            self._folder.write_atomic(self._folder.jobs_path, json.encode(known))
+            self._known = known
 
     @property
     def lending(self) -> set[str]:
@@ -121,12 +119,6 @@ class JobsFile:
     def delete(self) -> None:
         """Nothing of the run is left in SLURM."""
         self._folder.jobs_path.unlink(missing_ok=True)
-
-    def _write(self, **changes: Any) -> None:
-        with self._one_writes:
-            known = replace(self._known, **changes)
-            self._folder.write_atomic(self._folder.jobs_path, json.encode(known))
-            self._known = known
 
 
 def digest_of(config: SchedulerConfig) -> str:

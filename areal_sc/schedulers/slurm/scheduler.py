@@ -45,7 +45,6 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_calls import AgentAddress, call_agents
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.found_agents import FoundAgent
-from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.open_run import OpenRun, keys_of
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.guard import JobsGuard
@@ -102,14 +101,8 @@ class SlurmScheduler(OpenRun):
             end_agents(folder.path, config.shutdown_timeout_s, but_of_jobs=True)
             earlier = find_earlier(folder, self.keys, digest_of(self._config_of_agents))
             delete_files_of_dead_agents(folder.path)
-            self._joins = JoinServer(
-                self.keys, self.passes, self._interface(earlier.agents), folder
-            )
-            undo.callback(self._joins.close)
-            self.keys.write(folder.keys_path)
-            undo.callback(folder.remove_keys)
+            self._joins = self._open_joins(self._interface(earlier.agents), folder, undo)
             self._jobs = Jobs(config, folder, earlier.known, self._variables(), self._joins)
-            folder.write_atomic(folder.join_path, self._joins.address.encode())
             self._guard = JobsGuard(folder, config.orphan_timeout_s)
             undo.callback(self._end)
             self._take_over(earlier)
@@ -177,13 +170,13 @@ class SlurmScheduler(OpenRun):
                 plan = single_plan(self.config.slurm)
                 self._add(coming_node(self._jobs.submit(plan), self._folder))
                 continue
-            if not self._jobs.has(record.agent.job):
+            if (job := self._jobs.of(record.agent.job)) is None:
                 continue  # it was being given back
             place = record.agent.job, record.agent.node
             agent = living[place].joining if place in living else record.agent
             log_path = log_of(agent, self._folder)
             node = Node(usable_facts(agent), log_path, purpose=record.purpose)
-            lent = LentNode(node, agent.node, self._jobs.of(agent.job), agent)
+            lent = LentNode(node, agent.node, job, agent)
             if place in living:
                 node.found = living[place].workers
             else:
@@ -281,8 +274,7 @@ class SlurmScheduler(OpenRun):
             if lent.node.facts.incarnation != incarnation:
                 return True
             if lent.renewal is None:
-                if self.term is not None:
-                    self.term.check()
+                self.term.check()
                 # an agent that nobody needs has deleted them
                 self.keys.write(self._folder.keys_path)
                 lent.renewal = Renewal(lent, self._jobs)
@@ -310,7 +302,7 @@ class SlurmScheduler(OpenRun):
 
     def _end(self) -> None:
         """Returns when nothing is left, as far as SLURM can be asked."""
-        if self.term is not None and self.term.is_over:
+        if self.term.is_over:
             self._guard.leave()
             self._jobs.steps.close(have_ended=False)
             return

@@ -43,6 +43,7 @@ class BulkClient:
         max_inflight_bytes: asked of all owners together and not yet received.
 
     Attributes:
+        refused: replies dropped because no owner sent them so.
         seconds: where the time of pulls went, by phase; see `PlaneStats`.
     """
 
@@ -61,14 +62,9 @@ class BulkClient:
         self._config = config or TransportConfig()
         self._absence_s = absence_s
         self._credits = Credits(max_inflight_bytes, self._config.chunk_bytes)
-        self._refused = Refusals(logger, "reply_refused", puller)
+        self.refused = Refusals(logger, "reply_refused", puller)
         self._connections: dict[ShardOwner, OwnerConnection] = {}
         self._is_closed = False
-
-    @property
-    def num_refused(self) -> int:
-        """Replies dropped because no owner sent them so."""
-        return self._refused.num
 
     async def fetch(
         self, owner: ShardOwner, transfers: Sequence[Transfer], deadline: float
@@ -143,7 +139,7 @@ class BulkClient:
                 request_session,
                 *(self._transport, owner, self._puller, self._config, self._absence_s),
             )
-            found = OwnerConnection(owner, self._config, open_session, self._credits, self._refused)
+            found = OwnerConnection(owner, self._config, open_session, self._credits, self.refused)
             self._connections[owner] = found
         return found
 

@@ -48,7 +48,7 @@ from areal_sc.transport.shards.arena_map import ArenaMap, MappedShard
 from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.transport.shards.layout import SealedField
 from areal_sc.transport.shards.store import TensorStore
-from areal_sc.transport.tensor_bytes import dtype_named
+from areal_sc.transport.tensor_bytes import dtype_named, tensor_over
 from areal_sc.weights import WeightsReference
 
 _ALIGNMENT: Final = 64
@@ -219,9 +219,7 @@ class Puller:
             if rows.num_bytes:
                 transfers.setdefault(owner, []).append(Transfer(rows, destinations))
         tensors = {
-            name: torch.frombuffer(buffer, dtype=dtype, count=numel[name], offset=starts[name])
-            if numel[name]
-            else torch.empty(0, dtype=dtype)
+            name: tensor_over(buffer, dtype, numel[name] * dtype.itemsize, starts[name])
             for name, dtype in dtypes.items()
         }
         return tensors, transfers

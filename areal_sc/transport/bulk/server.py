@@ -152,6 +152,7 @@ class BulkServer:
     Attributes:
         num_reads: requests answered.
         num_dropped: pullers that were put out.
+        refused: callers and requests dropped because they are no member's.
         sent_bytes: of all replies.
         pool: memory of encrypted replies.
     """
@@ -168,7 +169,7 @@ class BulkServer:
         self.num_dropped = 0
         self.sent_bytes = 0
         self.pool = BufferPool(IDLE_BUFFER_BYTES)
-        self._refused = Refusals(logger, "bulk_refused", store.node_id)
+        self.refused = Refusals(logger, "bulk_refused", store.node_id)
         self._store = store
         self._interface = interface
         self._is_encrypted = is_encrypted
@@ -180,11 +181,6 @@ class BulkServer:
         self._address = ""
         self._listener: socket.socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def num_refused(self) -> int:
-        """Callers and requests dropped because they are no member's."""
-        return self._refused.num
 
     async def start(self) -> str:
         """Starts to serve on the running event loop; returns the address of the bulk socket.
@@ -278,7 +274,7 @@ class BulkServer:
         """Ends the connection, if it has not ended by itself."""
         puller.stream.close()
         if is_refused:
-            self._refused.add(f"{puller.name}: {reason}")
+            self.refused.add(f"{puller.name}: {reason}")
         if puller in self._callers:
             self._callers.pop(puller).cancel()
         elif puller in self._pullers:
@@ -308,7 +304,7 @@ class BulkServer:
             except ConnectionError:  # the caller has left already
                 continue
             except OSError as error:
-                self._refused.add(f"a connection could not be taken: {error}")
+                self.refused.add(f"a connection could not be taken: {error}")
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             if len(self._callers) == MAX_CALLERS:

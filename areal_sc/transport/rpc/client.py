@@ -27,7 +27,7 @@ from areal_sc.transport.rpc.codec import Cancel, Failure, Reply, Request, decode
 from areal_sc.transport.rpc.method import A, Method, R, pack
 from areal_sc.transport.sockets.hub import PeerHub
 from areal_sc.transport.sockets.refusals import Refusals
-from areal_sc.transport.sockets.zmq_socket import SEND_RETRY_S, Frame
+from areal_sc.transport.sockets.zmq_socket import Frame
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +60,12 @@ class _Outcomes:
         self._num_missing = num_calls
         self._stops_at_error = stops_at_error
 
-    def put(self, index: int, outcome: Any, *, is_error: bool) -> None:
+    def put(self, index: int, outcome: Any) -> None:
         if self.is_stopped:
             return  # the first error is the cause
         self.values[index] = outcome
         self._num_missing -= 1
-        self.is_stopped = is_error and self._stops_at_error
+        self.is_stopped = self._stops_at_error and isinstance(outcome, ArealError)
         if self._num_missing == 0 or self.is_stopped:
             self.finish()
 
@@ -83,29 +83,14 @@ class _Call:
     client: RpcClient
     method: Method[Any, Any]
     request_id: str
+    frame: bytes = b""
     is_open: bool = True
 
-    def settle(self, value: Any) -> None:
+    def settle(self, outcome: Any) -> None:
+        """Args: outcome: the reply, or the error in its place."""
         if self.is_open:
             self.is_open = False
-            self.outcomes.put(self.index, value, is_error=False)
-
-    def fail(self, error: ArealError) -> None:
-        if self.is_open:
-            self.is_open = False
-            self.outcomes.put(self.index, error, is_error=True)
-
-    def abandon(self) -> None:
-        if self.is_open:
-            self.client.abandon(self)
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A request without a reply yet."""
-
-    frame: bytes
-    calls: list[_Call]
+            self.outcomes.put(self.index, outcome)
 
 
 class RpcClient:
@@ -152,10 +137,8 @@ class RpcClient:
         self._keeps_trying = keeps_trying
         self._term = term
         self._shown_pass = shown_pass
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, _Call] = {}
         self._is_interrupted = False
-        self._repeating: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
         self._route = hub.connect(address, self, server_key)
 
     @property
@@ -163,18 +146,10 @@ class RpcClient:
         """Why the server is not reachable now; None while it is, or may still become so."""
         return self._route.is_lost
 
-    async def call(
-        self,
-        method: Method[A, R],
-        args: A,
-        *,
-        timeout_s: float,
-        request_id: str | None = None,
-    ) -> R:
+    async def call(self, method: Method[A, R], args: A, *, timeout_s: float) -> R:
         """Calls `method` and returns its reply.
 
-        The server executes a request id at most once: repeating a call under its id joins it or
-        replays its reply. A call that passes its deadline or is cancelled here is cancelled there.
+        A call that passes its deadline or is cancelled here is cancelled there.
 
         Raises:
             RpcTimeout: no reply within `timeout_s`.
@@ -187,9 +162,7 @@ class RpcClient:
                 declared types.
             RemoteError: the method raised; errors of `areal_sc.errors` arrive as themselves.
         """
-        [outcome] = await call_all(
-            [(self, args)], method, timeout_s=timeout_s, request_id=request_id
-        )
+        [outcome] = await call_all([(self, args)], method, timeout_s=timeout_s)
         if isinstance(outcome, ArealError):
             raise outcome
         return outcome
@@ -197,50 +170,40 @@ class RpcClient:
     def fail_pending(self, error: ArealError) -> None:
         """Makes every call that waits now raise `error`; later calls are made as usual."""
         failed, self._pending = self._pending, {}
-        for pending in failed.values():
-            for call in pending.calls:
-                call.fail(error)
+        for call in failed.values():
+            call.settle(error)
 
     async def close(self) -> None:
         """Ends the connection; waiting calls raise PeerLost."""
         self._route.close()
-        self._stop_repeating()
         self.fail_pending(self._peer_lost("call ended"))
 
-    def begin(self, call: _Call, args: Raw) -> bytes | None:
-        """Sends a request; returns its frame if it could not be sent yet.
+    def begin(self, call: _Call, args: Raw) -> None:
+        """Sends a request, or has it sent once there is a connection.
 
         Raises: PeerLost: the server is gone. ProtocolError: the arguments are too large.
         """
         name = call.method.name
-        frame = encode(
+        call.frame = encode(
             Request(call.request_id, self.incarnation, name, args, self._term, self._shown_pass)
         )
         if self._route.is_closed or (self._route.is_lost is not None and not self._keeps_trying):
             raise self._peer_lost(f"{call.method.name} not sent")
-        is_sent = self._is_interrupted or self.send(frame)
-        self._pending.setdefault(call.request_id, _Pending(frame, [])).calls.append(call)
-        return None if is_sent else frame
+        if not self._is_interrupted:
+            self._send(call.frame)
+        self._pending[call.request_id] = call
 
-    def send(self, frame: bytes) -> bool:
-        """Queues a frame if there is room. Raises: PeerLost: the connection was closed."""
-        if not (self._route.is_open or self._route.is_closed):
-            return True  # requests that wait are sent when there is a connection again
-        if not self._route.send_nowait((frame,)):
-            return False
-        self.bytes_sent += len(frame)
-        return True
+    def _send(self, frame: bytes) -> None:
+        """Requests that wait are sent again when there is a connection. Raises: PeerLost."""
+        if self._route.is_open:
+            self._route.send(frame)
+            self.bytes_sent += len(frame)
 
     def abandon(self, call: _Call) -> None:
         """Nobody waits any more: tells the server, as far as it can be reached at once."""
-        pending = self._pending.get(call.request_id)
-        if pending is None or call not in pending.calls:
-            return
-        pending.calls.remove(call)
-        if not pending.calls:
-            del self._pending[call.request_id]
+        if self._pending.pop(call.request_id, None) is not None:
             with suppress(PeerLost):
-                self.send(encode(Cancel(call.request_id, self.incarnation)))
+                self._send(encode(Cancel(call.request_id, self.incarnation)))
 
     def on_message(self, frames: Sequence[Frame]) -> None:
         """One reply; what no correct server sends is counted and dropped."""
@@ -252,24 +215,24 @@ class RpcClient:
         except ProtocolError as error:
             self.malformed.add(error)
             return
-        pending = self._pending.pop(message.request_id, None)
-        for call in pending.calls if pending else ():
-            if isinstance(message, Failure):
-                call.fail(error_of(message, node_id=self.node_id, method=call.method.name))
-                continue
-            try:
-                call.settle(call.method.read_reply(message.value))
-            except ProtocolError as error:
-                call.fail(error)
+        call = self._pending.pop(message.request_id, None)
+        if call is None:
+            return
+        if isinstance(message, Failure):
+            call.settle(error_of(message, node_id=self.node_id, method=call.method.name))
+            return
+        try:
+            call.settle(call.method.read_reply(message.value))
+        except ProtocolError as error:
+            call.settle(error)
 
     def on_connected(self) -> None:
         """Requests were queued meanwhile; those of an earlier connection are sent again."""
         if self._is_interrupted:
             self._is_interrupted = False
-            self._stop_repeating()
-            self._repeating = self._loop.create_task(
-                self._repeat_all(), name=f"requests of {self.node_id} are repeated"
-            )
+            with suppress(PeerLost):  # the next connection is another attempt
+                for call in self._pending.values():
+                    self._send(call.frame)
 
     def on_interrupted(self) -> None:
         """Whatever waits may have been lost on its way."""
@@ -285,21 +248,6 @@ class RpcClient:
         else:
             self.fail_pending(self._peer_lost("call ended"))
 
-    async def _repeat_all(self) -> None:
-        for request_id, pending in list(self._pending.items()):
-            try:
-                while self._pending.get(request_id) is pending:
-                    if self.send(pending.frame):
-                        break
-                    await asyncio.sleep(SEND_RETRY_S)
-            except PeerLost:
-                return  # the next connection is another attempt
-
-    def _stop_repeating(self) -> None:
-        if self._repeating is not None:
-            self._repeating.cancel()
-            self._repeating = None
-
     def _peer_lost(self, what: str) -> PeerLost:
         return PeerLost(f"{what}: {self.node_id} at {self.address} is lost: {self._route.is_lost}")
 
@@ -310,7 +258,6 @@ async def call_all(
     *,
     timeout_s: float,
     stops_at_error: bool = False,
-    request_id: str | None = None,
 ) -> list[R | ArealError]:
     """Calls `method` on many peers at once; in the calls' order, what each returned or raised.
 
@@ -326,53 +273,34 @@ async def call_all(
     begun: list[_Call] = []
     deadline = asyncio.get_running_loop().call_later(timeout_s, outcomes.finish)
     try:
-        unsent = []
         packed_args, packed = None, None
         for index, (client, args) in enumerate(calls):
             if index and index % CALLS_PER_TURN == 0:
                 await asyncio.sleep(0)
             if outcomes.is_stopped:
                 break
-            call = _Call(outcomes, index, client, method, request_id or client.new_request_id())
+            call = _Call(outcomes, index, client, method, client.new_request_id())
             begun.append(call)
             try:
                 if packed is None or args is not packed_args:
                     packed_args, packed = args, pack(args)
-                frame = client.begin(call, packed)
-                if frame is not None:
-                    unsent.append((call, frame))
+                client.begin(call, packed)
             except ArealError as error:
-                call.fail(error)
-        while unsent and not outcomes.done.done():  # queues are full
-            await asyncio.wait((outcomes.done,), timeout=SEND_RETRY_S)
-            unsent = [(call, frame) for call, frame in unsent if not _is_settled(call, frame)]
+                call.settle(error)
         await outcomes.done
         late = [call for call in begun if call.is_open]
         for number, call in enumerate(late, start=1):
-            call.abandon()
             client = call.client
-            call.fail(
-                RpcTimeout(
-                    f"{method.name} on {client.node_id} ({client.address}) gave no reply within "
-                    f"{timeout_s:g} s",
-                    silent=client.node_id,
-                )
-            )
+            client.abandon(call)
+            where = f"{method.name} on {client.node_id} ({client.address})"
+            what = f"{where} gave no reply within {timeout_s:g} s"
+            call.settle(RpcTimeout(what, silent=client.node_id))
             if number % CALLS_PER_TURN == 0:
                 await asyncio.sleep(0)
     except asyncio.CancelledError:
         for call in begun:
-            call.abandon()
+            call.client.abandon(call)
         raise
     finally:
         deadline.cancel()
     return outcomes.values
-
-
-def _is_settled(call: _Call, frame: bytes) -> bool:
-    """Whether the request needs no further attempt to send it."""
-    try:
-        return not call.is_open or call.client.send(frame)
-    except ArealError as error:
-        call.fail(error)
-        return True

@@ -24,6 +24,7 @@ from areal_sc.errors import (
     ArealError,
     IncarnationMismatch,
     NotPermitted,
+    PeerLost,
     ProtocolError,
     ServerBusy,
     TransportError,
@@ -40,7 +41,6 @@ from areal_sc.transport.rpc.codec import (
 )
 from areal_sc.transport.rpc.method import Served, pack
 from areal_sc.transport.rpc.newest_term import NewestTerm
-from areal_sc.transport.rpc.outbox import Outbox
 from areal_sc.transport.security.curve import CurveServer, Guard
 from areal_sc.transport.security.passes import Caller
 from areal_sc.transport.sockets.refusals import Refusals
@@ -123,11 +123,11 @@ class RpcServer:
         max_running: requests executed at a time; more are refused with `ServerBusy`. One that
             generates a group stays for minutes, so it is far above what controllers ask for.
         max_running_bytes: of these requests.
-        reply_timeout_s: how long a caller may read nothing before it is dropped with its replies.
         term: newest one of a controller that is known already.
 
     Attributes:
         newest_term: of a controller; those of an earlier one are refused.
+        malformed: messages dropped because no correct peer sends them.
     """
 
     def __init__(
@@ -140,7 +140,6 @@ class RpcServer:
         security: CurveServer | None = None,
         max_running: int = 16_384,
         max_running_bytes: int = 256 << 20,
-        reply_timeout_s: float = 30.0,
         term: int = 0,
     ) -> None:
         self.newest_term = NewestTerm(term)
@@ -152,8 +151,7 @@ class RpcServer:
         self._callers = {} if security is None else security.callers.known
         self._max_running = max_running
         self._max_running_bytes = max_running_bytes
-        self._reply_timeout_s = reply_timeout_s
-        self._malformed = Refusals(logger, "malformed_message", node_id)
+        self.malformed = Refusals(logger, "malformed_message", node_id)
         self._running: dict[str, _Execution] = {}
         self._num_running_bytes = 0
         self._finished = ReplayCache()
@@ -161,11 +159,6 @@ class RpcServer:
         self._context: Context | None = None
         self._guard: Guard | None = None
         self._socket: AsyncSocket | None = None
-
-    @property
-    def num_malformed(self) -> int:
-        """Messages dropped because no correct peer sends them."""
-        return self._malformed.num
 
     async def start(self, *, at_any_port: bool = False) -> str:
         """Starts to serve on the running event loop; returns the address to connect to.
@@ -180,8 +173,6 @@ class RpcServer:
         configure_socket(raw)
         # without it a message to a full or vanished peer is dropped without a word
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # what ZMQ has queued for a stopped caller is freed when the kernel gives it up
-        raw.setsockopt(zmq.TCP_MAXRT, round(self._reply_timeout_s * 1000))
         if self._security is not None:
             self._guard = self._security.configure(self._context, raw)
         try:
@@ -206,7 +197,6 @@ class RpcServer:
             max_parts=1 + MAX_FRAMES,
             knows_senders=self._guard is not None,
         )
-        self._outbox = Outbox(self._socket, node_id=self.node_id, timeout_s=self._reply_timeout_s)
         return address
 
     async def close(self) -> None:
@@ -220,7 +210,6 @@ class RpcServer:
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            self._outbox.close()
             if self._guard is not None:
                 self._guard.close()
             self._socket.close(LAST_REPLIES_LINGER_S)
@@ -247,7 +236,7 @@ class RpcServer:
             else:
                 raise ProtocolError(f"a server takes no {type(message).__name__}")
         except ProtocolError as error:
-            self._malformed.add(error)
+            self.malformed.add(error)
 
     def _admits(self, routing_id: bytes, sender: str, request: Request) -> bool:
         """Whether a request is executed that is not the controller's; a stranger gets no answer."""
@@ -263,23 +252,23 @@ class RpcServer:
             return caller is not None
         except NotPermitted as denial:
             self._refuse(denial)
-            self._outbox.send(routing_id, encode(failure_of(denial, request.request_id)))
+            self._send(routing_id, encode(failure_of(denial, request.request_id)))
             return False
 
     def _refuse(self, reason: object) -> None:
         assert self._security is not None
-        self._security.refusals.add(reason)
+        self._security.refused.add(reason)
 
     def _on_request(self, routing_id: bytes, sender: str, request: Request, num_bytes: int) -> None:
         running = self._running.get(request.request_id)
         finished = self._finished.get(request.request_id)
         error = self._refusal(request, num_bytes, running or finished)
         if error is not None:
-            self._outbox.send(routing_id, encode(failure_of(error, request.request_id)))
+            self._send(routing_id, encode(failure_of(error, request.request_id)))
         elif running is not None:
             running.callers.add(routing_id)
         elif finished is not None and finished.reply is not None:
-            self._outbox.send(routing_id, finished.reply)
+            self._send(routing_id, finished.reply)
         else:
             self._execute(routing_id, sender, request, num_bytes)
 
@@ -356,7 +345,12 @@ class RpcServer:
     def _finish(self, request: Request, callers: Iterable[bytes], reply: bytes) -> None:
         self._finished.add(request.request_id, request.method, reply)
         for caller in callers:
-            self._outbox.send(caller, reply)
+            self._send(caller, reply)
+
+    def _send(self, caller: bytes, reply: bytes) -> None:
+        assert self._socket is not None
+        with suppress(PeerLost):  # it has left
+            self._socket.send([caller, reply])
 
     def _reply(self, request: Request, value: Any) -> bytes:
         try:

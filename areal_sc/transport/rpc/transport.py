@@ -29,14 +29,7 @@ class Connection(Protocol):
     bytes_sent: int
     bytes_received: int
 
-    async def call(
-        self,
-        method: Method[A, R],
-        args: A,
-        *,
-        timeout_s: float,
-        request_id: str | None = None,
-    ) -> R: ...
+    async def call(self, method: Method[A, R], args: A, *, timeout_s: float) -> R: ...
 
     def fail_pending(self, error: ArealError) -> None: ...
 

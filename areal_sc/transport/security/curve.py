@@ -101,23 +101,19 @@ class CurveServer:
         node_id: its name, for the log.
 
     Attributes:
-        refusals: connections that were not admitted, messages of strangers, and calls of those who
+        refused: connections that were not admitted, messages of strangers, and calls of those who
             may not make them.
     """
 
     def __init__(self, own: KeyPair, callers: KnownCallers, node_id: str) -> None:
         self.callers = callers
-        self.refusals = Refusals(logger, "refused", node_id)
+        self.refused = Refusals(logger, "refused", node_id)
         self._own = own
 
     @classmethod
     def of_worker(cls, keys: WorkerKeys, node_id: str) -> Self:
         """Takes calls of the controller and of other workers."""
         return cls(keys.servers, KnownCallers(keys.controller, keys.authority), node_id)
-
-    @property
-    def num_refused(self) -> int:
-        return self.refusals.num
 
     def configure(self, context: Context, socket: zmq.Socket[bytes]) -> Guard:
         """Guards a socket that is not bound yet; close the guard before the socket.
@@ -127,7 +123,7 @@ class CurveServer:
         """
         socket.curve_server = True
         socket.curve_secretkey = self._own.secret
-        return Guard(context, socket, self.callers, self.refusals)
+        return Guard(context, socket, self.callers, self.refused)
 
 
 class Guard:
@@ -180,7 +176,7 @@ class Guard:
             status, user = b"400", b""
             shown = address.decode("ascii", "replace")
             self._refusals.add(f"{shown} shows a key that is not the run's")
-        self._zap.send_nowait([caller, b"", b"1.0", request_id, status, b"", user, b""])
+        self._zap.send([caller, b"", b"1.0", request_id, status, b"", user, b""])
 
     def _on_life_event(self, frames: list[Frame]) -> None:
         """The end of a refused connection follows the event that says why, if there is one."""

@@ -29,7 +29,6 @@ from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.transport.shards.layout import SealedField, ShardLayout
 from areal_sc.transport.shards.mapped_file import ShardLocks, map_file
 from areal_sc.transport.shards.memory_folder import ArenaFolder
-from areal_sc.transport.tensor_bytes import dtype_named
 
 LOOK_AGAIN_S: Final = 1.0
 """Time for which a missing arena is not looked for again, and memory that is gone stays mapped."""
@@ -57,13 +56,7 @@ class MappedShard:
 
     def tensor(self, name: str) -> torch.Tensor:
         """[T] all values of one of the fields, not copied, read-only."""
-        field = self._layout.fields[name]
-        dtype = dtype_named(field.dtype)
-        num_bytes = field.row_bounds[-1]
-        if not num_bytes:
-            return torch.empty(0, dtype=dtype)
-        count = num_bytes // dtype.itemsize
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=field.start)
+        return self._layout.fields[name].tensor_in(self._memory)
 
 
 @dataclass(frozen=True, slots=True)

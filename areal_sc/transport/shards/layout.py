@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import torch
@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from areal_sc.errors import MetadataError, ProtocolError
 from areal_sc.token_fields import FIELD_ALIGNMENT_BYTES
-from areal_sc.transport.tensor_bytes import dtype_name, dtype_named
+from areal_sc.transport.tensor_bytes import dtype_name, dtype_named, tensor_over
 
 MAX_NAME_BYTES: Final = 256
 """Most bytes of a field's name in UTF-8: requests name many."""
@@ -71,6 +71,10 @@ class FieldLayout:
     def stop(self) -> int:
         """Byte after the field's last, within the shard."""
         return self.start + self.row_bounds[-1]
+
+    def tensor_in(self, memory: Any) -> torch.Tensor:
+        """[T] all values, where they lie in a buffer that holds the shard."""
+        return tensor_over(memory, dtype_named(self.dtype), self.row_bounds[-1], self.start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import torch
 from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.transport.shards.ids import make_shard_id, parse_shard_id
 from areal_sc.transport.shards.layout import SealedField, ShardLayout
-from areal_sc.transport.tensor_bytes import copy_to_bytes, dtype_named
+from areal_sc.transport.tensor_bytes import copy_to_bytes
 
 ShardKey = tuple[str, int]
 """Incarnation and sequence number: one shard, however its id was spelled."""
@@ -238,12 +238,8 @@ class TensorStore:
         Raises: ShardGone: as `describe`.
         """
         block = self._shard(shard_id).block
-        return {
-            name: torch.frombuffer(block.memory, dtype=dtype, count=count, offset=field.start)
-            if (count := field.row_bounds[-1] // (dtype := dtype_named(field.dtype)).itemsize)
-            else torch.empty(0, dtype=dtype)
-            for name, field in block.layout.fields.items()
-        }
+        fields = block.layout.fields.items()
+        return {name: field.tensor_in(block.memory) for name, field in fields}
 
     def bytes_of(self, shard_id: str) -> int:
         """What its fields take together. Raises: ShardGone: as `describe`."""

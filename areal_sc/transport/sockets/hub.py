@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -98,12 +97,9 @@ class Route:
         """Whether a message can be queued: a connection is there, or is being made."""
         return bool(self.endpoint)
 
-    def send_nowait(self, frames: Sequence[Buffer]) -> bool:
-        """Queues a message if there is room; tells whether it did.
-
-        Raises: PeerLost: the route is not open.
-        """
-        return self.hub.socket.send_nowait([self.routing_id, *frames])
+    def send(self, message: Buffer) -> None:
+        """Queues a message. Raises: PeerLost: the route is not open."""
+        self.hub.socket.send([self.routing_id, message])
 
     def close(self) -> None:
         """Ends the connection; the peer hears nothing more."""

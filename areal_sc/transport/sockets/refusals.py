@@ -16,35 +16,25 @@ class Refusals:
         logger: of the module that refuses.
         event: first word of the line.
         node_id: who refuses.
-        level: of the line.
 
     Attributes:
         num: refused so far.
     """
 
-    def __init__(
-        self,
-        logger: logging.Logger,
-        event: str,
-        node_id: str,
-        *,
-        level: int = logging.WARNING,
-    ) -> None:
+    def __init__(self, logger: logging.Logger, event: str, node_id: str) -> None:
         self.num = 0
         self._logger = logger
         self._event = event
         self._node_id = node_id
-        self._level = level
         self._next_line_s = float("-inf")
 
-    def add(self, reason: object, count: int = 1) -> None:
-        """Counts some; the line names the newest reason and the count so far."""
-        self.num += count
+    def add(self, reason: object) -> None:
+        """Counts one; the line names the newest reason and the count so far."""
+        self.num += 1
         now_s = time.monotonic()
         if now_s >= self._next_line_s:
             self._next_line_s = now_s + LOG_INTERVAL_S
-            self._logger.log(
-                self._level,
+            self._logger.warning(
                 "%s node=%s count=%d reason=%s",
                 *(self._event, self._node_id, self.num, reason),
             )

@@ -1,7 +1,7 @@
 """ZMQ sockets: their options, their addresses, and one that asyncio drives from its descriptor.
 
 consumes     readiness of the socket's FD; every message goes to `on_message`, on the event loop
-waits for    nothing; who finds no room in a peer's queue tries again after `SEND_RETRY_S`
+waits for    nothing
 unblocked by ZMQ's I/O thread, which signals the FD. The FD is edge-triggered in effect: every send
              or receive may swallow the signal, so the inbox is looked at again after each send.
 
@@ -26,9 +26,6 @@ Buffer = bytes | bytearray | memoryview
 
 RECEIVES_PER_TURN: Final = 32
 """Messages taken without giving the event loop a turn; a full inbox must not starve timers."""
-
-SEND_RETRY_S: Final = 0.01
-"""A ROUTER is "writable" as long as any peer has room, so waiting for one full peer is polling."""
 
 FRAME_BYTES: Final = 32 << 10
 """The last part of a message travels in frames of at most this size. ZMQ keeps a frame of whoever
@@ -95,10 +92,8 @@ class AsyncSocket:
         self._loop.add_reader(self._fd, self._look)
         self._look_soon()
 
-    def send_nowait(self, frames: Sequence[Buffer]) -> bool:
-        """Queues a message if there is room; tells whether it did.
-
-        The receiver gets the last part as one frame for each `FRAME_BYTES` of it.
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """Queues a message, whose last part the receiver gets as one frame for each `FRAME_BYTES`.
 
         Raises: PeerLost: a ROUTER's peer is gone, or this socket was closed.
         """
@@ -109,13 +104,11 @@ class AsyncSocket:
             for frame in frames[:-1]:
                 send(frame, _SEND_MORE)
             rest = frames[-1]
-            while len(rest) > FRAME_BYTES:  # only the first part of a message can lack room
+            while len(rest) > FRAME_BYTES:
                 rest = memoryview(rest)
                 send(rest[:FRAME_BYTES], _SEND_MORE)
                 rest = rest[FRAME_BYTES:]
             send(rest, _DONTWAIT)
-        except zmq.Again:
-            return False
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 raise PeerLost("the peer has disconnected") from None
@@ -125,7 +118,6 @@ class AsyncSocket:
             # sends in one turn are followed by one look
             if not self._is_looking and not self._is_look_scheduled:
                 self._look_soon()
-        return True
 
     def receive_ready(self) -> None:
         """Hands over every message that is there now."""
@@ -196,7 +188,11 @@ def configure_socket(socket: zmq.Socket[bytes]) -> None:
 
     ZMQ ends the connection of a peer that announces a frame of more than `FRAME_BYTES` (and what
     encryption adds), before anything is allocated for it.
+
+    Queues to peers have no limit: what waits for one is bounded by the calls that it makes, or that
+    are made of it, and is gone when the kernel ends its connection (`UNSENT_TIMEOUT_MS`).
     """
+    socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _SEALING_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,9 +50,15 @@ class Broadcaster:
 @pytest.fixture
 def broadcasts(monkeypatch: pytest.MonkeyPatch) -> WeightBroadcasts:
     monkeypatch.setattr(weight_broadcasts, "WeightBroadcaster", Broadcaster)
-    engine: Any = Engine()
-    settings = WeightUpdateConfig()
-    return WeightBroadcasts(engine, settings, asyncio.to_thread, rank=0, host="127.0.0.1", node="n")
+    rank: Any = SimpleNamespace(
+        engine=Engine(),
+        handle=SimpleNamespace(config=SimpleNamespace(weight_update=WeightUpdateConfig())),
+        compute=asyncio.to_thread,
+        number=0,
+        address="tcp://127.0.0.1:1",
+        node="n",
+    )
+    return WeightBroadcasts(rank)
 
 
 def wanted(name: str) -> OpenWeightGroup:
@@ -63,7 +70,7 @@ async def test_a_broadcast_to_an_earlier_group_does_not_end_the_one_that_is_open
 ) -> None:
     await broadcasts.open_group(wanted("first"))
     first: Any = broadcasts._broadcaster
-    sending = asyncio.create_task(broadcasts.broadcast())
+    sending = asyncio.create_task(broadcasts.broadcast(None))
     await asyncio.to_thread(first.begun.wait, 60)
     broadcasts.cancel_broadcast("first")
     await broadcasts.open_group(wanted("second"))
@@ -75,7 +82,7 @@ async def test_a_broadcast_to_an_earlier_group_does_not_end_the_one_that_is_open
     assert broadcasts._broadcaster is second
     assert not second.is_closed
     second.may_end.set()
-    assert await broadcasts.broadcast() == SentWeights(0, "a rank has left second")
+    assert await broadcasts.broadcast(None) == SentWeights(0, "a rank has left second")
     assert not second.was_cancelled
     assert second.is_closed
     assert broadcasts._broadcaster is None

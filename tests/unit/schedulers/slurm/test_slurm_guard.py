@@ -35,7 +35,7 @@ def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def folder(tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path)
     [plan] = job_plans(SlurmConfig(nodes=1))
-    JobsFile(folder, RunJobs("run", "")).note_jobs([JobRecord("one", plan, is_own=True)])
+    JobsFile(folder, RunJobs("run", "")).note(jobs=[JobRecord("one", plan, is_own=True)])
     return folder
 
 
