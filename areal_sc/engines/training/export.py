@@ -139,37 +139,32 @@ class _WeightsFile(NamedTuple):
     names: Mapping[str, str]
 
 
+@dataclass(eq=False)
 class _Export:
-    """One export, as one rank sees it; arguments as those of `begin_export`."""
+    """One export, as one rank sees it; fields as the arguments of `begin_export`."""
 
-    def __init__(
-        self,
-        causal_lm: Any,
-        parts: Parts,
-        values: Values,
-        source: Path,
-        folder: Path,
-        dtype: torch.dtype,
-        group: SideGroup,
-        max_file_bytes: int,
-    ) -> None:
-        self._causal_lm = causal_lm
-        self._parts = parts
-        self._values = values
-        self._source = source
-        self._what = f"cannot write {folder}"
-        self._dtype = dtype
-        self._group = group
-        self._max_file_bytes = max_file_bytes
-        self._config = _config_text(causal_lm, dtype)
-        self._tensors = _tensors_to_export(causal_lm)
+    causal_lm: Any
+    parts: Parts
+    values: Values
+    source: Path
+    folder: Path
+    dtype: torch.dtype
+    group: SideGroup
+    max_file_bytes: int
+
+    def __post_init__(self) -> None:
+        self._what = f"cannot write {self.folder}"
+        self._config = _config_text(self.causal_lm, self.dtype)
+        self._tensors = _tensors_to_export(self.causal_lm)
         self._unfilled = {
             name: torch.empty(
-                parts.shapes.get(name, v.shape), dtype=_file_dtype(v, dtype), device="meta"
+                self.parts.shapes.get(name, v.shape),
+                dtype=_file_dtype(v, self.dtype),
+                device="meta",
             )
             for name, v in self._tensors.items()
         }
-        self._names_in_files = _names_in_files(causal_lm, self._unfilled)
+        self._names_in_files = _names_in_files(self.causal_lm, self._unfilled)
         self._taken: dict[str, torch.Tensor] = {}
         self._failure: Exception | None = None
 
@@ -181,10 +176,10 @@ class _Export:
         """
         try:
             for name in self._unfilled:
-                if self._given_by(name, self._group.rank) is not None:
+                if self._given_by(name, self.group.rank) is not None:
                     part = self._read(name)
                     self._taken[name] = (
-                        _in_host_memory(part, self._dtype, copy=True) if copies else part
+                        _in_host_memory(part, self.dtype, copy=True) if copies else part
                     )
         except FAILURES as error:  # for lack of memory; the other ranks hear of it in `fill`
             self._failure = error
@@ -196,12 +191,12 @@ class _Export:
             is_common: all ranks see the folder; otherwise rank 0 alone writes.
         Raises: CheckpointError: on all ranks.
         """
-        together = self._group.together
+        together = self.group.together
         is_converted = self._names_in_files is None
         target = folder / _AS_IN_MEMORY if is_converted else folder
         names = self._names_in_files or {name: name for name in self._unfilled}
         unfilled = {names[name]: v for name, v in self._unfilled.items()}
-        model_files = ModelFiles.lay_out(unfilled, self._max_file_bytes)
+        model_files = ModelFiles.lay_out(unfilled, self.max_file_bytes)
         files = [
             _WeightsFile(
                 target / file, layout, {n: it for n, it in names.items() if it in layout.starts}
@@ -213,10 +208,10 @@ class _Export:
         def create() -> None:
             if self._failure is not None:
                 raise self._failure
-            if self._group.rank == 0:
+            if self.group.rank == 0:
                 if not is_common:
                     scratch.resize_(_largest_piece(unfilled.values()))
-                _copy_companions(self._source, folder)
+                _copy_companions(self.source, folder)
                 (folder / "config.json").write_text(self._config)
                 target.mkdir(exist_ok=True)
                 model_files.create(target)
@@ -230,28 +225,26 @@ class _Export:
         if is_converted:
             together(
                 self._what,
-                lambda: _convert(
-                    self._causal_lm, self._group, target, folder, self._max_file_bytes
-                ),
+                lambda: _convert(self.causal_lm, self.group, target, folder, self.max_file_bytes),
             )
 
     def _given_by(self, name: str, rank: int) -> Box | None:
-        if name in self._parts.shapes:
-            return self._parts.given_by(name, rank)
+        if name in self.parts.shapes:
+            return self.parts.given_by(name, rank)
         # a buffer: all have the same
         return Box.whole(self._tensors[name].shape) if rank == 0 else None
 
     def _read(self, name: str) -> torch.Tensor:
-        return self._values(name) if name in self._parts.shapes else self._tensors[name]
+        return self.values(name) if name in self.parts.shapes else self._tensors[name]
 
     def _for_file(self, name: str) -> torch.Tensor:
         part = self._taken[name] if name in self._taken else self._read(name)
-        return _in_host_memory(part, self._dtype, copy=False)
+        return _in_host_memory(part, self.dtype, copy=False)
 
     def _write_own(self, files: Iterable[_WeightsFile]) -> None:
         """Every rank writes its parts."""
         for file in files:
-            given = ((n, self._given_by(n, self._group.rank)) for n in file.names)
+            given = ((n, self._given_by(n, self.group.rank)) for n in file.names)
             file.layout.write_parts(
                 file.path,
                 ((file.names[n], box, self._for_file(n)) for n, box in given if box is not None),
@@ -262,9 +255,9 @@ class _Export:
         failure: Exception | None = None
         for file in files:
             for name, stored in file.names.items():
-                given = [self._given_by(name, rank) for rank in range(self._group.size)]
+                given = [self._given_by(name, rank) for rank in range(self.group.size)]
                 own, dtype = self._taken.get(name), self._unfilled[name].dtype
-                for box, values in _at_rank_0(own, given, dtype, self._group, scratch):
+                for box, values in _at_rank_0(own, given, dtype, self.group, scratch):
                     try:
                         if failure is None:
                             file.layout.write_parts(file.path, [(stored, box, values)])
