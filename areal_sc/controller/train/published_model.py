@@ -80,4 +80,4 @@ class PublishedModel:
             case TrainingLost() if self.reader is not None:
                 self.reader.lose_steps()
             case WeightsMoved(weights) if self.reader is not None:
-                self.reader.renew_weights(weights)
+                self.reader.updates.renew(weights)
