@@ -85,48 +85,6 @@ class ModelFiles:
             (folder / "model.safetensors.index.json").write_text(text)
 
 
-def begin_export(
-    causal_lm: Any,
-    parts: Parts,
-    values: Values,
-    source: Path,
-    folder: Path,
-    dtype: torch.dtype,
-    writer: BackgroundWriter,
-    *,
-    is_staged: bool = True,
-    reads_late: bool = False,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> Future[None]:
-    """Takes the weights as they are now, and writes them with config and tokenizer files.
-
-    Every rank makes the call.
-
-    Args:
-        causal_lm: the model; of its tensors names, dtypes and buffers count.
-        parts: of the model's parameters.
-        values: the live ones.
-        source: model folder whose other files (tokenizer, generation config) are copied.
-        folder: target; replaced as a whole.
-        dtype: of the floating-point weights in the files.
-        is_staged: the weights are copied first. Without it they must not change until the future
-            is done, and no memory is needed but for one tensor; all ranks must see the folder.
-        reads_late: weights that are not staged are read one after the other by the thread that
-            writes. It is for an engine whose `values` makes copies, which must not all be there at
-            once, and whose tensors are the same while it computes.
-    Returns: a future that is done when the folder has its name. It fails with CheckpointError, on
-        every rank, when that could not be done.
-    """
-    writer.wait()
-    folder = folder.expanduser()
-    export = _Export(causal_lm, parts, values, source, folder, dtype, writer.group, max_file_bytes)
-    if is_staged or not reads_late:
-        export.take(copies=is_staged)
-    return writer.begin(
-        lambda: replace_folder(folder, writer.group, export.fill, is_common=not is_staged)
-    )
-
-
 class _WeightsFile(NamedTuple):
     """One file of an export.
 
@@ -140,8 +98,19 @@ class _WeightsFile(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Export:
-    """One export, as one rank sees it; fields as the arguments of `begin_export`."""
+class ModelExport:
+    """The weights of a model, on their way to a folder, with config and tokenizer files.
+
+    Every rank makes one, and begins it.
+
+    Attributes:
+        causal_lm: the model; of its tensors names, dtypes and buffers count.
+        parts: of the model's parameters.
+        values: the live ones.
+        source: model folder whose other files (tokenizer, generation config) are copied.
+        folder: target; replaced as a whole.
+        dtype: of the floating-point weights in the files.
+    """
 
     causal_lm: Any
     parts: Parts
@@ -149,11 +118,13 @@ class _Export:
     source: Path
     folder: Path
     dtype: torch.dtype
-    group: SideGroup
-    max_file_bytes: int
+    writer: BackgroundWriter
+    max_file_bytes: int = MAX_FILE_BYTES
 
     def __post_init__(self) -> None:
+        self.folder = self.folder.expanduser()
         self._what = f"cannot write {self.folder}"
+        self._group = self.writer.group
         self._config = _config_text(self.causal_lm, self.dtype)
         self._tensors = _tensors_to_export(self.causal_lm)
         self._unfilled = {
@@ -168,7 +139,27 @@ class _Export:
         self._taken: dict[str, torch.Tensor] = {}
         self._failure: Exception | None = None
 
-    def take(self, *, copies: bool) -> None:
+    def begin(self, *, is_staged: bool = True, reads_late: bool = False) -> Future[None]:
+        """Takes the weights as they are now, and writes them.
+
+        Args:
+            is_staged: the weights are copied first. Without it they must not change until the
+                future is done, and no memory is needed but for one tensor; all ranks must see the
+                folder.
+            reads_late: weights that are not staged are read one after the other by the thread that
+                writes. It is for an engine whose `values` makes copies, which must not all be there
+                at once, and whose tensors are the same while it computes.
+        Returns: a future that is done when the folder has its name. It fails with CheckpointError,
+            on every rank, when that could not be done.
+        """
+        self.writer.wait()
+        if is_staged or not reads_late:
+            self._take(copies=is_staged)
+        return self.writer.begin(
+            lambda: replace_folder(self.folder, self._group, self._fill, is_common=not is_staged)
+        )
+
+    def _take(self, *, copies: bool) -> None:
         """Takes this rank's parts as they are now.
 
         Args:
@@ -176,22 +167,22 @@ class _Export:
         """
         try:
             for name in self._unfilled:
-                if self._given_by(name, self.group.rank) is not None:
+                if self._given_by(name, self._group.rank) is not None:
                     part = self._read(name)
                     self._taken[name] = (
                         _in_host_memory(part, self.dtype, copy=True) if copies else part
                     )
-        except FAILURES as error:  # for lack of memory; the other ranks hear of it in `fill`
+        except FAILURES as error:  # for lack of memory; the other ranks hear of it in `_fill`
             self._failure = error
 
-    def fill(self, folder: Path, is_common: bool) -> None:
+    def _fill(self, folder: Path, is_common: bool) -> None:
         """Writes the model to an empty folder. Called on all ranks.
 
         Args:
             is_common: all ranks see the folder; otherwise rank 0 alone writes.
         Raises: CheckpointError: on all ranks.
         """
-        together = self.group.together
+        together = self._group.together
         is_converted = self._names_in_files is None
         target = folder / _AS_IN_MEMORY if is_converted else folder
         names = self._names_in_files or {name: name for name in self._unfilled}
@@ -208,7 +199,7 @@ class _Export:
         def create() -> None:
             if self._failure is not None:
                 raise self._failure
-            if self.group.rank == 0:
+            if self._group.rank == 0:
                 if not is_common:
                     scratch.resize_(_largest_piece(unfilled.values()))
                 _copy_companions(self.source, folder)
@@ -225,7 +216,7 @@ class _Export:
         if is_converted:
             together(
                 self._what,
-                lambda: _convert(self.causal_lm, self.group, target, folder, self.max_file_bytes),
+                lambda: _convert(self.causal_lm, self._group, target, folder, self.max_file_bytes),
             )
 
     def _given_by(self, name: str, rank: int) -> Box | None:
@@ -244,7 +235,7 @@ class _Export:
     def _write_own(self, files: Iterable[_WeightsFile]) -> None:
         """Every rank writes its parts."""
         for file in files:
-            given = ((n, self._given_by(n, self.group.rank)) for n in file.names)
+            given = ((n, self._given_by(n, self._group.rank)) for n in file.names)
             file.layout.write_parts(
                 file.path,
                 ((file.names[n], box, self._for_file(n)) for n, box in given if box is not None),
@@ -255,9 +246,9 @@ class _Export:
         failure: Exception | None = None
         for file in files:
             for name, stored in file.names.items():
-                given = [self._given_by(name, rank) for rank in range(self.group.size)]
+                given = [self._given_by(name, rank) for rank in range(self._group.size)]
                 own, dtype = self._taken.get(name), self._unfilled[name].dtype
-                for box, values in _at_rank_0(own, given, dtype, self.group, scratch):
+                for box, values in _at_rank_0(own, given, dtype, self._group, scratch):
                     try:
                         if failure is None:
                             file.layout.write_parts(file.path, [(stored, box, values)])
