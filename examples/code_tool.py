@@ -60,8 +60,6 @@ class CodeTool(Workflow):
             for call in turn.tool_calls:
                 conversation.add(call.answer(await self.run(call, engine)))
             num_programs += len(turn.tool_calls)
-        if turn.finish_reason == "cancelled":
-            return None
         score = await engine.score(numeric_match, prompt, turn.content)
         return conversation.trajectories(score, {"accuracy": score, "programs": num_programs})
 

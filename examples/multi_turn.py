@@ -68,8 +68,6 @@ class RetryWorkflow(Workflow):
                     break  # no room for another answer
                 transcript.add_context(feedback_ids)
             completion = await engine.generate(transcript.input_ids)
-            if completion.finish_reason == "cancelled":
-                return None
             transcript.add_completion(completion)
             answer = decode_completion(engine.tokenizer, completion)
             score = await engine.score(self.reward, prompt, answer)

@@ -64,8 +64,6 @@ class PlayAtUrl(Workflow):
                     content = json.dumps(seen["observation"])
                     conversation.add({"role": "user", "content": content})
                 turn = await engine.chat(conversation)
-                if turn.finish_reason == "cancelled":
-                    return None
                 if turn.finish_reason == "context":  # no room for another turn
                     break
                 seen = await ask("step", {self.action: turn.content})

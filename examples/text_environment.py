@@ -57,8 +57,6 @@ class Play(Workflow):
         conversation, total, is_over = Conversation(seen), 0.0, False
         while not is_over:
             turn = await engine.chat(conversation)
-            if turn.finish_reason == "cancelled":
-                return None
             if turn.finish_reason == "context":  # no room for another turn
                 break
             seen, reward, terminated, truncated, _ = environment.step(turn.content)

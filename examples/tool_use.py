@@ -131,8 +131,6 @@ class LookUp(Workflow):
                 found = prompt["table"].get(call.arguments.get("key"), "none")
                 conversation.add(call.answer(found))
             turn = await engine.chat(conversation, tools=[TOOL])
-        if turn.finish_reason == "cancelled":
-            return None
         reward = float(has_called and turn.content == prompt["table"][prompt["key"]])
         return conversation.trajectories(reward, {"accuracy": reward, "called": float(has_called)})
 

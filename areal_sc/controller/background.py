@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import ArealError, WaitTimeout
 from areal_sc.run.run_status import PAUSE_END, SCRIPT, Wait
+from areal_sc.system.waiting import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -135,12 +136,7 @@ class Background:
         """Result of other work; a failure of background work ends the wait for it."""
         while not work.done():
             self.raise_failure()
-            changed = asyncio.ensure_future(self._changed.wait())
-            either: list[asyncio.Future[Any]] = [work, changed]
-            try:
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                changed.cancel()
+            await first_of(asyncio.wait([work]), self._changed.wait())
         return work.result()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

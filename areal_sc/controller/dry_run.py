@@ -25,9 +25,7 @@ from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
 from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSource
-from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.engines.handle_base import TrainHandle
-from areal_sc.engines.request_checks import ANY_TOKEN, check_prompt
 from areal_sc.errors import PromptTooLong, WorkflowError
 from areal_sc.hub import cached_model
 from areal_sc.nodes.spec import TRAIN_ROLE
@@ -40,9 +38,10 @@ from areal_sc.sizing.worker_plan import RunPlan
 from areal_sc.sources.prompts import Prompts
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.sandbox.opening import describe_sandbox
-from areal_sc.user_code import Raised, await_user_code
+from areal_sc.user_code import Raised
+from areal_sc.workers.calls import KeptCompletion
 from areal_sc.workers.episodes import WorkerEpisodeEngine
-from areal_sc.workers.trajectory_checks import checked_episode
+from areal_sc.workers.stand_in import StandIn, played_episode
 from areal_sc.workflows.base import Trajectory, Workflow
 from areal_sc.workflows.registry import SourceReader
 from areal_sc.workflows.text import encode_text
@@ -109,49 +108,31 @@ def _tell_memory(role: str, handle: TrainHandle) -> None:
         tell(f"  {line}")
 
 
-class _Model:
-    """Stands for an engine.
+class _Model(StandIn):
+    """Gives everybody the same answer.
 
     Attributes:
-        answer: the tokens that it gives to everybody; None: it gives none.
+        tokens: of the answer; None: there is none.
         asked: the tokens of the first prompt, once the episode has asked for an answer.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        ends: Sequence[int],
-        max_context_tokens: int,
-        answer: list[int] | None,
+        self, tokenizer: Any, ends: tuple[int, ...], config: RolloutConfig, tokens: list[int] | None
     ) -> None:
-        self.tokenizer = tokenizer
-        self.end_token_ids = tuple(ends)
-        self.max_context_tokens = max_context_tokens
-        self.answer = answer
+        super().__init__(tokenizer, ends, config.max_context_tokens)
+        self.tokens = tokens
         self.asked: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
 
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        sampling: GenerationConfig,
-        *,
-        prefix_group: str | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        limit = self.max_context_tokens
-        check_prompt(input_ids, vocab_size=ANY_TOKEN, max_context_tokens=limit)
+    async def answer(self, input_ids: Sequence[int], sampling: GenerationConfig) -> KeptCompletion:
         if not self.asked.done():
             self.asked.set_result(list(input_ids))
-        if self.answer is None:
+        if self.tokens is None:
             await asyncio.get_running_loop().create_future()  # until the episode is cancelled
-        whole = self.answer or []
-        answer = whole[: min(limit - len(input_ids), sampling.max_new_tokens)]
-        if on_tokens is not None and answer:
-            on_tokens(answer)
-        zeros = [0.0] * len(answer)
-        reason = "stop" if answer == whole else "length"
-        versions, stop = [0] * len(answer), tuple(sampling.stop)
-        return Completion(answer, zeros, versions, reason, sampling.temperature, stop)
+        whole = self.tokens or []
+        room = self.max_context_tokens - len(input_ids)
+        tokens = whole[: min(room, sampling.max_new_tokens)]
+        reason = "stop" if tokens == whole else "length"
+        return KeptCompletion(tokens, reason, sampling.temperature, tuple(sampling.stop))
 
 
 @dataclass
@@ -336,20 +317,13 @@ class TaskLook:
     async def _episode(
         self, workflow: Workflow, row: dict[str, Any], own: OwnPools, model: _Model
     ) -> list[Trajectory] | Rejection:
-        engine: Any = model  # as far as episodes use one
         pool, server, agents = own
-        seen = WorkerEpisodeEngine(
-            engine, pool, "dry run", self._config.generation, None, server, agents
-        )
+        config = self._config
+        seen = WorkerEpisodeEngine(model, pool, "dry run", config.generation, None, server, agents)
+        return await played_episode(workflow, row, seen, config, EPISODE_LIMIT_S, is_trained=True)
 
-        async def run() -> list[Trajectory] | Rejection:
-            returned = await workflow.run_episode(dict(row), seen)
-            return checked_episode(returned, self._config, workflow.fields, is_trained=True)
-
-        return await await_user_code(run, EPISODE_LIMIT_S)
-
-    def _model(self, answer: list[int] | None) -> _Model:
-        return _Model(self._tokenizer, self._ends, self._config.max_context_tokens, answer)
+    def _model(self, tokens: list[int] | None) -> _Model:
+        return _Model(self._tokenizer, self._ends, self._config, tokens)
 
     def _show(self, index: int, tokens: list[int]) -> None:
         text = self._tokenizer.decode(tokens)[:_SHOWN_CHARS]

@@ -65,8 +65,7 @@ class Completion:
         logprobs: [C] float, nats, under the distribution that was sampled from
             (temperature, top-p and top-k applied).
         versions: [C] policy version of the weights that sampled each token.
-        finish_reason: `stop`, `length` (max_new_tokens), `context` (the model's limit) or
-            `cancelled` (partial answer).
+        finish_reason: `stop`, `length` (max_new_tokens) or `context` (the model's limit).
         temperature: that it was sampled at; 0: greedy, `logprobs` are those of temperature 1.
         stop: strings that end it; its text ends before the first one.
     """

@@ -162,33 +162,27 @@ class TrainHandle:
         activation_bytes, layer_input_bytes = self._activation_bytes(
             shape, *kind_and_memory(device, machine)
         )
+        plan = WorkerPlan(
+            role="train",
+            index=index,
+            device=device,
+            parameter_bytes=parameter_bytes + rounded_bytes,
+            gathered_bytes=gathered_bytes,
+            activation_bytes=activation_bytes,
+            layer_input_bytes=layer_input_bytes,
+            is_offloaded=is_offloaded,
+        )
         if self.config.is_frozen:
-            return WorkerPlan(
-                role="train",
-                index=index,
-                device=device,
-                parameter_bytes=parameter_bytes + rounded_bytes,
-                gathered_bytes=gathered_bytes,
-                activation_bytes=activation_bytes,
-                layer_input_bytes=layer_input_bytes,
-                is_offloaded=is_offloaded,
-            )
+            return plan
         is_sealed = self.config.weight_update.method is not WeightUpdateMethod.disk
         num_versions = _LIVE_WEIGHT_VERSIONS if is_sealed else 0
         num_versions += _CHANGES_VERSIONS if self.config.weight_update.has_changes else 0
         held_share = share if held_share is None else held_share
         state_bytes = (1 + ADAM_STATES) * FLOAT32_BYTES * held_share
         num_snapshots = _MEMORY_SNAPSHOTS if self.config.memory_every_steps else 0
-        return WorkerPlan(
-            role="train",
-            index=index,
-            device=device,
-            parameter_bytes=parameter_bytes + rounded_bytes,
+        return replace(
+            plan,
             optimizer_bytes=optimizer_bytes,
-            gathered_bytes=gathered_bytes,
-            activation_bytes=activation_bytes,
-            layer_input_bytes=layer_input_bytes,
-            is_offloaded=is_offloaded,
             store_bytes=num_versions * DTYPE_BYTES[self.config.dtype] * share,
             copy_bytes=state_bytes,
             snapshot_bytes=num_snapshots * state_bytes,

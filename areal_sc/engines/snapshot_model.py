@@ -16,7 +16,7 @@ from areal_sc.engines.training.adapters.adapter_files import begin_adapter
 from areal_sc.engines.training.adapters.lora import add_adapters, is_of_adapter, merged_values
 from areal_sc.engines.training.background import FAILURES, BackgroundWriter
 from areal_sc.engines.training.causal_lm import compute_dtype
-from areal_sc.engines.training.export import begin_export
+from areal_sc.engines.training.export import ModelExport
 from areal_sc.engines.training.loading import SharedWeights
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
@@ -84,12 +84,11 @@ def export_snapshot(
                 begin_adapter(config, adapter, folder, writer).result()
                 return
             merged = merged_values(causal_lm, values, parts, alone)
-            begin_export(
+            export = ModelExport(
                 *(causal_lm, parts, merged, Path(config.path), folder, compute_dtype(config)),
                 writer,
-                is_staged=False,
-                reads_late=True,
-            ).result()
+            )
+            export.begin(is_staged=False, reads_late=True).result()
     except FAILURES as error:
         raise CheckpointError(f"cannot read the snapshot in {snapshot}: {error}") from error
     finally:

@@ -189,8 +189,14 @@ class RunFolder(RunFiles):
             was begun with settings that cannot change.
         """
         with self._taken(wanted) as opening:
-            if opening is Opening.restart:
+            if opening is Opening.overwrite:
+                self.warnings.append(f"the earlier run in {self.path} was deleted: overwrite")
+            elif opening is Opening.restart:
                 self._set_aside()
+                self.warnings.append(
+                    f"an earlier start in {self.path} left no snapshot, so the run starts again "
+                    "from nothing; what is left of that start is in previous/"
+                )
             elif opening in _GOES_ON:
                 for change in self._check_settings(config_text, opening):
                     _logger.warning("setting changed since the run began: %s", change)

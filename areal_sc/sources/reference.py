@@ -158,16 +158,27 @@ def reference_of(obj: Any, of_session: list[Any] | None = None) -> ObjectReferen
     )
 
 
-def references_in(wire: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A reference in its wire form, and those among its arguments."""
-    yield wire
+def values_in(wire: dict[str, Any]) -> Iterator[Any]:
+    """All that the arguments of a reference hold, in wire form; with those of other references."""
     values = [wire["args"], wire["kwargs"]]
     while values:
         value = values.pop()
-        if isinstance(value, dict) and value.get("$") == "reference":
-            yield from references_in(value["reference"])
+        yield value
+        if is_of_kind(value, "reference"):
+            values += [value["reference"]["args"], value["reference"]["kwargs"]]
         elif isinstance(value, dict | list):
-            values.extend(value.values() if isinstance(value, dict) else value)
+            values += value.values() if isinstance(value, dict) else value
+
+
+def is_of_kind(value: Any, kind: str) -> bool:
+    """Whether it is what `to_wire` makes of a `path`, say, or a `reference`."""
+    return isinstance(value, dict) and value.get("$") == kind
+
+
+def references_in(wire: dict[str, Any]) -> list[dict[str, Any]]:
+    """A reference in its wire form, and those among its arguments."""
+    among = [it["reference"] for it in values_in(wire) if is_of_kind(it, "reference")]
+    return [wire, *among]
 
 
 def resolve(reference: ObjectReference, sources: Path | None = None) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-from areal_sc.sources.reference import references_in
+from areal_sc.sources.reference import is_of_kind, references_in, values_in
 from areal_sc.user_code import is_library
 
 
@@ -45,16 +45,8 @@ def data_paths(wire: dict[str, Any]) -> set[str]:
 
 def named_files(wire: dict[str, Any]) -> set[str]:
     """Files and folders that there are, and that an argument names as a path or as a text."""
-    values: list[Any] = [wire["args"], wire["kwargs"]]
-    found = set()
-    while values:
-        value = values.pop()
-        if isinstance(value, dict) and value.get("$") == "reference":  # not its search_path
-            values += [value["reference"]["args"], value["reference"]["kwargs"]]
-        elif isinstance(value, dict | list):
-            values += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, str) and (os.path.isfile(value) or os.path.isdir(value)):
-            found.add(value)
+    texts = {value for value in values_in(wire) if isinstance(value, str)}
+    found = {text for text in texts if os.path.isfile(text) or os.path.isdir(text)}
     return {path for path in found if os.access(path, os.R_OK)}
 
 
@@ -80,16 +72,5 @@ def _file_of(reference: dict[str, Any]) -> str:
     return location if location.startswith("/") else ""  # a script may have any name
 
 
-def _paths_in(wire: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    values: list[Any] = [wire["args"], wire["kwargs"]]
-    while values:
-        value = values.pop()
-        if isinstance(value, dict):
-            if value.get("$") == "path":
-                yield value
-            elif value.get("$") == "reference":
-                values += [value["reference"]["args"], value["reference"]["kwargs"]]
-            else:
-                values += value.values()
-        elif isinstance(value, list):
-            values += value
+def _paths_in(wire: dict[str, Any]) -> list[dict[str, Any]]:
+    return [value for value in values_in(wire) if is_of_kind(value, "path")]

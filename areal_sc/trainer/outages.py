@@ -60,6 +60,7 @@ class _Open:
         return f"{_listed(self.num_before)} {self.cause}; being started again"
 
 
+@dataclass(eq=False)
 class Outages:
     """Makes outages of what controllers tell of units.
 
@@ -69,17 +70,12 @@ class Outages:
         groups_run_again: how often groups had to run again, by the worker that was lost.
     """
 
-    def __init__(
-        self,
-        show: Callable[[Sequence[str]], None],
-        tell: Callable[[Outage], None],
-        groups_run_again: Callable[[], Mapping[str, int]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._show = show
-        self._tell = tell
-        self._groups_run_again = groups_run_again
-        self._clock = clock
+    show: Callable[[Sequence[str]], None]
+    tell: Callable[[Outage], None]
+    groups_run_again: Callable[[], Mapping[str, int]]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._open: list[_Open] = []
 
     def hear(self, event: FleetEvent) -> None:
@@ -94,13 +90,13 @@ class Outages:
                 return
         over = [outage for outage in self._open if not outage.units]
         self._open = [outage for outage in self._open if outage.units]
-        self._show([str(outage) for outage in self._open])
+        self.show([str(outage) for outage in self._open])
         for outage in over:
-            self._tell(self._ended(outage))
+            self.tell(self._ended(outage))
 
     def _lose(self, unit: str, error: WorkerError) -> None:
         worker, cause = _worker_and_cause(unit, error)
-        now_s = self._clock()
+        now_s = self.clock()
         for outage in self._open:
             is_same = outage.cause.partition(":")[0] == cause.partition(":")[0]
             if is_same and now_s - outage.began_s < SAME_EVENT_S:
@@ -109,14 +105,14 @@ class Outages:
             outage = _Open(now_s, cause)
             self._open.append(outage)
         outage.units.add(unit)
-        outage.num_before[worker] = self._groups_run_again().get(worker, 0)
+        outage.num_before[worker] = self.groups_run_again().get(worker, 0)
 
     def _ended(self, outage: _Open) -> Outage:
-        num_now = self._groups_run_again()
+        num_now = self.groups_run_again()
         return Outage(
             tuple(outage.num_before),
             outage.cause,
-            self._clock() - outage.began_s,
+            self.clock() - outage.began_s,
             sum(num_now.get(worker, 0) - num for worker, num in outage.num_before.items()),
         )
 

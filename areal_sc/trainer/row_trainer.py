@@ -12,38 +12,30 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ModelHead
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.rejections import RejectionCounts
 from areal_sc.controller.rollout.rollout_state import RolloutState
-from areal_sc.controller.starting import start
+from areal_sc.controller.standstill import Standstill
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.demonstrations.rows import EncodedRows, Item
 from areal_sc.demonstrations.turns import TurnEncoder
 from areal_sc.engines.handles import make_actor
-from areal_sc.errors import StepLost, StepsLost
+from areal_sc.errors import StepLost
 from areal_sc.hub import local_model
 from areal_sc.preflight.checks import check_models
 from areal_sc.records.metrics import EvaluationResult, StepMetrics, Summary
 from areal_sc.records.metrics_log import History
-from areal_sc.run.run_folder import Opening
 from areal_sc.sources.prompts import prompt_at
-from areal_sc.system.process import process_age_s
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.trainer.evaluation.best_model import BestModel
-from areal_sc.trainer.failure import Terminated
-from areal_sc.trainer.outages import Outages
-from areal_sc.trainer.resume_checks import compare_with_begin
-from areal_sc.trainer.retreats import Retreats
 from areal_sc.trainer.run import Run
-from areal_sc.trainer.stopping import stop_wishes
+from areal_sc.trainer.steps import BareStep
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +52,11 @@ class NoRollout:
 
     actor: TrainController
     has_let_go_of_rows: bool = False
+
+    @property
+    def standstill(self) -> Standstill:
+        """Whether the run is paused."""
+        return self.actor.standstill
 
     def state(self) -> RolloutState:
         """The version alone."""
@@ -119,7 +116,6 @@ class RowTrainer(Run):
                 actor.copy_prompts(rows)
         rollout = NoRollout(actor)
         checkpoints = Checkpoints(self, actor, rollout)
-        retreats = Retreats(self.config.scheduler.max_deaths)
         every_steps, total = self.config.evaluation.every_steps, self.config.total_steps
         done = {(it.name, it.step) for it in History.read(self.folder.metrics_path).evaluations}
         best = BestModel(self, "", {})
@@ -130,29 +126,24 @@ class RowTrainer(Run):
                     best.begin()
                 best.note([self._tell_evaluation(name, actor.version, judge(actor))])
 
-        with self._workers(actor, rollout) as next_step:
+        steps = self._steps(actor, rollout, lambda: BareStep(actor, actor.standstill))
+        with self._started(actor, rollout), closing(steps):
             best.remember(History.read(self.folder.metrics_path).evaluations, actor.version)
             if actor.version == 0:
                 evaluate("before")
-            while next_step() and not best.has_enough:
-                began, version = time.monotonic(), actor.version
-                held_s = actor.standstill.held_s
+            for step in steps:
+                version = actor.version
+                best.remember(best.results, version)  # the run may have gone back
+                if best.has_enough:
+                    break
                 places = range(version * batch_size, (version + 1) * batch_size)
                 indices = [prompt_at(place, len(items), self.config.seed) for place in places]
                 try:
                     stats = actor.update_rows(items, indices, loss)
-                except StepsLost as lost:
-                    retreats.note(version, lost)
-                    checkpoints.before_going_back()
-                    step = self._load_newest(actor, rollout)
-                    best.remember(best.results, step)
-                    self.log.event("went_back", from_step=version, step=step, cause=str(lost))
-                    self.display.warning(f"went back from step {version} to step {step}: {lost}")
+                except StepLost as error:
+                    step.lose(error)
                     continue
-                except StepLost:  # the run is paused, and is to stop, or to be saved
-                    continue
-                seconds = time.monotonic() - began - (actor.standstill.held_s - held_s)
-                self._tell_row_step(actor, len(indices), seconds, stats)
+                self._tell_row_step(actor, len(indices), step.seconds, stats)
                 checkpoints.after_step()
                 if every_steps and actor.version % every_steps == 0 and actor.version < total:
                     evaluate("periodic")
@@ -163,52 +154,9 @@ class RowTrainer(Run):
             self._write_model(actor)
             return self._write_summary(History.read(self.folder.metrics_path))
 
-    @contextmanager
-    def _workers(self, actor: TrainController, rollout: NoRollout) -> Iterator[Callable[[], bool]]:
-        """Starts the ranks, where a run before has left them; gives whether there is a next step.
-
-        Raises: as `Run.training`.
-        """
-        check_models(self.config, generates=False)
-        compare_with_begin(self.folder, self.config)
-        outages = Outages(self.display.show_outages, self._tell_outage, dict)
-        settings, total = self.config.checkpoint, self.config.total_steps
-        limit_s = settings.stop_within_s if settings.every_steps else 0.0
-        with ExitStack() as stack:
-            if not self.config.dry_run:
-                stack.enter_context(actor.heard_by(outages.hear))
-                stack.enter_context(actor.heard_by(self._tell_wished))
-            with self.display.phase("start-up"):
-                taken = stack.enter_context(start(actor))
-                if taken is not None:
-                    self.display.note(str(taken))
-                    self.log.event("reattached", step=taken.version, **taken.of_workers())
-                elif self._has_snapshot:
-                    self._resume(actor, rollout)
-                elif self._opening is Opening.attach:
-                    self._begin_again()
-            phase = stack.enter_context(
-                self.display.phase("training", total, "steps", actor.version)
-            )
-            stop = stack.enter_context(stop_wishes(limit_s, partial(self._tell_stop, actor)))
-            stack.enter_context(actor.heard_by(stop.hear))
-            actor.standstill.is_left = lambda: stop.is_due
-
-            def has_next_step() -> bool:
-                phase.advance(actor.version - phase.done)
-                if stop.takes_snapshot() and self.checkpoints is not None:
-                    self.checkpoints.finish()
-                if stop.asked_by is not None:
-                    raise Terminated(stop.asked_by)
-                return actor.version < total
-
-            yield has_next_step
-
     def _tell_row_step(
         self, actor: TrainController, num_rows: int, seconds: float, stats: Mapping[str, float]
     ) -> None:
-        if self._first_step_s is None:
-            self._first_step_s = process_age_s()
         metrics = StepMetrics(
             step=actor.version,
             reward=math.nan,  # there is none
@@ -227,7 +175,7 @@ class RowTrainer(Run):
             num_train_workers=actor.engine.num_workers,
             train=stats,
         )
-        self.tell(lambda tracker: tracker.on_step(metrics))
+        self._tell_metrics(metrics)
 
     def _tell_evaluation(
         self, name: str, version: int, found: Mapping[str, float]

@@ -21,11 +21,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from areal_sc.config.loading.loader import config_text, typed
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import GRPOConfig
+from areal_sc.controller.base import Controller
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.starting import start
 from areal_sc.controller.takeover import TakenOver
@@ -58,11 +59,12 @@ from areal_sc.trainer.resume_checks import check_resumed, compare_with_begin
 from areal_sc.trainer.retreats import Retreats
 from areal_sc.trainer.run_description import run_description
 from areal_sc.trainer.snapshots import SnapshotState, load_latest_snapshot
-from areal_sc.trainer.steps import Step, count, rejections_in
+from areal_sc.trainer.steps import BareStep, Step, count, rejections_in
 from areal_sc.trainer.stopping import stop_wishes
 
 logger = logging.getLogger(__name__)
 
+S = TypeVar("S", bound=BareStep)
 
 IN_TURNS: Final = (
     "placement=turns: training and generation use a GPU one after the other, so that generation "
@@ -108,7 +110,7 @@ class Run:
         self._first_step_s: float | None = None
         self._health = LearningHealth(config.actor.dtype)
         self._shown_samples: tuple[Sample, ...] = ()
-        self._counted: Mapping[str, float] = {}
+        self._counted: Mapping[str, float] = {}  # as of the end of the newest step
         self.beside: list[BesideTraining] = []
         self._others: Sequence[TrainController] = ()
 
@@ -144,18 +146,11 @@ class Run:
             for tracker in trackers:
                 self._trackers.append(BackgroundTracker(tracker, self.display.warning))
                 stack.callback(self._trackers[-1].close)
-            self._begin_trackers()
+            if self._trackers:
+                description = run_description(self.folder, self.config, self.display.warning)
+                self.tell(lambda tracker: tracker.on_start(description))
             for warning in self.folder.warnings:
                 self.display.warning(warning)
-            if self._opening is Opening.overwrite:
-                self.display.warning(
-                    f"the earlier run in {self.folder.path} was deleted: overwrite"
-                )
-            if self._opening is Opening.restart:
-                self.display.warning(
-                    f"an earlier start in {self.folder.path} left no snapshot, so the run starts "
-                    "again from nothing; what is left of that start is in previous/"
-                )
             self._stack = stack.pop_all()
         self._is_open = True
         return self
@@ -187,36 +182,57 @@ class Run:
         Raises: ModelError: a model cannot be used. CheckpointError: no snapshot can be read. And
             what `start` raises.
         """
-        check_models(self.config)  # before any worker is started
+        self._adviser = Adviser(self.config, self.folder.path)
+        tell = partial(self._tell_step, rollout)
+        with self._started(actor, rollout, *others):
+            if self.config.dry_run:
+                yield iter([Step(actor, rollout, {}, tell)])
+                return
+            now, then = count(actor, rollout), self._counted
+            # those of workers that have lived on; what they did without a script counts
+            self._counted = {name: min(n, then.get(name, n)) for name, n in now.items()}
+            steps = self._steps(actor, rollout, lambda: Step(actor, rollout, self._counted, tell))
+            with closing(steps):
+                yield steps
+
+    @contextmanager
+    def _started(
+        self, actor: TrainController, rollout: SnapshotState, *others: TrainController
+    ) -> Iterator[None]:
+        """Starts the workers, and goes on from what an earlier start has left."""
+        check_models(self.config, generates=self.generates)  # before any worker is started
         compare_with_begin(self.folder, self.config)
-        if self._has_snapshot:
+        if self.generates and self._has_snapshot:
             for warning in check_resumed(self.folder):
                 self.display.warning(warning)
+        generators = [rollout] if isinstance(rollout, RolloutController) else []
+        controllers: list[Controller] = [actor, *others, *generators]
         if self.config.dry_run:
-            with start(actor, *others, rollout):
-                yield iter([Step(actor, rollout, {}, lambda _: None)])
+            with start(*controllers):
+                yield
             return
-        outages = Outages(
-            self.display.show_outages, self._tell_outage, lambda: rollout.groups.run_again
-        )
+
+        def groups_run_again() -> Mapping[str, int]:
+            return generators[0].groups.run_again if generators else {}
+
+        outages = Outages(self.display.show_outages, self._tell_outage, groups_run_again)
         self._retreats = Retreats(self.config.scheduler.max_deaths)
-        self._adviser = Adviser(self.config, self.folder.path)
         self._others = others
         with ExitStack() as stack:
-            for controller in (actor, rollout, *others):
+            for controller in controllers:
                 stack.enter_context(controller.heard_by(outages.hear))
-            stack.enter_context(rollout.heard_by(self._tell_wished))
-            if self.config.rollout.placement is Placement.turns:
+            stack.enter_context(controllers[-1].heard_by(self._tell_wished))
+            if self.generates and self.config.rollout.placement is Placement.turns:
                 self.display.note(IN_TURNS)
             with self.display.phase("start-up"):
-                taken = stack.enter_context(start(actor, *others, rollout))
+                taken = stack.enter_context(start(*controllers))
                 if taken is not None:
                     self._take_over(taken, rollout)
                 elif self._has_snapshot:
                     self._resume(actor, rollout)
                 elif self._opening is Opening.attach:
                     self._begin_again()
-            yield stack.enter_context(closing(self._steps(actor, rollout)))
+            yield
 
     @property
     def _has_snapshot(self) -> bool:
@@ -286,12 +302,6 @@ class Run:
         self.tell(lambda tracker: tracker.on_finish(summary))
         return summary
 
-    def _begin_trackers(self) -> None:
-        if not self._trackers:
-            return
-        description = run_description(self.folder, self.config, self.display.warning)
-        self.tell(lambda tracker: tracker.on_start(description))
-
     def _tell_outage(self, outage: Outage) -> None:
         logger.info("%s", outage)
         self.display.warning(str(outage))
@@ -321,7 +331,7 @@ class Run:
         for other in self.beside:
             other.take_over(History.read(self.folder.metrics_path))
 
-    def _go_back(self, actor: TrainController, rollout: RolloutController, lost: StepsLost) -> None:
+    def _go_back(self, actor: TrainController, rollout: SnapshotState, lost: StepsLost) -> None:
         """In place, to the newest snapshot, or to the initial model; workers stay."""
         begun_at = actor.version
         while True:
@@ -354,13 +364,14 @@ class Run:
             "go on (the log says why), and there is no snapshot"
         )
 
-    def _take_over(self, taken: TakenOver, rollout: RolloutController) -> None:
+    def _take_over(self, taken: TakenOver, rollout: SnapshotState) -> None:
         """An earlier start was killed, and its workers live: nothing is loaded."""
         history = History.read(self.folder.metrics_path)
         self._health.remember(history)
         last = history.steps[-1] if history.steps else None
         self._counted = last.counters if last else {}
-        rollout.rejections.restore(rejections_in(self._counted))
+        if isinstance(rollout, RolloutController):
+            rollout.rejections.restore(rejections_in(self._counted))
         if taken.version and (last is None or last.step < taken.version):
             self.display.warning(
                 f"step {taken.version} was trained, but the script was killed before it could "
@@ -372,13 +383,9 @@ class Run:
             other.take_over(history)
 
     def _steps(
-        self, actor: TrainController, rollout: RolloutController
-    ) -> Generator[Step, None, None]:
-        total, counted = self.config.total_steps, count(actor, rollout)
-        # those of workers that have lived on; what they did without a script counts
-        counters = {name: min(n, self._counted.get(name, n)) for name, n in counted.items()}
-        tell = partial(self._tell_step, rollout)
-        settings = self.config.checkpoint
+        self, actor: TrainController, rollout: SnapshotState, begin: Callable[[], S]
+    ) -> Generator[S, None, None]:
+        total, settings = self.config.total_steps, self.config.checkpoint
         limit_s = settings.stop_within_s if self.checkpoints and settings.every_steps else 0.0
         with (
             self.display.phase("training", total, "steps", actor.version) as phase,
@@ -398,7 +405,7 @@ class Run:
                     )
                 if actor.version == total:
                     return
-                step = Step(actor, rollout, counters, tell)
+                step = begin()
                 yield step
                 if isinstance(step.lost, StepsLost):
                     self._go_back(actor, rollout, step.lost)
@@ -410,7 +417,6 @@ class Run:
                         f"step {step.number} ended at policy version {actor.version}: call "
                         "actor.publish_weights(rollout) once a step"
                     )
-                counters = step.counters
                 phase.advance()
 
     def _tell_stop(self, actor: TrainController, asked_by: signal.Signals) -> None:
@@ -425,10 +431,14 @@ class Run:
             [StatusPhase(p.name, p.since, p.done, p.total, p.unit, p.doing) for p in phases]
         )
 
-    def _tell_step(self, rollout: RolloutController, metrics: StepMetrics) -> None:
+    def _tell_metrics(self, metrics: StepMetrics) -> None:
         if self._first_step_s is None:
             self._first_step_s = process_age_s()
         self.tell(lambda tracker: tracker.on_step(metrics))
+
+    def _tell_step(self, rollout: RolloutController, metrics: StepMetrics) -> None:
+        self._tell_metrics(metrics)
+        self._counted = metrics.counters
         samples = rollout.newest_samples
         if self.config.samples.show and samples and samples is not self._shown_samples:
             self._shown_samples = samples

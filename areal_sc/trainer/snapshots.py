@@ -12,6 +12,7 @@ import msgspec
 
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.standstill import Standstill
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.nodes.spec import snapshot_name
@@ -28,6 +29,9 @@ _KIND = b"areal_sc-controllers"
 
 class SnapshotState(Protocol):
     """What a snapshot keeps beside the models: a `RolloutController`'s state."""
+
+    @property
+    def standstill(self) -> Standstill: ...
 
     @property
     def has_let_go_of_rows(self) -> bool: ...

@@ -13,6 +13,7 @@ from areal_sc.controller.ledger.ledger_records import WENT_BACK
 from areal_sc.controller.rollout.rejections import STALE, RejectionCounts
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.staleness import StalenessStats
+from areal_sc.controller.standstill import Standstill
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import StepLost
 from areal_sc.metadata import BatchMetadata
@@ -58,30 +59,56 @@ def rejections_in(counters: Mapping[str, float]) -> RejectionCounts:
     return RejectionCounts(episodes, num_stale)
 
 
-class Step:
+class BareStep:
     """A training step that goes on; it begins when it is made.
 
     Attributes:
         number: from 1.
-        counters: as of the end of the step before; once it is recorded, of its own.
         lost: why it ends without a new version; None: it does not.
+    """
+
+    def __init__(self, actor: TrainController, standstill: Standstill) -> None:
+        self.number = actor.version + 1
+        self.lost: StepLost | None = None
+        self._standstill = standstill
+        self._began = time.monotonic()
+        self._held_before_s = standstill.held_s
+
+    @property
+    def held_s(self) -> float:
+        """Of its seconds, those of a pause."""
+        return self._standstill.held_s - self._held_before_s
+
+    @property
+    def seconds(self) -> float:
+        """That it took so far; the time of a pause does not count."""
+        return time.monotonic() - self._began - self.held_s
+
+    def lose(self, error: StepLost) -> None:
+        """Ends the step; the next one has its number or, after `StepsLost`, an earlier one."""
+        logger.warning("step=%d is lost: %s", self.number, error)
+        self.lost = error
+
+
+class Step(BareStep):
+    """A step that trains on what was generated.
+
+    Attributes:
+        counters: as of the end of the step before; once it is recorded, of its own.
     """
 
     def __init__(
         self,
         actor: TrainController,
         rollout: RolloutController,
-        counters: dict[str, float],
+        counters: Mapping[str, float],
         tell: Callable[[StepMetrics], None],
     ) -> None:
-        self.number = actor.version + 1
+        super().__init__(actor, rollout.standstill)
         self.counters = counters
-        self.lost: StepLost | None = None
         self._actor = actor
         self._rollout = rollout
         self._tell = tell
-        self._began = time.monotonic()
-        self._held_before_s = rollout.standstill.held_s
         self._spent: dict[Part, float] = {"wait": 0.0, "train": 0.0, "sync": 0.0}
 
     @contextmanager
@@ -93,11 +120,6 @@ class Step:
         finally:
             self._spent[part] += time.monotonic() - began
 
-    def lose(self, error: StepLost) -> None:
-        """Ends the step; the next one has its number or, after `StepsLost`, an earlier one."""
-        logger.warning("step=%d is lost: %s", self.number, error)
-        self.lost = error
-
     def record(self, batch: BatchMetadata, stats: Mapping[str, float]) -> StepMetrics:
         """Ends the step, and tells what was measured of it; the time of a pause does not count.
 
@@ -106,7 +128,6 @@ class Step:
         """
         staleness = StalenessStats.of(batch.rows, batch.global_step, batch.min_token_version)
         before, now = self.counters, count(self._actor, self._rollout)
-        held_s = self._rollout.standstill.held_s - self._held_before_s  # in `prepare_batch`
 
         def new(name: str) -> int:
             return int(now.get(name, 0) - before.get(name, 0))  # none: no worker was up then
@@ -132,8 +153,8 @@ class Step:
                 if name.startswith(_REJECTED) and count > before.get(name, 0)
             },
             mean_sequence_length=batch.num_tokens / batch.total_batch_size,
-            step_time_s=time.monotonic() - self._began - held_s,
-            wait_s=max(0.0, self._spent["wait"] - held_s),
+            step_time_s=self.seconds,
+            wait_s=max(0.0, self._spent["wait"] - self.held_s),  # held in `prepare_batch`
             train_s=self._spent["train"],
             sync_s=self._spent["sync"],
             num_train_workers=self._actor.engine.num_workers,

@@ -97,8 +97,8 @@ class ChatTurn:
         invalid_calls: why other calls cannot be: broken JSON, an unknown tool, arguments that are
             no object. Their text is in the message's content. Or the template takes one call in an
             answer, and they are more.
-        finish_reason: `stop`, `length`, `cancelled`, or `context`: no room was left to go on, or to
-            begin an answer.
+        finish_reason: `stop`, `length`, or `context`: no room was left to go on, or to begin an
+            answer.
         num_tokens: that were sampled; 0: there was no room to begin.
     """
 

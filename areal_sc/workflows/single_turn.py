@@ -68,17 +68,13 @@ class SingleTurnWorkflow(Workflow):
         self.prompt_key = prompt_key
         self.accuracy = accuracy or (names[0] if names else "")
 
-    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
-        """Returns: the trajectory, or None where the generation was cancelled.
-
-        Its metrics are `accuracy`: 1 where the function that decides it gives 1 or more;
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory:
+        """Its metrics are `accuracy`: 1 where the function that decides it gives 1 or more;
         `completion_tokens`; and `stopped`: 1 where the answer ended by itself.
         """
         transcript = Transcript()
         transcript.add_context(self._prompt_tokens(prompt, engine))
         completion = await engine.generate(transcript.input_ids, self.generation)
-        if completion.finish_reason == "cancelled":
-            return None
         transcript.add_completion(completion)
         text = decode_completion(engine.tokenizer, completion)
         reward = await engine.score(self.reward, prompt, text)

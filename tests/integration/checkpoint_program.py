@@ -32,7 +32,7 @@ from ranks_program import (
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
-from areal_sc.engines.training.export import begin_export
+from areal_sc.engines.training.export import ModelExport
 from areal_sc.errors import ArealError, CheckpointError
 
 LENGTHS = (11, 6, 14, 3, 9, 20, 5, 8)
@@ -96,7 +96,7 @@ class Rank:
 
     def begin_split_export(self, path: str) -> None:
         """As `begin_save_hf`, in files of a few kilobytes."""
-        self._written = begin_export(
+        self._written = ModelExport(
             self.engine._model.causal_lm,
             self.engine._parts,
             self.engine._values,
@@ -105,7 +105,7 @@ class Rank:
             torch.float32,
             self.engine._writer,
             max_file_bytes=10_000,
-        )
+        ).begin()
 
     def wait(self, label: str) -> None:
         assert self._written is not None

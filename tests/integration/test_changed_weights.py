@@ -249,7 +249,7 @@ class Run:
     async def publish(self, version: int) -> None:
         self.versions[self.lineage, version] = self.ranks[0].weights
         operation = Operation(self.lineage, version - 1, Kind.publish)
-        rollout: Any = SimpleNamespace(hold_updates_async=self.updates.hold)
+        rollout: Any = SimpleNamespace(updates=self.updates)
         await self.publisher.publish(operation, version, rollout, self._announce)
 
     async def _announce(self, weights: WeightsReference) -> None:

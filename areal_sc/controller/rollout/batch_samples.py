@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -29,6 +30,7 @@ from areal_sc.workers.calls import READ_TEXTS, ReadTexts, RowText
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class BatchSamples:
     """Writes `samples.jsonl`.
 
@@ -40,18 +42,13 @@ class BatchSamples:
         newest: the samples of the last batch that were read, group by group, best first.
     """
 
-    def __init__(
-        self,
-        config: SamplesConfig,
-        workers: RolloutWorkers,
-        background: Background,
-        path: Path,
-    ) -> None:
+    config: SamplesConfig
+    workers: RolloutWorkers
+    background: Background
+    path: Path
+
+    def __post_init__(self) -> None:
         self.newest: tuple[Sample, ...] = ()
-        self._config = config
-        self._workers = workers
-        self._background = background
-        self._path = path
         self._lines: JsonLines | None = None
         self._batch_id = ""
         self._reading: asyncio.Task[None] | None = None
@@ -59,7 +56,7 @@ class BatchSamples:
 
     def begin(self, batch: BatchMetadata) -> None:
         """Begins to read samples of a batch; of one that is given again it does nothing."""
-        if not self._config.groups_per_step or self._is_unwritable:
+        if not self.config.groups_per_step or self._is_unwritable:
             return
         if batch.batch_id == self._batch_id:
             return
@@ -67,7 +64,7 @@ class BatchSamples:
         if self._reading is not None and not self._reading.done():
             logger.info("step=%d has no samples: those before are late", batch.global_step + 1)
             return
-        self._reading = self._background.start(self._read(batch), "samples")
+        self._reading = self.background.start(self._read(batch), "samples")
 
     def close(self) -> None:
         if self._lines is not None:
@@ -76,7 +73,7 @@ class BatchSamples:
 
     async def _read(self, batch: BatchMetadata) -> None:
         now_s = round(time.time(), 3)
-        groups = chosen_groups(batch, self._config.groups_per_step)
+        groups = chosen_groups(batch, self.config.groups_per_step)
         found = await asyncio.gather(*(self._read_group(batch, rows, now_s) for rows in groups))
         samples = [sample for group in found for sample in group]
         if not samples:
@@ -84,7 +81,7 @@ class BatchSamples:
         self.newest = tuple(samples)
         try:
             if self._lines is None:
-                self._lines = JsonLines(self._path)
+                self._lines = JsonLines(self.path)
             self._lines.append(*samples)
         except RunFolderError as error:
             self._is_unwritable = True
@@ -115,8 +112,8 @@ class BatchSamples:
     async def _texts(self, part: BatchMetadata) -> tuple[RowText, ...]:
         """Raises: ArealError: the worker that sealed the rows is lost, late, or has swept them."""
         owner = part.shards[0].node_id  # one worker ran the whole group
-        wanted = ReadTexts(part, self._config.max_chars)
-        return await self._workers.call_named(owner, READ_TEXTS, wanted)
+        wanted = ReadTexts(part, self.config.max_chars)
+        return await self.workers.call_named(owner, READ_TEXTS, wanted)
 
 
 def chosen_groups(batch: BatchMetadata, num_groups: int) -> list[tuple[int, ...]]:

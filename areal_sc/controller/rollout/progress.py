@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from areal_sc.controller.rollout.groups import Groups
@@ -31,6 +32,7 @@ with a finished group: a run of slow groups tells it in its first step only."""
 _MAX_WORKERS_NAMED: Final = 8
 
 
+@dataclass(eq=False)
 class ProgressWatch:
     """Looks after the groups of one RolloutController.
 
@@ -40,19 +42,13 @@ class ProgressWatch:
         standstill: of the run.
     """
 
-    def __init__(
-        self,
-        workers: RolloutWorkers,
-        rejections: Rejections,
-        max_lost_s: float,
-        groups: Sequence[Groups],
-        standstill: Standstill,
-    ) -> None:
-        self._workers = workers
-        self._rejections = rejections
-        self._max_lost_s = max_lost_s
-        self._groups = groups
-        self._standstill = standstill
+    workers: RolloutWorkers
+    rejections: Rejections
+    max_lost_s: float
+    groups: Sequence[Groups]
+    standstill: Standstill
+
+    def __post_init__(self) -> None:
         self._seen_finished = 0
         self._quiet_since_s = 0.0
         self._notice_after_s = FIRST_NOTICE_S
@@ -71,8 +67,8 @@ class ProgressWatch:
 
     async def _look(self, now_s: float) -> None:
         quiet_s = now_s - self._quiet_since_s
-        num_finished = sum(groups.num_finished for groups in self._groups)
-        stands_still = self._standstill.is_on or self._workers.card.is_away_from(Side.generation)
+        num_finished = sum(groups.num_finished for groups in self.groups)
+        stands_still = self.standstill.is_on or self.workers.card.is_away_from(Side.generation)
         is_awaited = self._num_awaited and not stands_still
         if num_finished != self._seen_finished or not is_awaited:
             if num_finished != self._seen_finished:
@@ -80,18 +76,18 @@ class ProgressWatch:
             self._seen_finished, self._quiet_since_s = num_finished, now_s
             self._lost_since_s = None
             return
-        reports = await self._workers.episode_reports()
+        reports = await self.workers.episode_reports()
         for report in reports.values():
             for rejection in report.new_causes if report else ():
-                self._rejections.note(rejection)
+                self.rejections.note(rejection)
         self._check_lost(reports, now_s)
         if quiet_s >= self._notice_after_s:
             self._notice_after_s = 2 * quiet_s
-            self._rejections.warn(self._describe(reports, quiet_s))
+            self.rejections.warn(self._describe(reports, quiet_s))
 
     @property
     def _num_awaited(self) -> int:
-        return sum(groups.num_awaited for groups in self._groups)
+        return sum(groups.num_awaited for groups in self.groups)
 
     def _check_lost(self, reports: Mapping[str, EpisodesReport | None], now_s: float) -> None:
         """Time is lost from the first rejection on, up to the newest, while nothing is kept.
@@ -116,11 +112,11 @@ class ProgressWatch:
         if self._lost_since_s is None:
             self._lost_since_s = now_s
         lost_s = now_s - self._lost_since_s
-        if lost_s > self._max_lost_s:
+        if lost_s > self.max_lost_s:
             raise TooManyRejections(
                 f"for {lost_s:.0f} s episodes were rejected, none was kept, and no group finished; "
-                f"rollout.max_lost_s is {self._max_lost_s:g}. For example: "
-                f"{self._rejections.describe_example()}"
+                f"rollout.max_lost_s is {self.max_lost_s:g}. For example: "
+                f"{self.rejections.describe_example()}"
             )
 
     def _describe(self, reports: Mapping[str, EpisodesReport | None], quiet_s: float) -> str:

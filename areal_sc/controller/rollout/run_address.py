@@ -39,6 +39,7 @@ from areal_sc.schedulers.agent_process import agent_environment
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.system.durable import own_file
 from areal_sc.system.process import SAYS, exit_text
+from areal_sc.system.waiting import first_of
 from areal_sc.transport.sockets.interface import EVERYWHERE, bracketed
 from areal_sc.workers.calls import AGENTS_AT
 
@@ -163,13 +164,7 @@ class RunAddress:
         """Tells the process where workers are, and starts it again if it dies."""
         num_deaths, began_s = 0, time.monotonic()
         while (process := self._process) is not None:
-            ended = asyncio.create_task(process.wait())
-            changed = asyncio.create_task(self._changed.wait())
-            try:
-                await asyncio.wait([ended, changed], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                ended.cancel()
-                changed.cancel()
+            await first_of(process.wait(), self._changed.wait())
             if process.returncode is not None:
                 now_s = time.monotonic()
                 num_deaths = num_deaths + 1 if now_s - began_s < LONG_LIFE_S else 1

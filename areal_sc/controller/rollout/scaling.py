@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Final
@@ -57,6 +58,7 @@ OrderOf = Callable[[int], WorkerOrder]
 """The order of a worker, by its number."""
 
 
+@dataclass(eq=False)
 class Scaling:
     """Changes the number of workers of one RolloutController.
 
@@ -67,38 +69,27 @@ class Scaling:
         before_end: is awaited with each worker that leaves, while it still answers.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        recovery: Recovery,
-        workers: RolloutWorkers,
-        groups: TrainingGroups,
-        background: Background,
-        disk: Disk,
-        check: Callable[[], None],
-        answer: Callable[[ScaleWish, str], None],
-        path: Path,
-        order_of: OrderOf,
-        before_end: Callable[[Member], Awaitable[object]],
-    ) -> None:
-        self._config = config
-        self._recovery = recovery
-        self._fleet = recovery.fleet
-        self._workers = workers
-        self._groups = groups
-        self._background = background
-        self._disk = disk
-        self._check = check
-        self._answer = answer
+    config: RolloutConfig
+    recovery: Recovery
+    workers: RolloutWorkers
+    groups: TrainingGroups
+    background: Background
+    disk: Disk
+    check: Callable[[], None]
+    answer: Callable[[ScaleWish, str], None]
+    path: Path
+    order_of: OrderOf
+    before_end: Callable[[Member], Awaitable[object]]
+
+    def __post_init__(self) -> None:
+        self._fleet = self.recovery.fleet
         self._wish: ScaleWish | None = None
         self._followed: ScaleWish | None = None
-        self._path = path
-        self._order_of = order_of
-        self._before_end = before_end
         self._one_change = asyncio.Lock()
         self._leaving: asyncio.Task[None] | None = None
         self._kept_since: dict[RolloutWorkerState, int] = {}  # versions
-        self._autoscaler = Autoscaler(config.autoscale) if config.autoscale.max else None
+        autoscale = self.config.autoscale
+        self._autoscaler = Autoscaler(autoscale) if autoscale.max else None
         self._seen_restarts = 0
 
     async def first_orders(self, *, adopts: bool) -> tuple[list[WorkerOrder], list[WorkerOrder]]:
@@ -110,19 +101,19 @@ class Scaling:
         """
         found = await self._fleet.found(ROLLOUT_ROLE) if adopts else []
         kept = self._read()
-        number = kept if found and kept else self._config.num_workers
+        number = kept if found and kept else self.config.num_workers
         if kept not in (None, number):
             await self._record(number)
         free = (index for index in count() if index not in found)
         stay = found[:number]
         first = sorted([*stay, *islice(free, number - len(stay))])
-        return [*map(self._order_of, first)], [*map(self._order_of, found[number:])]
+        return [*map(self.order_of, first)], [*map(self.order_of, found[number:])]
 
     def begin(self, spares: Sequence[WorkerOrder]) -> None:
         """The first workers are up, or wait for their node; the spares of them leave."""
-        self._seen_restarts = self._recovery.num_restarts
+        self._seen_restarts = self.recovery.num_restarts
         numbers = [order.index for order in spares]
-        self._retire([s for s in self._workers.set.states if s.number in numbers])
+        self._retire([s for s in self.workers.set.states if s.number in numbers])
 
     async def scale(self, num_workers: int, why: str) -> None:
         """Returns when it is certain; workers start, and leave, beside whatever comes next.
@@ -134,9 +125,9 @@ class Scaling:
             raise ConfigError(
                 f"scale: expected a number of rollout workers, at least 1, got {num_workers!r}"
             )
-        self._check()
+        self.check()
         async with self._one_change:
-            workers = self._workers.set
+            workers = self.workers.set
             before = len(workers.staying)
             if num_workers < before:
                 surplus = self._dispensable(before - num_workers)
@@ -148,7 +139,7 @@ class Scaling:
             else:
                 return
             logger.info("rollout_workers=%d before=%d %s", num_workers, before, why)
-            self._recovery.announce(Scaled(before, num_workers, why))
+            self.recovery.announce(Scaled(before, num_workers, why))
 
     def hear(self, wish: ScaleWish | None) -> None:
         """What a person wishes now."""
@@ -157,10 +148,10 @@ class Scaling:
 
     def follow_wish(self) -> None:
         """Fulfils it beside whatever comes next: once, and not before the first batch is begun."""
-        wish, is_begun = self._wish, self._groups.ledger.journal is not None
+        wish, is_begun = self._wish, self.groups.ledger.journal is not None
         if wish is not None and wish != self._followed and is_begun:
             self._followed = wish
-            self._background.start(self._fulfil(wish), "a wish for workers")
+            self.background.start(self._fulfil(wish), "a wish for workers")
 
     async def _fulfil(self, wish: ScaleWish) -> None:
         refusal = ""
@@ -169,16 +160,16 @@ class Scaling:
         except (ConfigError, SchedulerSilent) as error:
             refusal = str(error)
             logger.warning("the number of rollout workers stays as it is: %s", error)
-        self._answer(wish, refusal)
+        self.answer(wish, refusal)
 
     async def wait_for_room(self) -> None:
         """Returns when the workers that have come hold a batch.
 
         Raises: ConfigError: all have come, and do not.
         """
-        workers = self._workers.set
+        workers = self.workers.set
         while not workers.holds_batch and not all(s.life.has_served for s in workers.staying):
-            self._background.raise_failure()
+            self.background.raise_failure()
             await asyncio.sleep(LOOK_S)
         workers.check_room()
 
@@ -186,10 +177,10 @@ class Scaling:
         """A batch was formed."""
         if self._autoscaler is None:
             return
-        admission, coming = self._groups.admission, self._fleet.coming
-        states = [s for s in self._workers.set.states if s.name not in coming]
+        admission, coming = self.groups.admission, self._fleet.coming
+        states = [s for s in self.workers.set.states if s.name not in coming]
         num_workers = sum(not state.life.is_leaving for state in states)
-        num_restarts, self._seen_restarts = self._seen_restarts, self._recovery.num_restarts
+        num_restarts, self._seen_restarts = self._seen_restarts, self.recovery.num_restarts
         is_steady = self._seen_restarts == num_restarts and all(
             not state.store.num_running if state.life.is_leaving else state.life.is_up
             for state in states
@@ -199,10 +190,10 @@ class Scaling:
             admission.slack,
             admission.spare_lead,
             is_steady,
-            len(self._workers.set.staying) - num_workers,
+            len(self.workers.set.staying) - num_workers,
         )
         if change := self._autoscaler.note_step(seen):
-            self._background.start(self._follow(change), "autoscaling")
+            self.background.start(self._follow(change), "autoscaling")
 
     @property
     def wants_snapshot(self) -> bool:
@@ -220,7 +211,7 @@ class Scaling:
             logger.warning("the number of rollout workers stays as it is for now: %s", error)
 
     async def _grow(self, num_more: int, num_workers: int) -> None:
-        workers = self._workers.set
+        workers = self.workers.set
         back = sorted(workers.leaving, key=lambda state: not state.life.is_up)[:num_more]
         for state in back:
             self._kept_since.pop(state, None)
@@ -229,7 +220,7 @@ class Scaling:
         if num_new := num_more - len(back):
             taken = {member.index for member in self._fleet.members}
             free = (index for index in count() if index not in taken)
-            orders = [self._order_of(index) for index in islice(free, num_new)]
+            orders = [self.order_of(index) for index in islice(free, num_new)]
             try:
                 members = await self._fleet.expect(orders)
             except ArealError:
@@ -242,30 +233,30 @@ class Scaling:
 
     def _dispensable(self, number: int) -> list[RolloutWorkerState]:
         """The first workers to leave: those that do no work now, and then those that came last."""
-        staying = self._workers.set.staying
+        staying = self.workers.set.staying
         return sorted(staying, key=lambda state: (state.life.is_up, -state.number))[:number]
 
     def _retire(self, states: Sequence[RolloutWorkerState]) -> None:
         for state in states:
-            self._workers.set.retire(state)
+            self.workers.set.retire(state)
         if states and (self._leaving is None or self._leaving.done()):
-            self._leaving = self._background.start(self._see_off(), "workers that leave")
+            self._leaving = self.background.start(self._see_off(), "workers that leave")
 
     async def _see_off(self) -> None:
         """Looks at workers that leave, until there are none."""
-        while leaving := self._workers.set.leaving:
+        while leaving := self.workers.set.leaving:
             for state in leaving:
-                if self._workers.may_leave(state, self._groups.ledger.num(GroupState.queued)):
+                if self.workers.may_leave(state, self.groups.ledger.num(GroupState.queued)):
                     self._kept_since.pop(state, None)
-                    self._workers.let_go(state)
-                    self._background.start(self._end(state.member), f"end of {state.name}")
+                    self.workers.let_go(state)
+                    self.background.start(self._end(state.member), f"end of {state.name}")
                 else:
                     self._hurry(state)
             await asyncio.sleep(LOOK_S)
 
     def _hurry(self, state: RolloutWorkerState) -> None:
         """Rows that only a repeat of a step would read do not hold the worker up for long."""
-        groups, ledger = self._groups, self._groups.ledger
+        groups, ledger = self.groups, self.groups.ledger
         steps = [step for step in ledger.kept_steps if self._holds(state, step)]
         is_busy = any(group.worker == state.name for group in ledger.unconsumed())
         if is_busy or not steps or groups.version in steps:
@@ -275,33 +266,33 @@ class Scaling:
                 pass
 
     def _holds(self, state: RolloutWorkerState, *steps: int) -> bool:
-        kept = (group for step in steps for group in self._groups.ledger.kept_groups(step))
+        kept = (group for step in steps for group in self.groups.ledger.kept_groups(step))
         return any(group.worker == state.name for group in kept)
 
     async def _end(self, member: Member) -> None:
-        await self._recovery.wait_until_left(member.life.unit)
+        await self.recovery.wait_until_left(member.life.unit)
         if member.failure is None:
-            await self._before_end(member)
+            await self.before_end(member)
         await self._fleet.dismiss(member)
         logger.info("worker=%s has left", member.name)
 
     async def _record(self, num_workers: int) -> None:
         """Raises: RunFolderError: it cannot be written."""
         content = f"{num_workers}\n".encode()
-        written = self._disk.run(lambda: self._disk.create(self._path, content))
+        written = self.disk.run(lambda: self.disk.create(self.path, content))
         limit_s = self._fleet.config.transport.write_timeout_s
-        what = f"the disk of {self._path} to take the number of rollout workers"
+        what = f"the disk of {self.path} to take the number of rollout workers"
         try:
             await bounded(written, limit_s, what, "transport.write_timeout_s")
         except OSError as error:
-            failure = RunFolderError(f"cannot write {self._path}: {error.strerror or error}")
-            self._recovery.announce(RunFailed(failure))  # as of the journal
+            failure = RunFolderError(f"cannot write {self.path}: {error.strerror or error}")
+            self.recovery.announce(RunFailed(failure))  # as of the journal
             raise failure from error
 
     def _read(self) -> int | None:
         """The number that was written last; None: none was, or it is damaged."""
-        with os_errors_as(RunFolderError, f"cannot read {self._path}"):
-            if self._path.name not in self._disk.names(self._path.parent):
+        with os_errors_as(RunFolderError, f"cannot read {self.path}"):
+            if self.path.name not in self.disk.names(self.path.parent):
                 return None
-            text = self._disk.read(self._path).decode(errors="replace").strip()
+            text = self.disk.read(self.path).decode(errors="replace").strip()
         return int(text) if text.isdecimal() and int(text) else None

@@ -10,6 +10,7 @@ One sweep a worker at a time, beside everything else.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from areal_sc.controller.background import Background
 from areal_sc.controller.events import Hear, RoomFreed
@@ -23,6 +24,7 @@ CallSweep = Callable[[RolloutWorkerState, Method[Sweep, int], Sweep], Awaitable[
 """Calls a worker, as `RolloutWorkers.call`."""
 
 
+@dataclass(eq=False)
 class StoreSweeps:
     """Has the workers of one RolloutController forget the shards that nobody needs.
 
@@ -32,48 +34,40 @@ class StoreSweeps:
         hear: takes that there is more room.
     """
 
-    def __init__(
-        self,
-        workers: WorkerSet,
-        call: CallSweep,
-        background: Background,
-        durable: Callable[[], Awaitable[None]],
-        hear: Hear,
-    ) -> None:
-        self._workers = workers
-        self._call = call
-        self._background = background
-        self._durable = durable
-        self._hear = hear
+    workers: WorkerSet
+    call: CallSweep
+    background: Background
+    durable: Callable[[], Awaitable[None]]
+    hear: Hear
 
     def begin(self) -> None:
         """Workers begin to forget the shards that nobody needs any more."""
-        self._background.start(begin_in_turns(list(self._workers.states), self.begin_one), "sweeps")
+        self.background.start(begin_in_turns(list(self.workers.states), self.begin_one), "sweeps")
 
     def begin_one(self, state: RolloutWorkerState) -> bool:
         """One worker begins to, unless it is at it, or has no such shard; tells whether it did."""
         if not state.life.is_up or goes_on(state.sweep) or not state.store.has_dead:
             return False
-        state.sweep = self._background.start(self._sweep(state), f"sweep {state.name}")
+        state.sweep = self.background.start(self._sweep(state), f"sweep {state.name}")
         return True
 
     @property
     def are_due(self) -> bool:
         """Whether a store is about to have more room."""
-        return any(goes_on(it.sweep) or it.store.has_dead for it in self._workers.states)
+        return any(goes_on(it.sweep) or it.store.has_dead for it in self.workers.states)
 
     async def _sweep(self, state: RolloutWorkerState) -> None:
         while state.store.has_dead:
             incarnation = state.member.worker.incarnation
             sweep, dead_ids = state.store.plan_sweep(incarnation)
-            await self._durable()  # else a later start would look for these rows
+            await self.durable()  # else a later start would look for these rows
             if state.member.worker.incarnation != incarnation:
                 continue
             try:
-                last_sequence = await self._call(state, SWEEP, sweep)
+                last_sequence = await self.call(state, SWEEP, sweep)
             except WorkerLost:
                 return  # its next life is told anew
             state.store.confirm_sweep(incarnation, dead_ids, last_sequence)
-            self._workers.recount(state)
-            self._hear(RoomFreed())
-            self._background.notify()
+            self.workers.recount(state)
+            self.hear(RoomFreed())
+            self.background.notify()

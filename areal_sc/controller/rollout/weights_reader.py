@@ -14,7 +14,7 @@ from areal_sc.controller.rollout.rollout_workers import RolloutWorkers, YieldMem
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.turns import Side
-from areal_sc.fleet.member import Member
+from areal_sc.controller.weights.weight_updates import WeightUpdates
 from areal_sc.metadata import RowMetadata
 from areal_sc.weights import WeightsReference
 
@@ -45,7 +45,7 @@ class WeightsReader(Controller):
     def receive_weights(self, weights: WeightsReference) -> None:
         """A new policy version exists: workers begin to pull it, admission counts from it."""
         self.groups.begin_version(weights.version)
-        self._workers.updates.receive(weights)
+        self.updates.receive(weights)
         self.groups.admit()
         self._background.notify()
 
@@ -81,20 +81,10 @@ class WeightsReader(Controller):
         self._outside.lose_steps()
         self._background.notify()
 
-    def renew_weights(self, weights: WeightsReference) -> None:
-        """The weights of the current version are to be had elsewhere from now on."""
-        self._workers.updates.renew(weights)
-
-    async def hold_updates_async(self) -> int:
-        """Waits until no worker updates its weights; none begins before `receive_weights`.
-
-        Returns: the oldest version that a worker holds.
-        """
-        return await self._workers.updates.hold()
-
-    def end_hold(self) -> None:
-        """The version that updates were held for does not come."""
-        self._workers.updates.end_hold()
+    @property
+    def updates(self) -> WeightUpdates:
+        """Of the workers' weights."""
+        return self._workers.updates
 
     async def wait_for_weights_async(self) -> None:
         """Waits until every worker holds the newest version, but for those that are lost.
@@ -102,11 +92,6 @@ class WeightsReader(Controller):
         These get it when they are started again, before anything else.
         """
         with self._workers.card.wanted(Side.generation):
-            await self._workers.updates.wait_until_newest()
-
-    @property
-    def current_members(self) -> list[Member]:
-        """The workers that hold weights; those that are started again have to pull some first."""
-        return self._workers.updates.current_members
+            await self.updates.wait_until_newest()
 
     wait_for_weights = blocking(wait_for_weights_async)

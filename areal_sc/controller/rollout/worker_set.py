@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from areal_sc.config.schema import RolloutConfig
@@ -48,6 +49,7 @@ class StoreRoom(NamedTuple):
         return sum(self.on_node.values())
 
 
+@dataclass(eq=False)
 class WorkerSet:
     """The workers of one RolloutController, and who of them takes the next group.
 
@@ -60,20 +62,15 @@ class WorkerSet:
         loads: what they carry.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        background: Background,
-        needs: Needs[GroupAttempt],
-        tell: Tell,
-    ) -> None:
+    config: RolloutConfig
+    background: Background
+    needs: Needs[GroupAttempt]
+    tell: Tell
+
+    def __post_init__(self) -> None:
         self.states: list[RolloutWorkerState] = []
         self.loads = WorkerLoads([], 0, {})
-        self._config = config
-        self._background = background
-        self._needs = needs
-        self._tell = tell
-        self._queue = WorkerQueue(self.loads, background)
+        self._queue = WorkerQueue(self.loads, self.background)
         self._max_groups = 0
         self._is_recount_due = False
         self._by_number: dict[int, RolloutWorkerState] = {}
@@ -85,7 +82,7 @@ class WorkerSet:
         """
         self.states[:] = [self._state_of(member) for member in members]
         if all(member.has_lived for member in members):
-            check_room(self._room(self.staying), self._config)
+            check_room(self._room(self.staying), self.config)
         self.renew()
 
     @property
@@ -106,8 +103,8 @@ class WorkerSet:
         return state
 
     def _state_of(self, member: Member) -> RolloutWorkerState:
-        state = RolloutWorkerState(member, member.index, WorkerStore(self._needs))
-        if self._config.waits_for_weights:
+        state = RolloutWorkerState(member, member.index, WorkerStore(self.needs))
+        if self.config.waits_for_weights:
             state.built_with = state.version = NO_VERSION
         if not member.has_lived:
             state.version = NO_VERSION
@@ -116,17 +113,17 @@ class WorkerSet:
     @property
     def holds_batch(self) -> bool:
         """Whether the stores of the workers that came, and stay, have room for a batch."""
-        return self._max_groups >= self._config.train_batch_groups
+        return self._max_groups >= self.config.train_batch_groups
 
     def check_retiring(self, states: Sequence[RolloutWorkerState]) -> None:
         """Raises: ConfigError: as `check_room`, of the workers that would be left."""
-        check_room(self._room([s for s in self.staying if s not in states]), self._config)
+        check_room(self._room([s for s in self.staying if s not in states]), self.config)
 
     def check_room(self) -> None:
         """Raises: ConfigError: all workers have come, and their stores do not hold a batch (any
         more, where a worker found a fuller memory when it was started again)."""
         if not self.holds_batch and all(state.life.has_served for state in self.staying):
-            check_room(self._room(self.staying), self._config)
+            check_room(self._room(self.staying), self.config)
 
     @property
     def full_workers(self) -> set[str]:
@@ -135,12 +132,12 @@ class WorkerSet:
 
     def retire(self, state: RolloutWorkerState) -> None:
         """The worker is to leave."""
-        self._tell(Retired(state.life.unit))
+        self.tell(Retired(state.life.unit))
         self.renew()
 
     def keep(self, state: RolloutWorkerState) -> None:
         """A worker that was to leave stays after all."""
-        self._tell(Kept(state.life.unit))
+        self.tell(Kept(state.life.unit))
         self.renew()
 
     def remove(self, state: RolloutWorkerState) -> None:
@@ -157,7 +154,7 @@ class WorkerSet:
         """
         are_held = self.loads.num_stored + num_queued <= self._max_groups
         if not state.life.is_closed and are_held:
-            self._tell(Closed(state.life.unit))
+            self.tell(Closed(state.life.unit))
             self.recount(state)
         is_busy = state.store.num_running or state.num_calls or state.store.needs_any
         return state.life.is_closed and not is_busy and state.number not in self.loads.promised
@@ -193,7 +190,7 @@ class WorkerSet:
         self._is_recount_due = False
         for state in self.states:
             self.recount(state)
-        self._background.notify()
+        self.background.notify()
 
     def recount(self, state: RolloutWorkerState) -> None:
         """The worker's version, or a number of its groups, has changed."""
@@ -209,7 +206,7 @@ class WorkerSet:
         )
 
     def _room(self, states: Sequence[RolloutWorkerState]) -> StoreRoom:
-        return store_room([state.member.worker for state in states], self._config)
+        return store_room([state.member.worker for state in states], self.config)
 
 
 def store_room(workers: Sequence[WorkerReport], config: RolloutConfig) -> StoreRoom:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from areal_sc.controller.train.train_history import TrainHistory
 from areal_sc.errors import ArealError, StoreFull, WorkerLost
@@ -24,6 +25,7 @@ from areal_sc.workers.operations import Kind, Operation
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class MemorySnapshots:
     """Writes one snapshot at a time.
 
@@ -36,20 +38,14 @@ class MemorySnapshots:
         may_begin: the ranks have their state where they can read it.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        history: TrainHistory,
-        every_steps: int,
-        on_change: Callable[[], None],
-        on_failure: Callable[[ArealError], Awaitable[object]],
-    ) -> None:
+    fleet: Fleet
+    history: TrainHistory
+    every_steps: int
+    on_change: Callable[[], None]
+    on_failure: Callable[[ArealError], Awaitable[object]]
+
+    def __post_init__(self) -> None:
         self.may_begin = True
-        self._fleet = fleet
-        self._history = history
-        self._every_steps = every_steps
-        self._on_change = on_change
-        self._on_failure = on_failure
         self._has_failed = False
         self._has_yielded = False
         self._one_yields = asyncio.Lock()
@@ -64,7 +60,7 @@ class MemorySnapshots:
     @property
     def is_due_soon(self) -> bool:
         """Whether the ranks are making a version that one is due of."""
-        every, history = self._every_steps, self._history
+        every, history = self.every_steps, self.history
         return every > 0 and (history.version + 1) % every == 0 and history.is_updating
 
     def begin_when_due(self) -> None:
@@ -73,9 +69,9 @@ class MemorySnapshots:
         None is begun while the ranks write something else: that comes first, and they would stand
         still until its end.
         """
-        every, version = self._every_steps, self._history.version
+        every, version = self.every_steps, self.history.version
         is_due = every > 0 and version % every == 0 and self.may_begin
-        if is_due and not (self.is_writing or self._history.is_writing):
+        if is_due and not (self.is_writing or self.history.is_writing):
             self._is_taken.clear()
             self._writing = asyncio.create_task(self._write(version), name="memory snapshot")
 
@@ -85,16 +81,16 @@ class MemorySnapshots:
         Returns: whether they have gone, now or before; False: none was ever written.
         """
         async with self._one_yields:
-            if self._every_steps:
+            if self.every_steps:
                 await self._give_up(error)
         return self._has_yielded
 
     async def _give_up(self, error: StoreFull) -> None:
         self._has_yielded = True
-        setting, self._every_steps = f"checkpoint.memory_every_steps={self._every_steps}", 0
+        setting, self.every_steps = f"checkpoint.memory_every_steps={self.every_steps}", 0
         await self.close()
-        await self._fleet.call_all(rank_methods.DROP_MEMORY_SNAPSHOTS, None)
-        self._history.drop_memory_snapshots()
+        await self.fleet.call_all(rank_methods.DROP_MEMORY_SNAPSHOTS, None)
+        self.history.drop_memory_snapshots()
         logger.warning(
             "snapshots in memory (%s) are given up, because weights and rows need their room: %s. "
             "The run goes on; train workers that die begin from the newest snapshot on the disk. "
@@ -102,7 +98,7 @@ class MemorySnapshots:
             setting,
             error,
         )
-        self._on_change()
+        self.on_change()
 
     async def wait_until_taken(self) -> None:
         """Returns when the ranks may change their state."""
@@ -115,14 +111,12 @@ class MemorySnapshots:
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _write(self, version: int) -> None:
-        operation = Operation(self._history.lineage, version, Kind.memory_snapshot)
-        kept = self._history.make_room_in_memory()
+        operation = Operation(self.history.lineage, version, Kind.memory_snapshot)
+        kept = self.history.make_room_in_memory()
         try:
-            await self._fleet.call_all(
-                rank_methods.BEGIN_WRITE, rank_methods.Write(operation, kept)
-            )
+            await self.fleet.call_all(rank_methods.BEGIN_WRITE, rank_methods.Write(operation, kept))
             self._is_taken.set()
-            await self._fleet.call_all(rank_methods.FINISH_WRITE, rank_methods.Change(operation))
+            await self.fleet.call_all(rank_methods.FINISH_WRITE, rank_methods.Change(operation))
         except WorkerLost as error:
             logger.info("version=%d has no snapshot in memory: %s", version, error)
         except ArealError as error:
@@ -135,18 +129,18 @@ class MemorySnapshots:
                     *(version, error),
                 )
             self._has_failed = True
-            await self._on_failure(error)
+            await self.on_failure(error)
         else:
             self._has_failed = False
-            if operation.lineage == self._history.lineage:
-                self._history.note_in_memory(version)
+            if operation.lineage == self.history.lineage:
+                self.history.note_in_memory(version)
                 asyncio.get_running_loop().call_soon(self._begin_late, version)
         finally:
             self._is_taken.set()
-        asyncio.get_running_loop().call_soon(self._on_change)
+        asyncio.get_running_loop().call_soon(self.on_change)
 
     def _begin_late(self, written: int) -> None:
         """Begins the snapshot of a version that was made while the last one was written, if one is
         due and the ranks have not begun to change the weights."""
-        if written < self._history.version and not self._history.is_updating:
+        if written < self.history.version and not self.history.is_updating:
             self.begin_when_due()

@@ -101,7 +101,7 @@ class Publisher:
             announce: tells the new version.
         """
         started = time.perf_counter()
-        oldest = await rollout.hold_updates_async()
+        oldest = await rollout.updates.hold()
         self.times.publish_hold_s += time.perf_counter() - started
         if self._may_have_adopted:
             await self.sweep_adopted()
@@ -170,7 +170,7 @@ class Publisher:
         rollout: RolloutController,
         announce: Announce,
     ) -> None:
-        if not rollout.current_members or self._num_in_vain == MAX_BROADCASTS_IN_VAIN:
+        if not rollout.updates.current_members or self._num_in_vain == MAX_BROADCASTS_IN_VAIN:
             await announce(await self.seal(operation, version))
             return
         started = time.perf_counter()
@@ -227,7 +227,7 @@ class Publisher:
         if not self._layouts:
             self._layouts = await self._call_root(rank_methods.WEIGHT_LAYOUTS, None)
         for attempt in range(MAX_MEETINGS):
-            workers = rollout.current_members
+            workers = rollout.updates.current_members
             ranks = await rollout.fleet.call_living(calls.WEIGHT_RANKS, self._group, workers)
             num_ranks = 1 + sum(worker.num_ranks for worker in ranks.values())
             is_whole = all(worker.is_member for worker in ranks.values())

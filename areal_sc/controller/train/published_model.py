@@ -8,6 +8,7 @@ unblocked by them; a death of ranks repeats what goes on, see `ranks`
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import dataclass
 
 from areal_sc.controller.common import KeepsRows
 from areal_sc.controller.events import RowsNeeded, TrainingLost, WeightsMoved
@@ -20,6 +21,7 @@ from areal_sc.weights import WeightsReference
 from areal_sc.workers.operations import Kind
 
 
+@dataclass(eq=False)
 class PublishedModel:
     """Publishes the versions of one model, and tells its reader what becomes of them.
 
@@ -30,58 +32,52 @@ class PublishedModel:
         reader: of what was published; None: nothing was, so far.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        step: TrainStep,
-        publisher: Publisher,
-        place: PlaceFile,
-        keepers: Set[KeepsRows],
-    ) -> None:
+    ranks: Ranks
+    step: TrainStep
+    publisher: Publisher
+    place: PlaceFile
+    keepers: Set[KeepsRows]
+
+    def __post_init__(self) -> None:
         self.reader: RolloutController | None = None
-        self._ranks = ranks
-        self._step = step
-        self._publisher = publisher
-        self._place = place
-        self._keepers = keepers
 
     async def publish(self, rollout: RolloutController, version: int) -> None:
         """Gives rollout workers the present version, or the next one, which it makes."""
-        await self._place.begin_to_publish()
-        is_new = version > self._ranks.history.version
+        await self.place.begin_to_publish()
+        is_new = version > self.ranks.history.version
 
         async def announce(weights: WeightsReference) -> None:
             self.note_reader(rollout)
             if is_new:
-                step = self._ranks.step
+                step = self.ranks.step
                 await rollout.record_version_async(version, step.trained_rows, step.splits)
-                self._ranks.advance(version)
+                self.ranks.advance(version)
             rollout.receive_weights(weights)
 
         async def publish() -> None:
-            if is_new and self._ranks.history.version == version:
+            if is_new and self.ranks.history.version == version:
                 return  # a repeat
             if is_new:
-                self._step.check(rollout)
-            operation = self._ranks.operation(Kind.publish, str(version))
-            await self._publisher.publish(operation, version, rollout, announce)
+                self.step.check(rollout)
+            operation = self.ranks.operation(Kind.publish, str(version))
+            await self.publisher.publish(operation, version, rollout, announce)
 
-        await self._ranks.repeated(publish)
+        await self.ranks.repeated(publish)
 
     def note_reader(self, rollout: RolloutController) -> None:
         """Workers of this controller get the weights, now or from an earlier start."""
-        self.reader, self._ranks.is_published = rollout, True
-        rollout.follow(self._ranks.step, self._ranks.memory.yield_memory)
+        self.reader, self.ranks.is_published = rollout, True
+        rollout.follow(self.ranks.step, self.ranks.memory.yield_memory)
 
     def hear(self, event: RowsNeeded | TrainingLost | WeightsMoved) -> None:
         """The reader acts on it; rows of a model without one are kept by the others."""
         match event:
             case RowsNeeded() if self.reader is not None:
                 self.reader.keep_rows(event)
-            case RowsNeeded() if self._ranks.history.reads_rows:
-                for keep_rows in self._keepers:
+            case RowsNeeded() if self.ranks.history.reads_rows:
+                for keep_rows in self.keepers:
                     keep_rows(event)
             case TrainingLost() if self.reader is not None:
                 self.reader.lose_steps()
             case WeightsMoved(weights) if self.reader is not None:
-                self.reader.renew_weights(weights)
+                self.reader.updates.renew(weights)

@@ -6,6 +6,7 @@ where they are now, and seals the same versions.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from areal_sc.controller.train.publication import Publisher
@@ -18,6 +19,7 @@ from areal_sc.workers.operations import Kind, Operation, digest
 from areal_sc.workers.rank_methods import TRY_LOSS, TryLoss, Update
 
 
+@dataclass(eq=False)
 class RankCalls:
     """Calls all ranks, once each.
 
@@ -25,16 +27,17 @@ class RankCalls:
         layout: which rank computes what.
     """
 
-    def __init__(self, fleet: Fleet, publisher: Publisher, history: TrainHistory) -> None:
+    fleet: Fleet
+    publisher: Publisher
+    history: TrainHistory
+
+    def __post_init__(self) -> None:
         self.layout = RankLayout((0,), (0,))
-        self._fleet = fleet
-        self._publisher = publisher
-        self._history = history
 
     async def ask(self, asked: Asked) -> list[Any]:
         """The reply of each model group's head."""
-        shares = [share.on(self._history.current) for share in asked.shares]
-        replies = await self._fleet.call_each(asked.method, self.layout.spread(shares))
+        shares = [share.on(self.history.current) for share in asked.shares]
+        replies = await self.fleet.call_each(asked.method, self.layout.spread(shares))
         return self.layout.of_heads(replies)
 
     async def try_loss(self, loss: int) -> None:
@@ -42,7 +45,7 @@ class RankCalls:
 
         Raises: ConfigError: it is none, or its metrics depend on the rank.
         """
-        tried = await self._fleet.call_all(TRY_LOSS, TryLoss(loss))
+        tried = await self.fleet.call_all(TRY_LOSS, TryLoss(loss))
         for rank, names in enumerate(tried):
             if names != tried[0]:
                 raise ConfigError(
@@ -56,34 +59,34 @@ class RankCalls:
 
         Raises: ShardGone: rows of it are gone.
         """
-        for call in self._history.calls_at(version):
+        for call in self.history.calls_at(version):
             replies = await self.ask(call)
             for shard, again in zip(call.shards, replies, strict=False):  # most have sealed none
-                self._history.move(shard.shard_id, again.shard)
+                self.history.move(shard.shard_id, again.shard)
 
     async def advance_again(self, version: int) -> WeightsReference | None:
         """The ranks go to the next version; returns its weights, if it is one that has some."""
-        shares = (share for call in self._history.calls_at(version) for share in call.shares)
+        shares = (share for call in self.history.calls_at(version) for share in call.shares)
         if any(isinstance(share, Update) and share.advances for share in shares):
             return None
         return await self.seal_again(version, version + 1)
 
     async def seal_again(self, version: int, sealed: int) -> WeightsReference:
         """The weights that the ranks seal at `version`, as those of version `sealed`."""
-        lineage = self._history.lineage
+        lineage = self.history.lineage
         operation = Operation(lineage, version, Kind.publish, str(sealed), digest(None))
         try:
-            return await self._publisher.seal(operation, sealed, keeps_adopted=True)
+            return await self.publisher.seal(operation, sealed, keeps_adopted=True)
         except StoreFull:  # after several deaths; who reads the old copies asks for the new ones
-            await self._publisher.sweep_adopted()
-            return await self._publisher.seal(operation, sealed)
+            await self.publisher.sweep_adopted()
+            return await self.publisher.seal(operation, sealed)
 
     async def lose_hung(self, error: Exception) -> WorkerLost | None:
         """Ranks are started again if the error is that one has not replied in time; or None."""
-        members = self._fleet.members
+        members = self.fleet.members
         if not isinstance(error, RpcTimeout):
             return None
         if all(member.name != error.silent for member in members):
             return None
         setting = "transport.call_timeout_s, of writes transport.write_timeout_s"
-        return await self._fleet.lose_hung(error, members, setting)
+        return await self.fleet.lose_hung(error, members, setting)

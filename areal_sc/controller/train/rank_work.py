@@ -13,7 +13,6 @@ from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.rank_layout import with_sealed_field
-from areal_sc.controller.train.rank_losses import RankLosses
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_history import Asked
 from areal_sc.controller.train.train_step import MODEL_FIELDS, TrainStep
@@ -26,21 +25,38 @@ from areal_sc.workflows.registry import SourceRegistry
 
 
 class RankWork:
-    """Computes fields, and makes updates."""
+    """Computes fields, and makes updates.
+
+    Workers read a loss from a file of the run folder; what arrives on a socket is its number.
+    """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        step: TrainStep,
-        losses: RankLosses,
-        sources: SourceRegistry,
-        place: PlaceFile,
+        self, ranks: Ranks, step: TrainStep, sources: SourceRegistry, place: PlaceFile
     ) -> None:
         self._ranks = ranks
         self._place = place
         self._sources = sources
         self._step = step
-        self._losses = losses
+        self._losses: list[tuple[NamedLoss, int]] = []  # that the ranks have tried, by number
+
+    def begin_losses(self, own: NamedLoss) -> int:
+        """Number of the loss of the settings, which the ranks try when they start.
+
+        Raises: ConfigError: there is no module of it.
+        """
+        number = self._sources.register_function(own)
+        self._losses = [(own, number)]
+        return number
+
+    async def _number_of(self, loss: NamedLoss) -> int:
+        """Raises: ConfigError: there is no such loss, or the ranks cannot use it."""
+        for known, number in self._losses:
+            if known == loss:
+                return number
+        number = self._sources.register_function(loss)
+        await self._ranks.repeated(lambda: self._ranks.calls.try_loss(number))
+        self._losses.append((loss, number))
+        return number
 
     async def compute(
         self,
@@ -188,7 +204,7 @@ class RankWork:
             split: which of them are in which share.
             advances: the ranks are at the next version then.
         """
-        named, number = await self._losses.number(loss), self._ranks.step.num_updates
+        named, number = await self._number_of(loss), self._ranks.step.num_updates
         operation = self._ranks.operation(Kind.update, str(number), [content, named])
         updates = [rank_methods.Update(operation, named, rows, advances) for rows in shares]
         asked = Asked(rank_methods.UPDATE, updates)

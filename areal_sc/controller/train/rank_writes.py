@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +27,28 @@ from areal_sc.workers.operations import Kind, Operation, digest
 Finish = Callable[[], Coroutine[Any, Any, None]]
 
 
+@dataclass(eq=False)
 class RankWrites:
     """Writes of the ranks of one model."""
 
-    def __init__(self, ranks: Ranks, fleet: Fleet) -> None:
-        self._ranks = ranks
-        self._fleet = fleet
+    ranks: Ranks
+    fleet: Fleet
 
     async def snapshot(self) -> Finish:
         """Returns when every rank has copied its state; the rest is written by what it returns."""
-        _, finish = await self._begin(self._ranks.operation(Kind.snapshot))
+        _, finish = await self._begin(self.ranks.operation(Kind.snapshot))
         return finish
 
     async def export(self, target: Path) -> Finish:
         """Begins an export like `snapshot`; replaces `target`, maybe on another file system."""
-        operation = self._ranks.operation(Kind.export, digest(str(target)))
+        operation = self.ranks.operation(Kind.export, digest(str(target)))
         exported, finish_write = await self._begin(operation)
 
         async def finish() -> None:
             await finish_write()
             try:
                 moved = asyncio.to_thread(commit_folder, Path(exported), target)
-                limit_s = self._fleet.config.transport.write_timeout_s
+                limit_s = self.fleet.config.transport.write_timeout_s
                 await bounded(moved, limit_s, f"the disk of {target}", "transport.write_timeout_s")
             except (OSError, WaitTimeout) as error:
                 raise CheckpointError(f"cannot write {target}: {error}") from error
@@ -56,7 +57,7 @@ class RankWrites:
 
     async def _begin(self, operation: Operation) -> tuple[str, Finish]:
         """The folder that is written to, and what waits for the end."""
-        ranks, history = self._ranks, self._ranks.history
+        ranks, history = self.ranks, self.ranks.history
         shares = [rank_methods.Write(operation)] * ranks.calls.layout.num_shares
         history.note(write := Asked(rank_methods.BEGIN_WRITE, shares))
         try:
@@ -70,7 +71,7 @@ class RankWrites:
             try:
                 # a write that hangs is not begun again: the disk does not answer
                 await ranks.repeated(
-                    lambda: self._fleet.call_all(rank_methods.FINISH_WRITE, wanted),
+                    lambda: self.fleet.call_all(rank_methods.FINISH_WRITE, wanted),
                     repeats_hangs=False,
                     needs_card=False,
                 )

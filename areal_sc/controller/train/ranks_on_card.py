@@ -16,6 +16,7 @@ from areal_sc.controller.train.rank_calls import RankCalls
 from areal_sc.controller.turns import Side
 from areal_sc.errors import ArealError
 from areal_sc.fleet.recovery import Recovery
+from areal_sc.system.waiting import first_of
 from areal_sc.workers.calls import SLEEP
 
 
@@ -67,16 +68,7 @@ class RanksOnCard:
             except ArealError as error:
                 if not await self._calls.lose_hung(error):
                     self._fleet.lose(first, incarnation, f"has kept the card's memory: {error}")
-                ways = [
-                    asyncio.ensure_future(way)
-                    for way in (left.wait(), self._recovery.wait_until_ready(first))
-                ]
-                try:
-                    done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-                    for way in done:
-                        way.result()  # the ranks were given up
-                finally:
-                    for way in ways:
-                        way.cancel()
+                # which raises that the ranks were given up
+                await first_of(self._recovery.wait_until_ready(first), left.wait())
             else:
                 self.note_left()

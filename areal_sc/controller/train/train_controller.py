@@ -34,7 +34,6 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.publication import Publisher
 from areal_sc.controller.train.published_model import PublishedModel
-from areal_sc.controller.train.rank_losses import RankLosses
 from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
 from areal_sc.controller.train.rank_work import RankWork
 from areal_sc.controller.train.rank_writes import RankWrites
@@ -110,10 +109,8 @@ class TrainController(Controller):
         self.found: FoundRanks | None = None
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
-        self._losses = RankLosses(self._sources, self._ranks, self._loss)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
-        own = self._step, self._losses, self._sources, self.place
-        self._work = RankWork(self._ranks, *own)
+        self._work = RankWork(self._ranks, self._step, self._sources, self.place)
         self._published = PublishedModel(
             self._ranks, self._step, self._publisher, self.place, self._common.keepers
         )
@@ -143,7 +140,7 @@ class TrainController(Controller):
         await self._launch([self._order(rank, self.config) for rank in ranks])
         left, ledger = self.place.read(), ledger_on_disk(self._folder.ledger, self._runtime.disk)
         version = left.newest_version(ledger) if left else None
-        loss = None if self.config.is_frozen else self._losses.begin()
+        loss = None if self.config.is_frozen else self._work.begin_losses(self._loss)
         self.found = None
         if left is not None and version is not None:
             self.found = await find_ranks(self.fleet, left.lineage, version)

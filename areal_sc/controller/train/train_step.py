@@ -162,7 +162,7 @@ class TrainStep:
             cause = "prepare_batch has formed another batch since"
         else:
             return
-        rollout.end_hold()
+        rollout.updates.end_hold()
         raise self._begin_anew(cause)
 
     def _begin_anew(self, cause: str) -> BatchLost:

@@ -33,7 +33,7 @@ from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, Adapter
 from areal_sc.engines.training.adapters.lora import is_of_adapter, merged_values, without_adapters
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import compute_dtype
-from areal_sc.engines.training.export import begin_export
+from areal_sc.engines.training.export import ModelExport
 from areal_sc.engines.training.process_group import ProcessGroups
 from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.rank_engine import PlannedBatch, RankEngine
@@ -209,7 +209,7 @@ class FSDPEngine(RankEngine):
             return self._begin_save_adapter(folder)
         if not is_staged and self._is_adapter_published_alone:
             return self._begin_save_adapter(folder, self._measure_probe())
-        return begin_export(
+        export = ModelExport(
             self._model.causal_lm,
             self._parts,
             self._take_values(),
@@ -217,9 +217,8 @@ class FSDPEngine(RankEngine):
             folder,
             compute_dtype(self.config),
             self._writer,
-            is_staged=is_staged,
-            reads_late=is_adapted,
         )
+        return export.begin(is_staged=is_staged, reads_late=is_adapted)
 
     def _begin_save_adapter(self, folder: Path, probe: AdapterProbe | None = None) -> Future[None]:
         self._writer.wait()

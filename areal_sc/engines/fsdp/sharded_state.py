@@ -11,7 +11,6 @@ from torch import nn
 
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
-from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.snapshots import Placed
 
@@ -34,24 +33,8 @@ class ShardedState:
         optimizer: ShardedAdamW,
     ) -> None:
         self.architecture = architecture
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._shards = _find_shards(parameters, parts, optimizer)
-
-    @property
-    def num_updates(self) -> int:
-        return self._optimizer.num_updates
-
-    @num_updates.setter
-    def num_updates(self, number: int) -> None:
-        self._optimizer.num_updates = number
-
-    @property
-    def loss_scale(self) -> LossScale | None:
-        return self._optimizer.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: LossScale | None) -> None:
-        self._optimizer.loss_scale = scale
 
     def tensors(self) -> dict[str, Placed]:
         return {name: shard.placed for name, shard in self._shards.items()}

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,10 @@ from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.engines.fsdp.cuts import Cut
 from areal_sc.engines.fsdp.tensor_regions import (
     Entry,
-    Gatherer,
     OwnExperts,
-    RowwiseForward,
     Spread,
     can_have_some_experts,
+    rowwise,
     split_embeddings,
 )
 from areal_sc.engines.training.adapters.lora import LORA_A, LORA_B, LoraLinear
@@ -104,12 +104,12 @@ def cut_model(causal_lm: Any, cuts: Mapping[str, Cut], group: ProcessGroup) -> N
             module.register_forward_pre_hook(entries[region])
         if style == GATHERED:
             spread = Spread([box.sizes[0] for box in cuts[f"{name}.weight"].boxes], group)
-            module.register_forward_hook(Gatherer(spread))
+            module.register_forward_hook(spread.gather)
         elif style == SPLIT:
             spread = Spread([box.sizes[1] for box in cuts[f"{name}.weight"].boxes], group)
-            module.forward = RowwiseForward(module, spread, group)
+            module.forward = partial(rowwise, module, spread, group)
         elif style == ROWWISE:
-            module.forward = RowwiseForward(module, None, group)
+            module.forward = partial(rowwise, module, None, group)
         elif style == EXPERTS:
             own_name, _ = next(module.named_parameters())
             box = cuts[f"{name}.{own_name}"].boxes[group.rank]

@@ -5,7 +5,7 @@ Outside of these regions all ranks of a tensor group have the same hidden states
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,17 @@ class Entry:
     def __call__(self, _module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         (hidden,) = inputs
         if self._entered is None or self._entered[0] is not hidden:
-            entered: torch.Tensor = _Enter.apply(hidden, self)  # type: ignore[no-untyped-call]
-            self._entered = hidden, entered
+            self._entered = hidden, self.enter(hidden)
         return (self._entered[1],)
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same hidden states, from inside the region."""
+
+        def leave_and_add_up(grad: torch.Tensor) -> torch.Tensor:
+            self.leave()
+            return _sum(grad, self.group)
+
+        return _pass(hidden, hidden.view_as, leave_and_add_up)
 
     def leave(self, *_: Any) -> None:
         """The hook at the region's end, and its backward: nothing of it is kept.
@@ -54,12 +62,18 @@ class Spread:
         self._sizes = list(sizes)
         self._group = group
 
-    def own(self, values: torch.Tensor) -> torch.Tensor:
-        """[..., n] of this rank, of all [..., N]."""
+    def split(self, values: torch.Tensor) -> torch.Tensor:
+        """[..., n] of this rank, of all [..., N]; the gradient is of all."""
+        return _pass(values, self._own, self._whole)
+
+    def gather(self, _module: Any, _inputs: Any, own: torch.Tensor) -> torch.Tensor:
+        """[..., N] of all ranks' outputs of a layer, as its hook; the gradient is of one's own."""
+        return _pass(own, self._whole, self._own)
+
+    def _own(self, values: torch.Tensor) -> torch.Tensor:
         return torch.split(values, self._sizes, -1)[self._group.rank]
 
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """[..., N] of all ranks."""
+    def _whole(self, own: torch.Tensor) -> torch.Tensor:
         padded = F.pad(own, (0, max(self._sizes) - own.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in self._sizes]
         dist.all_gather(parts, padded, group=self._group.handle)
@@ -68,37 +82,21 @@ class Spread:
         )
 
 
-class Gatherer:
-    """The hook of a layer whose outputs all ranks get."""
-
-    def __init__(self, spread: Spread) -> None:
-        self._spread = spread
-
-    def __call__(self, _module: Any, _inputs: Any, outputs: torch.Tensor) -> torch.Tensor:
-        gathered: torch.Tensor = _Gather.apply(outputs, self._spread)  # type: ignore[no-untyped-call]
-        return gathered
-
-
-class RowwiseForward:
+def rowwise(
+    linear: nn.Linear, spread: Spread | None, group: ProcessGroup, inputs: torch.Tensor
+) -> torch.Tensor:
     """The forward of a rowwise layer.
 
     Args:
         spread: of the inputs, of which every rank has all; None: each has its own.
     """
-
-    def __init__(self, linear: nn.Linear, spread: Spread | None, group: ProcessGroup) -> None:
-        self._linear = linear
-        self._spread = spread
-        self._group = group
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self._spread is not None:
-            inputs = _Split.apply(inputs, self._spread)  # type: ignore[no-untyped-call]
-        partial = F.linear(inputs, self._linear.weight)
-        if isinstance(self._linear, LoraLinear) and self._linear.is_adapted:
-            partial = partial + self._linear.added(inputs)
-        summed: torch.Tensor = _Leave.apply(partial, self._group)  # type: ignore[no-untyped-call]
-        return summed if self._linear.bias is None else summed + self._linear.bias
+    if spread is not None:
+        inputs = spread.split(inputs)
+    partial = F.linear(inputs, linear.weight)
+    if isinstance(linear, LoraLinear) and linear.is_adapted:
+        partial = partial + linear.added(inputs)
+    summed = _leave(partial, group)
+    return summed if linear.bias is None else summed + linear.bias
 
 
 def can_have_some_experts(module: Any) -> bool:
@@ -135,12 +133,11 @@ class OwnExperts:
         """[T, H] of [T, H] and, for each token, the [T, K] experts and their weights."""
         local = indices - self._first
         is_foreign = (local < 0) | (local >= self._count)
-        hidden, weights = (_Enter.apply(it, Entry(self._group)) for it in (hidden, weights))  # type: ignore[no-untyped-call]
+        hidden, weights = (Entry(self._group).enter(it) for it in (hidden, weights))
         own = self._forward(
             hidden, local.masked_fill(is_foreign, self._count), weights.masked_fill(is_foreign, 0)
         )
-        summed: torch.Tensor = _Leave.apply(own, self._group)  # type: ignore[no-untyped-call]
-        return summed
+        return _leave(own, self._group)
 
 
 def split_embeddings(embeddings: Any, box: Box, group: ProcessGroup) -> None:
@@ -158,65 +155,38 @@ def split_embeddings(embeddings: Any, box: Box, group: ProcessGroup) -> None:
         return (local_ids.masked_fill(foreign[-1], 0),)
 
     def add_up(_module: Any, _inputs: Any, outputs: torch.Tensor) -> torch.Tensor:
-        own = outputs.masked_fill(foreign.pop()[..., None], 0)
-        summed: torch.Tensor = _Leave.apply(own, group)  # type: ignore[no-untyped-call]
-        return summed
+        return _leave(outputs.masked_fill(foreign.pop()[..., None], 0), group)
 
     embeddings.register_forward_pre_hook(localize)
     embeddings.register_forward_hook(add_up)
 
 
-class _Enter(torch.autograd.Function):
-    """Into a region: nothing forward; the ranks' gradients are added up."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, entry: Entry) -> torch.Tensor:
-        ctx.entry = entry
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.entry.leave()
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.entry.group.handle)
-        return grad, None
-
-
-class _Leave(torch.autograd.Function):
+def _leave(partial: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Out of a region: the ranks' values are added up; the gradient is each rank's."""
+    return _pass(partial, lambda values: _sum(values, group), lambda grad: grad)
+
+
+def _sum(values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    summed = values.contiguous().clone()
+    dist.all_reduce(summed, group=group.handle)
+    return summed
+
+
+_Way = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _pass(values: torch.Tensor, forth: _Way, back: _Way) -> torch.Tensor:
+    """`forth` of the values, whose gradient is `back` of the result's."""
+    passed: torch.Tensor = _Border.apply(values, forth, back)  # type: ignore[no-untyped-call]
+    return passed
+
+
+class _Border(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, forth: _Way, back: _Way) -> torch.Tensor:
+        ctx.back = back
+        return forth(values)
 
     @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        summed = partial.contiguous().clone()
-        dist.all_reduce(summed, group=group.handle)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    """All features, which every rank then computes with; the gradient of one's own."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, spread: Spread) -> torch.Tensor:
-        ctx.spread = spread
-        return spread.gather(own)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.spread.own(grad), None
-
-
-class _Split(torch.autograd.Function):
-    """One's own of all features; the gradient of all."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, spread: Spread) -> torch.Tensor:
-        ctx.spread = spread
-        return spread.own(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.spread.gather(grad), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(grad), None, None

@@ -7,6 +7,7 @@ to that sum at once; those of embeddings to the rows that were looked up.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,9 @@ def spread_vocabulary(
     of_head = SpreadRows(len(head.weight), group, dtype, pieces)
     embeddings.weight, head.weight = own[id(embeddings.weight)], own[id(head.weight)]
     embeddings.forward = (
-        _SpreadForward(embeddings, of_embeddings)
+        partial(_look_up_spread, embeddings, of_embeddings)
         if group.size > 1
-        else _WholeForward(embeddings, dtype)
+        else partial(_look_up, embeddings, dtype)
     )
     return set(own.values()), of_head if group.size > 1 else None
 
@@ -55,7 +56,7 @@ def look_up_whole(causal_lm: Any) -> None:
     """Embeddings that this rank has, and not FSDP, add their gradients at once, where they can."""
     embeddings = causal_lm.get_input_embeddings()
     if _is_plain(embeddings):
-        embeddings.forward = _WholeForward(embeddings, embeddings.weight.dtype)
+        embeddings.forward = partial(_look_up, embeddings, embeddings.weight.dtype)
 
 
 def _is_plain(embeddings: Any) -> bool:
@@ -78,35 +79,17 @@ def _own_rows(weight: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(own), requires_grad=weight.requires_grad)
 
 
-class _SpreadForward:
+def _look_up_spread(own: nn.Embedding, rows: SpreadRows, input: torch.Tensor) -> torch.Tensor:
     """The forward of an embedding of which this rank has some rows."""
-
-    def __init__(self, embeddings: nn.Embedding, rows: SpreadRows) -> None:
-        self._embeddings = embeddings
-        self._rows = rows
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        own = self._embeddings
-        return spread_embedding(own.weight, input, self._rows, own.padding_idx)
+    return spread_embedding(own.weight, input, rows, own.padding_idx)
 
 
-class _WholeForward:
-    """The forward of an embedding of which this rank has all rows.
-
-    Args:
-        dtype: of what it gives.
-    """
-
-    def __init__(self, embeddings: nn.Embedding, dtype: torch.dtype) -> None:
-        self._embeddings = embeddings
-        self._dtype = dtype
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        own = self._embeddings
-        found: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-            own.weight, input, own.padding_idx
-        )
-        return found.to(self._dtype)
+def _look_up(own: nn.Embedding, dtype: torch.dtype, input: torch.Tensor) -> torch.Tensor:
+    """The forward of an embedding of which this rank has all rows, in this dtype."""
+    found: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
+        own.weight, input, own.padding_idx
+    )
+    return found.to(dtype)
 
 
 class _Lookup(torch.autograd.Function):

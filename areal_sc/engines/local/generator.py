@@ -64,15 +64,9 @@ class SlotGenerator:
         """Names of the weights that `update_weights` takes."""
         return self._model.weight_names
 
-    def cancel(self, request: SlotRequest) -> Completion:
-        partial = self.table.cancel(request)
+    def cancel(self, request: SlotRequest) -> None:
         self.counters["cancelled_requests"] += 1
-        self.counters["cancelled_tokens"] += len(partial.token_ids)
-        return partial
-
-    def cancel_group(self, prefix_group: str) -> Finished:
-        members = self.table.group_members(prefix_group)
-        return [(request, self.cancel(request)) for request in members]
+        self.counters["cancelled_tokens"] += self.table.cancel(request)
 
     def update_weights(
         self, version: int, named_tensors: Sequence[tuple[str, torch.Tensor]]

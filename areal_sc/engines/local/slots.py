@@ -225,7 +225,8 @@ class SlotTable:
         for i in np.flatnonzero(is_finished):
             request = self._requests[rows[i]]
             reason = "stop" if has_stopped[i] else request.length_reason
-            finished.append((request, self._release(request, reason)))
+            finished.append((request, self._completion(request, reason)))
+            self._release(request)
         return finished
 
     def take_streamed(self) -> list[tuple[int, int]]:
@@ -233,18 +234,15 @@ class SlotTable:
         streamed, self._streamed = self._streamed, []
         return streamed
 
-    def cancel(self, request: SlotRequest) -> Completion:
-        """Removes a waiting or running request and returns what it has so far."""
-        if request.row >= 0:
-            return self._release(request, "cancelled")
-        self.waiting.remove(request)
-        request.is_finished = True
-        return Completion([], [], [], "cancelled", request.temperature)
-
-    def group_members(self, prefix_group: str) -> list[SlotRequest]:
-        """Running and waiting requests of the group."""
-        queued = [request for request in self.waiting if request.prefix_group == prefix_group]
-        return [*self._groups.get(prefix_group, ()), *queued]
+    def cancel(self, request: SlotRequest) -> int:
+        """Removes a waiting or running request; returns how many tokens it has."""
+        if request.row < 0:
+            self.waiting.remove(request)
+            request.is_finished = True
+            return 0
+        num_tokens = int(self.length[request.row]) - len(request.prompt)
+        self._release(request)
+        return num_tokens
 
     def invalidate(self) -> None:
         """Marks all cache entries as computed under other weights than the current ones."""
@@ -275,9 +273,9 @@ class SlotTable:
         if request.prefix_group is not None:
             self._groups.setdefault(request.prefix_group, []).append(request)
 
-    def _release(self, request: SlotRequest, reason: str) -> Completion:
+    def _completion(self, request: SlotRequest, reason: str) -> Completion:
         row, start, end = request.row, len(request.prompt), int(self.length[request.row])
-        completion = Completion(
+        return Completion(
             token_ids=self.tokens[row, start:end].tolist(),
             logprobs=self.logprobs[row, start:end].tolist(),
             versions=self.versions[row, start:end].tolist(),
@@ -285,8 +283,10 @@ class SlotTable:
             temperature=request.temperature,
             stop=request.stops.strings if request.stops else (),
         )
-        del self._requests[row]
-        self._free_rows.append(row)
+
+    def _release(self, request: SlotRequest) -> None:
+        del self._requests[request.row]
+        self._free_rows.append(request.row)
         request.row = -1
         request.is_finished = True
         if request.prefix_group is not None:
@@ -294,7 +294,6 @@ class SlotTable:
             members.remove(request)
             if not members:
                 del self._groups[request.prefix_group]
-        return completion
 
     def _compact(self) -> list[tuple[int, int]]:
         """Moves the last rows into the gaps."""

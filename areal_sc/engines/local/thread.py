@@ -1,7 +1,7 @@
 """The thread that computes, so that the event loop is never blocked by the model.
 
     event loop                                thread
-    generate, cancel_group, call, ...         between two steps: runs what was posted
+    generate, call, ...                       between two steps: runs what was posted
       post a command, wait for its future ->  step: one forward pass for all running requests
       futures are set, streams told        <- one wake-up a step with what is new to somebody
 
@@ -91,10 +91,6 @@ class GenerationThread:
         if self._thread.is_alive():
             logger.warning("close: a step is still running after %.0f s", _CLOSE_TIMEOUT_S)
 
-    def cancel_group(self, prefix_group: str) -> None:
-        """Ends the group's requests; each returns its partial answer as `cancelled`."""
-        self._post(lambda: self._deliver_later(self._generator.cancel_group(prefix_group)))
-
     async def pause(self) -> None:
         """Returns when no step runs; running requests stay where they are until `resume`."""
         await self.call(lambda: self._set_paused(True))
@@ -169,7 +165,7 @@ class GenerationThread:
         self._unposted.clear()
         self._wake.set()
 
-    def _deliver(self, finished: Finished, streamed: Iterable[tuple[int, int]] = ()) -> None:
+    def _deliver(self, finished: Finished, streamed: Iterable[tuple[int, int]]) -> None:
         for request_id, token in streamed:
             if on_tokens := self._on_tokens.get(request_id):
                 on_tokens((token,))
@@ -242,9 +238,6 @@ class GenerationThread:
     def _cancel(self, request: SlotRequest) -> None:
         if not request.is_finished:  # else its completion is on the way to nobody
             self._generator.cancel(request)
-
-    def _deliver_later(self, finished: Finished) -> None:
-        self._to_loop(self._deliver, finished)
 
     def _to_loop(self, callback: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None

@@ -37,7 +37,7 @@ from areal_sc.engines.megatron.optimizer import PARAMETER, DistributedAdamW
 from areal_sc.engines.megatron.state import MegatronState
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import build_without_parameters, compute_dtype
-from areal_sc.engines.training.export import begin_export
+from areal_sc.engines.training.export import ModelExport
 from areal_sc.engines.training.loading import SharedWeights
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.probe import (
@@ -313,7 +313,7 @@ class MegatronEngine(RankEngine):
         return False
 
     def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
-        return begin_export(
+        export = ModelExport(
             self._causal_lm,
             self._state.parts,
             self._state.live_values,
@@ -321,9 +321,8 @@ class MegatronEngine(RankEngine):
             folder,
             compute_dtype(self.config),
             self._writer,
-            is_staged=is_staged,
-            reads_late=True,
         )
+        return export.begin(is_staged=is_staged, reads_late=True)
 
     def _leave(self) -> None:
         if dist.is_initialized() and hasattr(self, "world"):

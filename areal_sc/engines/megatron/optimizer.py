@@ -20,6 +20,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from areal_sc.config.optimizer_settings import OptimizerConfig
+from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.megatron.adam_state import MOMENTS, make_state, set_num_updates
 from areal_sc.engines.training.learning_rate import check_schedule, learning_rate
 
@@ -74,6 +75,7 @@ class DistributedAdamW:
         self._parts = [part for part in chained.chained_optimizers if not part.is_stub_optimizer]
         self._shards = {id(p): shard for part in self._parts for p, shard in _shards_of(part)}
         self.num_updates = 0
+        self.loss_scale: LossScale | None = None  # the loss is not scaled
         parameters = [parameter for stage in stages for parameter in stage.module.parameters()]
         self._whole = torch.empty(
             max(parameter.numel() for parameter in parameters),

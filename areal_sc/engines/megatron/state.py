@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.megatron.mapping import MegatronParts, Piece, Slot
 from areal_sc.engines.megatron.optimizer import KINDS, DistributedAdamW
 from areal_sc.engines.training.parts import Box
@@ -38,10 +37,9 @@ class MegatronState:
         optimizer: DistributedAdamW,
     ) -> None:
         self.architecture = architecture
-        self.loss_scale: LossScale | None = None  # its loss is not scaled
         self.parts = parts
         self._parameters = parameters
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._pieces: dict[str, list[Piece]] = {}
         self._pieces_in: dict[Slot, list[Piece]] = {}
         for piece in parts.pieces:
@@ -49,14 +47,6 @@ class MegatronState:
             self._pieces_in.setdefault(piece.slot, []).append(piece)
         mapped, own = {piece.slot for piece in parts.pieces}, parameters.keys()
         assert mapped == own, f"not mapped, or not there: {sorted(mapped ^ own)}"
-
-    @property
-    def num_updates(self) -> int:
-        return self._optimizer.num_updates
-
-    @num_updates.setter
-    def num_updates(self, number: int) -> None:
-        self._optimizer.num_updates = number
 
     def live_values(self, name: str) -> torch.Tensor:
         """This rank's box of a parameter, in the dtype of computation."""
@@ -79,19 +69,20 @@ class MegatronState:
         wanted = set(given)
         for kind in KINDS:
             for slot, parameter in self._parameters.items():
-                whole = self._optimizer.whole(kind, parameter)
+                whole = self.optimizer.whole(kind, parameter)
                 for piece in self._pieces_in[slot]:
                     name = f"{kind}.{piece.name}"
                     if name in wanted:
                         yield name, piece.box, piece.view(whole)
+        number = torch.tensor(float(self.optimizer.num_updates))
         for name in self.parts.shapes:
             if f"{_STEP}.{name}" in wanted:
-                yield f"{_STEP}.{name}", Box.whole(()), torch.tensor(float(self.num_updates))
+                yield f"{_STEP}.{name}", Box.whole(()), number
 
     @contextmanager
     def filling(self, name: str) -> Iterator[torch.Tensor]:
         kind, _, tensor = name.partition(".")
-        if kind == _STEP:  # the same number for all: `num_updates`
+        if kind == _STEP:  # the same number for all: `optimizer.num_updates`
             yield torch.zeros(())
             return
         box = self.parts.box(tensor)
@@ -109,6 +100,6 @@ class MegatronState:
         box = self.parts.box(name)
         for piece in self._pieces.get(name, ()):
             own = values[piece.box.within(box)]
-            self._optimizer.change(
+            self.optimizer.change(
                 kind, self._parameters[piece.slot], functools.partial(piece.write, values=own)
             )

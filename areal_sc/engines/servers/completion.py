@@ -12,7 +12,6 @@ import logging
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 from areal_sc.engines.base import Completion
 from areal_sc.engines.servers.answer_checks import ABORTED
@@ -56,41 +55,32 @@ class Counters:
 
 
 class Completer:
-    """Runs requests; any number at a time."""
+    """Runs requests; any number at a time.
+
+    Attributes:
+        num_running: requests on a server, or waiting for one.
+    """
 
     def __init__(self, replicas: ReplicaSet, vocab_size: int) -> None:
         self.counters = Counters()
+        self.num_running = 0
         self._replicas = replicas
         self._vocab_size = vocab_size
-        self._running: set[CompletionRequest] = set()
         self._background: set[asyncio.Task[None]] = set()
-
-    @property
-    def num_running(self) -> int:
-        """On a server, or waiting for one."""
-        return len(self._running)
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Raises: EngineFailed: it could not be completed, whatever the server."""
-        self._running.add(request)
+        self.num_running += 1
         try:
             completion = await self._complete(request)
         except asyncio.CancelledError:
-            self._count_cancelled(request)
+            self.counters.cancelled_requests += 1
+            self.counters.cancelled_tokens += len(request.token_ids)
             raise
         finally:
-            self._running.discard(request)
-        if completion.finish_reason == "cancelled":
-            self._count_cancelled(request)
-        else:
-            self.counters.finished_requests += 1
+            self.num_running -= 1
+        self.counters.finished_requests += 1
         return completion
-
-    def cancel_group(self, prefix_group: str) -> None:
-        """Ends the group's requests; each returns what it has."""
-        for request in self._running:
-            if request.prefix_group == prefix_group and not request.cancelled.done():
-                request.cancelled.set_result(None)
 
     async def close(self) -> None:
         for task in self._background:
@@ -100,11 +90,7 @@ class Completer:
     async def _complete(self, request: CompletionRequest) -> Completion:
         dispatcher = self._replicas.dispatcher
         while True:
-            server = None
-            if not request.cancelled.done():
-                server = await dispatcher.enter(request)
-            if server is None:
-                return request.completion("cancelled")
+            server = await dispatcher.enter(request)
             num_pauses = server.num_pauses
             try:
                 part = await self._ask(server, request)
@@ -121,8 +107,6 @@ class Completer:
                 return request.completion("stop")
             if request.num_missing_tokens <= 0:
                 return request.completion(request.length_reason)
-            if request.cancelled.done():
-                return request.completion("cancelled")
             if part.finish != ABORTED and not request.needs_next_piece(part):
                 raise EngineFailed(
                     f"{server.name} ended an answer {request.num_missing_tokens} tokens "
@@ -137,14 +121,10 @@ class Completer:
         """One attempt. Whoever gives it up leaves it to end in the background."""
         request.request_id = uuid.uuid4().hex
         attempt = asyncio.create_task(self._attempt(server, request))
-        ends: list[asyncio.Future[Any]] = [attempt, request.cancelled]
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not attempt.done():
-                await server.abort(request.request_id)
             return await asyncio.shield(attempt)
         except asyncio.CancelledError:
-            request.cancelled.cancel()
+            request.is_given_up = True
             task = asyncio.create_task(
                 self._abandon(server, request, attempt, len(request.token_ids))
             )
@@ -171,7 +151,7 @@ class Completer:
                 else:
                     whole = part = await self._stream(server, request, max_support)
                 server.busy.end(begun, len(whole.token_ids))
-                is_wanted = not (server.is_paused or request.cancelled.done())
+                is_wanted = not (server.is_paused or request.is_given_up)
                 if not (is_wanted and request.needs_next_piece(part)):
                     return part
                 request.request_id = uuid.uuid4().hex
@@ -263,7 +243,3 @@ class Completer:
             raise EngineFailed(
                 f"a request failed on {request.num_losses} attempts, the last time as {error}"
             ) from error
-
-    def _count_cancelled(self, request: CompletionRequest) -> None:
-        self.counters.cancelled_requests += 1
-        self.counters.cancelled_tokens += len(request.token_ids)

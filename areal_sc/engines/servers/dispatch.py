@@ -63,16 +63,6 @@ class ServerLoad:
 L = TypeVar("L", bound=ServerLoad)
 
 
-@dataclass(eq=False)
-class _WaitingRequest(Generic[L]):
-    request: CompletionRequest
-    placed: asyncio.Future[L | None]
-
-    def give_up(self, cancelled: asyncio.Future[None]) -> None:
-        if not self.placed.done():
-            self.placed.set_result(None)
-
-
 class Dispatcher(Generic[L]):
     """First come, first served, over all servers.
 
@@ -90,35 +80,31 @@ class Dispatcher(Generic[L]):
         self.newest_version: int | None = None
         self._servers = servers
         self._homes: OrderedDict[str, L] = OrderedDict()
-        self._waiting: deque[_WaitingRequest[L]] = deque()
+        self._waiting: deque[tuple[CompletionRequest, asyncio.Future[L]]] = deque()
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self, request: CompletionRequest) -> L | None:
+    async def enter(self, request: CompletionRequest) -> L:
         """Waits for a server and takes a place on it, to be given back with `leave`.
 
-        Returns: None when the request was cancelled before.
         Raises: what `fail` was given.
         """
         if self.failure is not None:
             raise self.failure
-        waiting = _WaitingRequest[L](request, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+        placed: asyncio.Future[L] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, placed))
         self.changed()
-        request.cancelled.add_done_callback(waiting.give_up)
         try:
-            return await waiting.placed
+            return await placed
         except asyncio.CancelledError:
-            if waiting.placed.cancelled():
+            if placed.cancelled():
                 with suppress(ValueError):  # left out already
-                    self._waiting.remove(waiting)
-            elif waiting.placed.exception() is None and (server := waiting.placed.result()):
-                self.leave(server, request)  # it was placed in the same turn of the loop
+                    self._waiting.remove((request, placed))
+            elif placed.exception() is None:
+                self.leave(placed.result(), request)  # placed in the same turn of the loop
             raise
-        finally:
-            request.cancelled.remove_done_callback(waiting.give_up)
 
     def leave(self, server: L, request: CompletionRequest) -> None:
         """Takes a request off its server, however it ended."""
@@ -131,17 +117,17 @@ class Dispatcher(Generic[L]):
 
     def changed(self) -> None:
         """Places those who wait, as far as there is room now."""
-        still: deque[_WaitingRequest[L]] = deque()
+        still: deque[tuple[CompletionRequest, asyncio.Future[L]]] = deque()
         while self._waiting and any(server.has_room for server in self._servers):
-            waiting = self._waiting.popleft()
-            if waiting.placed.done():
+            request, placed = self._waiting.popleft()
+            if placed.done():
                 continue
-            server = self.choose(waiting.request)
+            server = self.choose(request)
             if server is None:
-                still.append(waiting)
+                still.append((request, placed))
             else:
-                self._place(server, waiting.request)
-                waiting.placed.set_result(server)
+                self._place(server, request)
+                placed.set_result(server)
         still.extend(self._waiting)
         self._waiting = still
 
@@ -149,9 +135,9 @@ class Dispatcher(Generic[L]):
         """Ends all waiting, and every later `enter`, with this error."""
         self.failure = error
         while self._waiting:
-            waiting = self._waiting.popleft()
-            if not waiting.placed.done():
-                waiting.placed.set_exception(error)
+            _, placed = self._waiting.popleft()
+            if not placed.done():
+                placed.set_exception(error)
 
     def forget_homes(self, server: L) -> None:
         """The server starts anew: its cache is empty."""

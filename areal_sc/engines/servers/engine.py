@@ -127,9 +127,6 @@ class ServerEngine(ReplicaSet):
 
         return await hand_over(on_tokens, complete)
 
-    def cancel_group(self, prefix_group: str) -> None:
-        self._completer.cancel_group(prefix_group)
-
     async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights by tensors; running requests go on as `on_weight_update` says.
 
@@ -240,7 +237,6 @@ class ServerEngine(ReplicaSet):
             prefix_group=prefix_group,
             is_truncated=sampling.temperature > 0 and keeps_few,
             stops=StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None,
-            cancelled=asyncio.get_running_loop().create_future(),
         )
 
     def _tensor_weights(self, version: int, source: TensorSource) -> TensorWeights:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -59,11 +58,11 @@ class CompletionRequest:
         is_truncated: the distribution that is sampled from is not the whole one.
         stops: strings that end it; they have read what was sampled so far.
         on_tokens: takes what is sampled, at once; None: it is asked for as a whole.
-        cancelled: done when its group is cancelled.
         min_version: of the weights of servers that it may go to: those of its last token.
         token_ids, logprobs, versions: [C] sampled so far, as in `Completion`.
         request_id: by which its server knows what it is asked for now.
         has_stopped: a stop string is complete.
+        is_given_up: nobody waits for it any more.
         num_losses: attempts that brought nothing, as a server was lost.
         busy_since_s: since when servers have refused it as they are full; None: they have not.
     """
@@ -75,7 +74,6 @@ class CompletionRequest:
     stop_token_ids: tuple[int, ...]
     prefix_group: str | None
     is_truncated: bool
-    cancelled: asyncio.Future[None]
     stops: StopStrings | None = None
     on_tokens: OnTokens | None = None
     min_version: int = 0
@@ -84,6 +82,7 @@ class CompletionRequest:
     versions: list[int] = field(default_factory=list)
     request_id: str = ""
     has_stopped: bool = False
+    is_given_up: bool = False
     num_losses: int = 0
     busy_since_s: float | None = None
 

@@ -25,6 +25,7 @@ from areal_sc.engines.servers.process import (
     session_members,
 )
 from areal_sc.errors import ArealError, RpcTimeout
+from areal_sc.system.waiting import first_of
 
 _MAX_REFUSALS = 2
 """Connections in a row that fail while the process lives: one may have been closing just then."""
@@ -165,14 +166,7 @@ class ServerWatch:
         reasons = [self._ask_until_refused(), self._judge_until_hung()]
         if self._server is not None:
             reasons.append(_end_of(self._server))
-        ends: list[asyncio.Future[str]] = [self._failed, *map(asyncio.ensure_future, reasons)]
-        try:
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for end in ends:
-                end.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
+        return await first_of(self._failed, *reasons)
 
     async def _ask_until_refused(self) -> str:
         num_refusals = 0

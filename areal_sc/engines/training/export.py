@@ -85,48 +85,6 @@ class ModelFiles:
             (folder / "model.safetensors.index.json").write_text(text)
 
 
-def begin_export(
-    causal_lm: Any,
-    parts: Parts,
-    values: Values,
-    source: Path,
-    folder: Path,
-    dtype: torch.dtype,
-    writer: BackgroundWriter,
-    *,
-    is_staged: bool = True,
-    reads_late: bool = False,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> Future[None]:
-    """Takes the weights as they are now, and writes them with config and tokenizer files.
-
-    Every rank makes the call.
-
-    Args:
-        causal_lm: the model; of its tensors names, dtypes and buffers count.
-        parts: of the model's parameters.
-        values: the live ones.
-        source: model folder whose other files (tokenizer, generation config) are copied.
-        folder: target; replaced as a whole.
-        dtype: of the floating-point weights in the files.
-        is_staged: the weights are copied first. Without it they must not change until the future
-            is done, and no memory is needed but for one tensor; all ranks must see the folder.
-        reads_late: weights that are not staged are read one after the other by the thread that
-            writes. It is for an engine whose `values` makes copies, which must not all be there at
-            once, and whose tensors are the same while it computes.
-    Returns: a future that is done when the folder has its name. It fails with CheckpointError, on
-        every rank, when that could not be done.
-    """
-    writer.wait()
-    folder = folder.expanduser()
-    export = _Export(causal_lm, parts, values, source, folder, dtype, writer.group, max_file_bytes)
-    if is_staged or not reads_late:
-        export.take(copies=is_staged)
-    return writer.begin(
-        lambda: replace_folder(folder, writer.group, export.fill, is_common=not is_staged)
-    )
-
-
 class _WeightsFile(NamedTuple):
     """One file of an export.
 
@@ -139,41 +97,69 @@ class _WeightsFile(NamedTuple):
     names: Mapping[str, str]
 
 
-class _Export:
-    """One export, as one rank sees it; arguments as those of `begin_export`."""
+@dataclass(eq=False)
+class ModelExport:
+    """The weights of a model, on their way to a folder, with config and tokenizer files.
 
-    def __init__(
-        self,
-        causal_lm: Any,
-        parts: Parts,
-        values: Values,
-        source: Path,
-        folder: Path,
-        dtype: torch.dtype,
-        group: SideGroup,
-        max_file_bytes: int,
-    ) -> None:
-        self._causal_lm = causal_lm
-        self._parts = parts
-        self._values = values
-        self._source = source
-        self._what = f"cannot write {folder}"
-        self._dtype = dtype
-        self._group = group
-        self._max_file_bytes = max_file_bytes
-        self._config = _config_text(causal_lm, dtype)
-        self._tensors = _tensors_to_export(causal_lm)
+    Every rank makes one, and begins it.
+
+    Attributes:
+        causal_lm: the model; of its tensors names, dtypes and buffers count.
+        parts: of the model's parameters.
+        values: the live ones.
+        source: model folder whose other files (tokenizer, generation config) are copied.
+        folder: target; replaced as a whole.
+        dtype: of the floating-point weights in the files.
+    """
+
+    causal_lm: Any
+    parts: Parts
+    values: Values
+    source: Path
+    folder: Path
+    dtype: torch.dtype
+    writer: BackgroundWriter
+    max_file_bytes: int = MAX_FILE_BYTES
+
+    def __post_init__(self) -> None:
+        self.folder = self.folder.expanduser()
+        self._what = f"cannot write {self.folder}"
+        self._group = self.writer.group
+        self._config = _config_text(self.causal_lm, self.dtype)
+        self._tensors = _tensors_to_export(self.causal_lm)
         self._unfilled = {
             name: torch.empty(
-                parts.shapes.get(name, v.shape), dtype=_file_dtype(v, dtype), device="meta"
+                self.parts.shapes.get(name, v.shape),
+                dtype=_file_dtype(v, self.dtype),
+                device="meta",
             )
             for name, v in self._tensors.items()
         }
-        self._names_in_files = _names_in_files(causal_lm, self._unfilled)
+        self._names_in_files = _names_in_files(self.causal_lm, self._unfilled)
         self._taken: dict[str, torch.Tensor] = {}
         self._failure: Exception | None = None
 
-    def take(self, *, copies: bool) -> None:
+    def begin(self, *, is_staged: bool = True, reads_late: bool = False) -> Future[None]:
+        """Takes the weights as they are now, and writes them.
+
+        Args:
+            is_staged: the weights are copied first. Without it they must not change until the
+                future is done, and no memory is needed but for one tensor; all ranks must see the
+                folder.
+            reads_late: weights that are not staged are read one after the other by the thread that
+                writes. It is for an engine whose `values` makes copies, which must not all be there
+                at once, and whose tensors are the same while it computes.
+        Returns: a future that is done when the folder has its name. It fails with CheckpointError,
+            on every rank, when that could not be done.
+        """
+        self.writer.wait()
+        if is_staged or not reads_late:
+            self._take(copies=is_staged)
+        return self.writer.begin(
+            lambda: replace_folder(self.folder, self._group, self._fill, is_common=not is_staged)
+        )
+
+    def _take(self, *, copies: bool) -> None:
         """Takes this rank's parts as they are now.
 
         Args:
@@ -184,12 +170,12 @@ class _Export:
                 if self._given_by(name, self._group.rank) is not None:
                     part = self._read(name)
                     self._taken[name] = (
-                        _in_host_memory(part, self._dtype, copy=True) if copies else part
+                        _in_host_memory(part, self.dtype, copy=True) if copies else part
                     )
-        except FAILURES as error:  # for lack of memory; the other ranks hear of it in `fill`
+        except FAILURES as error:  # for lack of memory; the other ranks hear of it in `_fill`
             self._failure = error
 
-    def fill(self, folder: Path, is_common: bool) -> None:
+    def _fill(self, folder: Path, is_common: bool) -> None:
         """Writes the model to an empty folder. Called on all ranks.
 
         Args:
@@ -201,7 +187,7 @@ class _Export:
         target = folder / _AS_IN_MEMORY if is_converted else folder
         names = self._names_in_files or {name: name for name in self._unfilled}
         unfilled = {names[name]: v for name, v in self._unfilled.items()}
-        model_files = ModelFiles.lay_out(unfilled, self._max_file_bytes)
+        model_files = ModelFiles.lay_out(unfilled, self.max_file_bytes)
         files = [
             _WeightsFile(
                 target / file, layout, {n: it for n, it in names.items() if it in layout.starts}
@@ -216,7 +202,7 @@ class _Export:
             if self._group.rank == 0:
                 if not is_common:
                     scratch.resize_(_largest_piece(unfilled.values()))
-                _copy_companions(self._source, folder)
+                _copy_companions(self.source, folder)
                 (folder / "config.json").write_text(self._config)
                 target.mkdir(exist_ok=True)
                 model_files.create(target)
@@ -230,23 +216,21 @@ class _Export:
         if is_converted:
             together(
                 self._what,
-                lambda: _convert(
-                    self._causal_lm, self._group, target, folder, self._max_file_bytes
-                ),
+                lambda: _convert(self.causal_lm, self._group, target, folder, self.max_file_bytes),
             )
 
     def _given_by(self, name: str, rank: int) -> Box | None:
-        if name in self._parts.shapes:
-            return self._parts.given_by(name, rank)
+        if name in self.parts.shapes:
+            return self.parts.given_by(name, rank)
         # a buffer: all have the same
         return Box.whole(self._tensors[name].shape) if rank == 0 else None
 
     def _read(self, name: str) -> torch.Tensor:
-        return self._values(name) if name in self._parts.shapes else self._tensors[name]
+        return self.values(name) if name in self.parts.shapes else self._tensors[name]
 
     def _for_file(self, name: str) -> torch.Tensor:
         part = self._taken[name] if name in self._taken else self._read(name)
-        return _in_host_memory(part, self._dtype, copy=False)
+        return _in_host_memory(part, self.dtype, copy=False)
 
     def _write_own(self, files: Iterable[_WeightsFile]) -> None:
         """Every rank writes its parts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,7 @@ from areal_sc.engines.weight_group import NamedTensor, layout_of, split_into_buc
 from areal_sc.weights import BucketLayout
 
 
+@dataclass(eq=False)
 class Publication:
     """The weights of one engine, as `TrainEngine` gives them. All ranks must make the same calls.
 
@@ -25,43 +27,35 @@ class Publication:
         dtype: of what is published.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        parts: Parts,
-        take_values: Callable[[], Values],
-        world: ProcessGroup,
-        dtype: torch.dtype,
-    ) -> None:
-        self._names = names
-        self._parts = parts
-        self._take_values = take_values
-        self._world = world
-        self._dtype = dtype
+    names: Sequence[str]
+    parts: Parts
+    take_values: Callable[[], Values]
+    world: ProcessGroup
+    dtype: torch.dtype
 
     def whole(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-        return self._whole(self._take_values(), bucket_bytes)
+        return self._whole(self.take_values(), bucket_bytes)
 
     def _whole(self, live: Values, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
         for bucket in split_into_buckets(self._unfilled(), bucket_bytes):
             names = [name for name, _ in bucket]
-            yield gather_whole(names, live, self._parts, self._world, self._dtype)
+            yield gather_whole(names, live, self.parts, self.world, self.dtype)
 
     def own_parts(self) -> tuple[dict[str, torch.Tensor], Iterator[torch.Tensor]]:
         """The rows that this rank has, or else its share of tensors that all ranks gather."""
-        ranges = {name: self._range(name) for name in self._names}
+        ranges = {name: self._range(name) for name in self.names}
         unfilled = {
-            name: torch.empty(len(own), dtype=self._dtype, device="meta")
+            name: torch.empty(len(own), dtype=self.dtype, device="meta")
             for name, own in ranges.items()
             if own
         }
 
-        live = self._take_values()
+        live = self.take_values()
 
         def values() -> Iterator[torch.Tensor]:
-            if self._parts.are_row_ranges:
+            if self.parts.are_row_ranges:
                 for name in unfilled:
-                    yield live(name).flatten().to(self._dtype)
+                    yield live(name).flatten().to(self.dtype)
                 return
             for bucket in self._whole(live, GATHERED_BYTES):
                 for name, whole in bucket:
@@ -69,24 +63,24 @@ class Publication:
                         yield whole.flatten()[ranges[name].start : ranges[name].stop]
 
         own = values()
-        return unfilled, through_pinned_memory(own) if self._world.device.type == "cuda" else own
+        return unfilled, through_pinned_memory(own) if self.world.device.type == "cuda" else own
 
     def layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         return [layout_of(bucket) for bucket in split_into_buckets(self._unfilled(), bucket_bytes)]
 
     def _range(self, name: str) -> range:
         """This rank's range of the flat parameter."""
-        shape, world = self._parts.shapes[name], self._world
-        if self._parts.are_row_ranges:
-            box = self._parts.box(name)
+        shape, world = self.parts.shapes[name], self.world
+        if self.parts.are_row_ranges:
+            box = self.parts.box(name)
             first = sum(box.starts[:1]) * shape[1:].numel()
             return range(first, first + box.numel)
         bounds = [rank * shape.numel() // world.size for rank in (world.rank, world.rank + 1)]
         return range(*bounds)
 
     def _unfilled(self) -> Iterator[NamedTensor]:
-        for name in self._names:
-            yield name, torch.empty(self._parts.shapes[name], dtype=self._dtype, device="meta")
+        for name in self.names:
+            yield name, torch.empty(self.parts.shapes[name], dtype=self.dtype, device="meta")
 
 
 def through_pinned_memory(tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:

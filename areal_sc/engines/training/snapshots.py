@@ -72,20 +72,31 @@ class Placed(NamedTuple):
     is_given: bool
 
 
+class CountsUpdates(Protocol):
+    """What is known of an optimizer beside its tensors.
+
+    Attributes:
+        num_updates: so far; set by loading.
+        loss_scale: of the next update; None: the loss is not scaled. Set by loading, where the
+            snapshot has one, too.
+    """
+
+    num_updates: int
+    loss_scale: LossScale | None
+
+
 class TrainedState(Protocol):
     """What a snapshot holds of an engine: `parameter.<name>`, and `exp_avg.`, `exp_avg_sq.` and
     `step.` of each, by Hugging Face names.
 
     Attributes:
         architecture: class of the Hugging Face model.
-        num_updates: optimizer updates so far; set by loading.
-        loss_scale: of the next update; None: the loss is not scaled. Set by loading, where the
-            snapshot has one, too.
     """
 
     architecture: str
-    num_updates: int
-    loss_scale: LossScale | None
+
+    @property
+    def optimizer(self) -> CountsUpdates: ...
 
     def tensors(self) -> dict[str, Placed]:
         """All of them, of all ranks, in an order that all have; no values."""
@@ -150,8 +161,8 @@ class Snapshots:
             failure = error
             for _ in values:  # they may wait for this one's part in them
                 pass
-        num_updates, architecture = state.num_updates, state.architecture
-        loss_scale = state.loss_scale
+        num_updates, architecture = state.optimizer.num_updates, state.architecture
+        loss_scale = state.optimizer.loss_scale
 
         def fill(part: Path, _is_common: bool) -> None:
             def write() -> StoredFile:
@@ -247,9 +258,9 @@ class Snapshots:
                 folder,
                 len(index.files),
             )
-        state.num_updates = index.num_updates
-        if state.loss_scale is not None and index.loss_scale is not None:
-            state.loss_scale = index.loss_scale
+        state.optimizer.num_updates = index.num_updates
+        if state.optimizer.loss_scale is not None and index.loss_scale is not None:
+            state.optimizer.loss_scale = index.loss_scale
 
     def _buffer(self, name: str, shape: Sequence[int], values: torch.Tensor) -> torch.Tensor:
         """Host memory for the copy of a tensor.

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.controller.rollout.evaluation import EvaluationSet
-from areal_sc.engines.base import Completion, OnTokens
-from areal_sc.engines.request_checks import ANY_TOKEN, check_prompt
 from areal_sc.errors import CommandError, WorkflowError
 from areal_sc.hub import local_model
 from areal_sc.rejection import Rejection
@@ -25,19 +23,18 @@ from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.sandbox.opening import check_sandbox
 from areal_sc.system.waiting import all_of
 from areal_sc.trainer.evaluation.kept_answers import KeptAnswer
-from areal_sc.user_code import Raised, await_user_code
+from areal_sc.user_code import Raised
 from areal_sc.workers.calls import KeptCompletion
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workers.evaluated import EvaluatedEpisode, evaluation_reply
-from areal_sc.workers.trajectory_checks import checked_episode
-from areal_sc.workflows.base import Trajectory
+from areal_sc.workers.stand_in import StandIn, played_episode
 
 _AT_ONCE: Final = 64
 """Episodes that are played beside each other: enough for any number of reward processes."""
 
 
-class _Replay:
-    """Stands for an engine that writes again what it wrote before."""
+class _Replay(StandIn):
+    """Writes again what was written before."""
 
     def __init__(
         self,
@@ -46,30 +43,14 @@ class _Replay:
         max_context_tokens: int,
         kept: Iterable[KeptCompletion],
     ) -> None:
-        self.tokenizer = tokenizer
-        self.end_token_ids = end_token_ids
-        self.max_context_tokens = max_context_tokens
+        super().__init__(tokenizer, end_token_ids, max_context_tokens)
         self._left = iter(kept)
 
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        sampling: GenerationConfig,
-        *,
-        prefix_group: str | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        check_prompt(input_ids, vocab_size=ANY_TOKEN, max_context_tokens=self.max_context_tokens)
+    async def answer(self, input_ids: Sequence[int], sampling: GenerationConfig) -> KeptCompletion:
         kept = next(self._left, None)
         if kept is None:
             raise WorkflowError("the workflow asks for more completions than are kept")
-        if on_tokens is not None and kept.token_ids:
-            on_tokens(kept.token_ids)
-        zeros = [0.0] * len(kept.token_ids)
-        versions = [0] * len(kept.token_ids)
-        return Completion(
-            kept.token_ids, zeros, versions, kept.finish_reason, kept.temperature, kept.stop
-        )
+        return kept
 
 
 def rescored(
@@ -158,14 +139,11 @@ async def _replayed(
     seen = EvaluatedEpisode()
     engine = WorkerEpisodeEngine(model, pool, "rescoring", config.generation, seen)
 
-    async def run() -> list[Trajectory] | Rejection:
-        returned = await workflow.run_episode(dict(row), engine)
-        return checked_episode(returned, config, workflow.fields, is_trained=False)
-
+    limit_s = config.group_timeout_s
     try:
-        rows = await await_user_code(run, config.group_timeout_s)
+        rows = await played_episode(workflow, row, engine, config, limit_s, is_trained=False)
     except Raised as raised:
-        rows = Rejection.of_episode(raised, config.group_timeout_s)
+        rows = Rejection.of_episode(raised, limit_s)
     if engine.failure is not None:
         raise engine.failure
     if isinstance(rows, Rejection):

@@ -154,27 +154,6 @@ async def test_rows_of_a_group_share_their_prompt(
     assert shared >= 0.75 * 4 * 6 * 199  # spread evenly, half of the rows would miss it
 
 
-async def test_a_cancelled_group_returns_what_it_has(
-    engine: ServerEngine, policies: Policies, until: Until, generating: Generating
-) -> None:
-    prompt = [6, 7]
-    other = asyncio.create_task(engine.generate(prompt, tokens(30), prefix_group="other"))
-    ours = await generating(
-        lambda: [
-            asyncio.create_task(engine.generate(prompt, LONG, prefix_group="ours"))
-            for _ in range(3)
-        ]
-    )
-    engine.cancel_group("ours")
-    engine.cancel_group("nobody")
-    answers = await asyncio.gather(*ours)
-    for answer in answers:
-        policies.check(prompt, answer)
-        assert answer.finish_reason == "cancelled"
-        assert len(answer.token_ids) < LONG.max_new_tokens
-    assert (await other).finish_reason == "length"
-
-
 async def test_a_cancelled_task_is_ended_on_its_server(
     engine: ServerEngine, until: Until, generating: Generating
 ) -> None:
@@ -197,12 +176,13 @@ async def test_a_pause_holds_answers_and_requests(
     (running,) = await generating(lambda: [asyncio.create_task(engine.generate(prompt, LONG))])
     await engine.pause()
     late = asyncio.create_task(engine.generate(prompt, tokens(5)))
-    held = asyncio.create_task(engine.generate(prompt, LONG, prefix_group="held"))
+    held = asyncio.create_task(engine.generate(prompt, LONG))
     await until(lambda: engine.stats()["waiting_requests"] == 2)
     replicas = engine.replicas
     assert all(replica.is_paused for replica in replicas)
-    engine.cancel_group("held")
-    assert (await held).token_ids == []
+    held.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await held
     done, _ = await asyncio.wait({running, late}, timeout=1.0)
     assert not done
     await engine.resume()

@@ -102,7 +102,7 @@ def test_a_group_of_a_dead_worker_runs_again_as_another_attempt_of_the_same() ->
             account = run.rollout.groups.ledger.account()
             assert account["rejected"] == {}
             assert worker_of(run, 0).incarnation in {
-                m.worker.incarnation for m in run.rollout.current_members
+                m.worker.incarnation for m in run.rollout.updates.current_members
             }
 
     run_virtual(scenario())

@@ -124,12 +124,6 @@ async def test_an_answer_that_was_cut_keeps_its_last_token(tokenizer: Any) -> No
     assert trajectory.metrics["stopped"] == 0.0
 
 
-async def test_a_cancelled_answer_gives_no_trajectory(tokenizer: Any) -> None:
-    engine = ScriptedEngine(tokenizer, ["ab"], finish_reason="cancelled")
-    workflow = SingleTurnWorkflow(exact_match)
-    assert await workflow.run_episode({"prompt": "cab=", "answer": "abc"}, engine) is None
-
-
 async def test_a_chat_template_wraps_the_question(tokenizer: Any, tiny_model_folder: Path) -> None:
     chat = AutoTokenizer.from_pretrained(tiny_model_folder)
     chat.chat_template = (

@@ -135,7 +135,7 @@ def test_rows_that_were_swept_meanwhile_are_missing_samples() -> None:
 
 def test_a_file_that_cannot_be_written_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     def take_folder_away(run: TrainingRun) -> None:
-        run.rollout._samples._path = run.cluster.run_dir / "no folder" / "samples.jsonl"
+        run.rollout._samples.path = run.cluster.run_dir / "no folder" / "samples.jsonl"
 
     with caplog.at_level(logging.WARNING):
         samples, _ = samples_of(TrainingRun(SETTINGS), take_folder_away)

@@ -16,7 +16,7 @@ from unit.engines.fsdp.largest_tensor import LargestTensor
 from areal_sc.config.schema import ActorConfig, Dtype, ParallelConfig
 from areal_sc.engines.fsdp.model import load_sharded_model
 from areal_sc.engines.fsdp.packed_model import PackedModel
-from areal_sc.engines.fsdp.vocabulary import _WholeForward, look_up_whole, spread_vocabulary
+from areal_sc.engines.fsdp.vocabulary import _look_up, look_up_whole, spread_vocabulary
 from areal_sc.engines.training.process_group import ProcessGroup, ProcessGroups
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def test_one_rank_of_the_engine_adds_gradients_at_once(dtype: Dtype, tmp_path: P
             go_through(model, 1)
         assert largest.count < weight.numel() or is_needed  # which has a rounded copy
         assert model.adds_head_gradient
-        assert isinstance(model.causal_lm.get_input_embeddings().forward, _WholeForward)
+        assert model.causal_lm.get_input_embeddings().forward.func is _look_up
     finally:
         groups.close()
 

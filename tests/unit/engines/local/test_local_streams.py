@@ -96,9 +96,8 @@ async def test_tokens_come_before_the_answer_ends_and_across_updates(random_mode
             has_come.clear()
             wanted = len(told) + 3
         await has_come.wait()
-        engine.cancel_group("g")
+        await engine.call(lambda: engine._generator.table.max_length.fill(0))  # it ends
         answer = await answering
-    assert answer.finish_reason == "cancelled"
     assert set(answer.versions) == {0, 1, 2}
     assert told == answer.token_ids
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
@@ -53,7 +52,6 @@ def request(**sampling: Any) -> CompletionRequest:
         stop_token_ids=(5,),
         prefix_group=None,
         is_truncated=bool(sampling.get("top_k")),
-        cancelled=Mock(asyncio.Future),
         on_tokens=lambda token_ids: None,
     )
 

@@ -82,7 +82,6 @@ class Asked:
             stop_token_ids=(),
             prefix_group=None,
             is_truncated=False,
-            cancelled=asyncio.get_running_loop().create_future(),
             stops=StopStrings(tokenizer, stops) if stops else None,
         )
         self.completer = Completer(cast(Any, self), 999)
@@ -188,13 +187,11 @@ async def test_an_interrupted_stream_goes_on() -> None:
     assert asked.completer.counters.continued_requests == 1
 
 
-@pytest.mark.parametrize("how", ["task", "group", "callback"])
+@pytest.mark.parametrize("how", ["task", "callback"])
 async def test_an_answer_is_given_up_in_the_middle(how: str) -> None:
     def cancel(number: int) -> None:
         if number == 3 and how == "task":
             answer.cancel()
-        elif number == 3 and how == "group":
-            asked.request.cancelled.set_result(None)
 
     asked = Asked(StreamingServer(cancel), 500)
     if how == "callback":
@@ -207,13 +204,8 @@ async def test_an_answer_is_given_up_in_the_middle(how: str) -> None:
 
         asked.told = Told()
     answer = asyncio.create_task(asked.answer())
-    if how == "group":
-        completion = await answer
-        assert completion.finish_reason == "cancelled"
-        assert completion.token_ids == asked.told
-    else:
-        with pytest.raises(LookupError if how == "callback" else asyncio.CancelledError):
-            await answer
+    with pytest.raises(LookupError if how == "callback" else asyncio.CancelledError):
+        await answer
     async with asyncio.timeout(30):
         await asked.server.is_empty.wait()
         await asyncio.gather(*asked.completer._background)

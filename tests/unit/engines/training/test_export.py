@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.training.background import BackgroundWriter
-from areal_sc.engines.training.export import begin_export
+from areal_sc.engines.training.export import ModelExport
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.tensor_file import TensorFile
@@ -40,7 +40,7 @@ def export(writer: BackgroundWriter, tmp_path: Path) -> Export:
 
     def run(model: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
         folder = tmp_path / "exported"
-        begin_export(
+        export = ModelExport(
             model,
             CutParts.of_one_rank(model),
             model.get_parameter,
@@ -49,7 +49,8 @@ def export(writer: BackgroundWriter, tmp_path: Path) -> Export:
             dtype,
             writer,
             **settings,
-        ).result(WAIT_S)
+        )
+        export.begin().result(WAIT_S)
         return folder
 
     return run
@@ -176,7 +177,7 @@ def test_weights_are_those_of_the_moment(
         return original(what, action)
 
     writer.group.together = together  # type: ignore[method-assign]
-    written = begin_export(
+    written = ModelExport(
         model,
         CutParts.of_one_rank(model),
         model.get_parameter,
@@ -184,7 +185,7 @@ def test_weights_are_those_of_the_moment(
         tmp_path / "exported",
         torch.float32,
         writer,
-    )
+    ).begin()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
@@ -208,7 +209,7 @@ def test_weights_that_are_read_late_are_copied_one_after_the_other(
         return copy
 
     (tmp_path / "source").mkdir()
-    begin_export(
+    export = ModelExport(
         model,
         CutParts.of_one_rank(model),
         copied,
@@ -216,9 +217,8 @@ def test_weights_that_are_read_late_are_copied_one_after_the_other(
         tmp_path / "exported",
         torch.float32,
         writer,
-        is_staged=False,
-        reads_late=True,
-    ).result(WAIT_S)
+    )
+    export.begin(is_staged=False, reads_late=True).result(WAIT_S)
     assert_same(reloaded(tmp_path / "exported"), model)
     assert len(num_alive) == len(list(model.parameters()))
     assert not any(num_alive)

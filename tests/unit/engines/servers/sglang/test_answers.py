@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,6 @@ def body(sampling: GenerationConfig, max_support: int | None) -> dict[str, Any]:
         stop_token_ids=(9,),
         prefix_group=None,
         is_truncated=max_support is not None,
-        cancelled=asyncio.get_running_loop().create_future(),
         token_ids=[2],  # sampled before
     )
     return request_body(request, "id", max_support)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -46,7 +44,6 @@ def request(**settings: Any) -> CompletionRequest:
         stop_token_ids=(5, 6),
         prefix_group=None,
         is_truncated=sampling.top_p < 1 or sampling.top_k > 0,
-        cancelled=Mock(asyncio.Future),
         token_ids=[3],
         logprobs=[-1.0],
         versions=[0],
