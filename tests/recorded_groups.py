@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
+from areal_sc.records.record_files import FilesOfProcess
 from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
 from areal_sc.records.recorder import PlayedGroup, Recorder
 from areal_sc.records.trained_rows import TrainedRow, TrainedTokens
@@ -19,7 +20,7 @@ def recorder_of(
     run: Path, *, keep: str = "all", max_bytes: int = 64 * MEBI, process: str = "rollout/0"
 ) -> Recorder:
     config = RecordsConfig(KeepRecords(keep), max_bytes)
-    return Recorder(run / "records", process, config, max_bytes)
+    return Recorder(FilesOfProcess(run / "records", process, max_bytes), process, config)
 
 
 def trajectory(seed: int, length: int = 40, reward: float = 0.5) -> Trajectory:

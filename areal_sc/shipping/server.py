@@ -38,6 +38,7 @@ from areal_sc.shipping.calls import (
     WrittenPiece,
 )
 from areal_sc.shipping.pieces import read_piece
+from areal_sc.shipping.sent_records import ReceivedRecords
 from areal_sc.shipping.tree_turns import TreeTurns
 from areal_sc.shipping.trees import Trees, digest_of
 from areal_sc.system.os_errors import os_errors_as
@@ -62,8 +63,9 @@ _OPEN: int = os.O_CLOEXEC | os.O_NOFOLLOW
 class FileServer:
     """What the process serves. Everything that touches the disk runs in threads."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, callers: KnownCallers) -> None:
         self._folder = folder
+        self._records = ReceivedRecords(folder.records, callers.name_of)
         self._trees = Trees()
         self._listed: dict[str, Listing] = {}
         self._one_lists: dict[str, asyncio.Lock] = {}
@@ -85,6 +87,9 @@ class FileServer:
                 lambda it: asyncio.to_thread(self._write, it, is_log=True)
             ),
             calls.END_LOG.served_by(lambda file: asyncio.to_thread(self._end, file, is_log=True)),
+            calls.SEND_RECORDS.served_to(
+                lambda sent, key: asyncio.to_thread(self._records.write, sent, key)
+            ),
         ]
 
     async def list_path(self, path: str) -> Listing:
@@ -211,7 +216,7 @@ async def _serve(folder: RunFolder, interface: str, port: str) -> None:
     if not await is_told():
         return
     server = RpcServer(
-        FileServer(folder).methods(),
+        FileServer(folder, callers).methods(),
         node_id="files",
         incarnation="files",
         bind=f"{interface}:{port}",

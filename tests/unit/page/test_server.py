@@ -19,6 +19,8 @@ from ledger_history import History, a_run
 from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
 
+from areal_sc.__main__ import main
+from areal_sc.errors import ArealError
 from areal_sc.page import row_index
 from areal_sc.page.access import Access
 from areal_sc.page.answers import answer
@@ -351,6 +353,21 @@ async def test_whatever_lies_in_the_folder_each_view_answers(
     ]
     for view in ("steps", "rows", "groups", "fleet", "time", "recorded/0"):
         assert (await get(session, f"/api/runs/0/{view}"))["damage"], view
+
+
+@pytest.mark.parametrize("kept", ["run.json", ""])
+async def test_named_pipes_hold_up_nobody(
+    session: ClientSession, folder: RunFolder, kept: str
+) -> None:
+    """They stand in place of each file of the folder, or of all but one."""
+    for path in [it for it in folder.path.rglob("*") if it.is_file() and it.name != kept]:
+        path.unlink()
+        os.mkfifo(path)
+    for view in ("steps", "rows", "groups", "fleet", "time", "recorded/0"):
+        assert (await get(session, f"/api/runs/0/{view}"))["damage"], view
+    for command in ("status", "ledger", "samples", "curve", "stop"):
+        with suppress(ArealError):
+            main([command, str(folder.path)])
 
 
 @pytest.fixture
