@@ -100,10 +100,14 @@ class FilesOfProcess:
 
     Args:
         max_bytes: of all files of the process together, about.
+        goes_on: another object has written for this life before.
     """
 
-    def __init__(self, folder: Path, process: str, max_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, process: str, max_bytes: int, *, goes_on: bool = False
+    ) -> None:
         self._folder = folder
+        self._goes_on = goes_on
         self._process = process
         self._name = process.replace("/", "-")
         self._max_bytes = max_bytes
@@ -112,16 +116,16 @@ class FilesOfProcess:
         self._sizes: dict[Series, int] = {}
         self._open_path: Path | None = None
 
-    def append(self, series: Series, content: bytes, *, begins: bool = True) -> None:
+    def append(self, series: Series, content: bytes, num_bytes: int | None = None) -> None:
         """Appends a block; a file that it would make too large is followed by another one.
 
         Args:
-            begins: False: `content` goes on with the block before.
+            num_bytes: of the whole block, if `content` is its beginning; 0: it goes on with one.
         Raises: OSError: it cannot be written; nothing of it is there.
         """
         size = self._sizes.get(series, 0)
-        is_full = begins and size and size + len(content) > self._file_bytes
-        if series not in self._open or is_full:
+        end = size + (len(content) if num_bytes is None else num_bytes)
+        if series not in self._open or (size and end > max(size, self._file_bytes)):
             self._begin_file(series)
             size = 0
         with open(self._open[series], "ab", buffering=0, closefd=False) as file:
@@ -152,7 +156,8 @@ class FilesOfProcess:
         name = f"{self._name}.{Series.open}"
         for unfinished in self._folder.glob(f".{name}.*.partial"):  # by a life that was killed
             unfinished.unlink(missing_ok=True)
-        return self._folder / f"{name}.{own[-1].number + 1 if own else 1:06d}"
+        number = own[-1].number + (not self._goes_on) if own else 1
+        return self._folder / f"{name}.{number:06d}"
 
     def _own_files(self) -> list[RecordFile]:
         self._folder.mkdir(exist_ok=True, mode=0o700)

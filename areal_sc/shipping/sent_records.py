@@ -16,16 +16,20 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from areal_sc.errors import NotPermitted, PeerLost, RpcTimeout, RunFolderError, ServerBusy
 from areal_sc.records.record_files import FilesOfProcess, Series
-from areal_sc.shipping.calls import PIECE_BYTES, PIECE_LIMIT_S, SEND_RECORDS, SentRecords
+from areal_sc.shipping.calls import PIECE_BYTES, SEND_RECORDS, SentRecords
 from areal_sc.shipping.client import RETRY_S
 from areal_sc.system.os_errors import os_errors_as
 from areal_sc.transport.rpc.transport import Connection
 
+ANSWER_LIMIT_S: Final = 10.0
+"""Then a piece comes again: a process that has just begun reads no long message of a caller that it
+does not know."""
 _COMES_AGAIN: Final = (PeerLost, RpcTimeout, ServerBusy)
 
 logger = logging.getLogger(__name__)
@@ -49,7 +53,7 @@ class RecordsSent:
     def append(self, series: Series, content: bytes) -> None:
         """Blocks until it is there. Raises: ArealError: it is refused, or cannot be written."""
         for at in range(0, len(content), PIECE_BYTES):
-            self._send(series, content[at : at + PIECE_BYTES], begins=at == 0)
+            self._send(series, content[at : at + PIECE_BYTES], 0 if at else len(content))
 
     def replace_open(self, content: bytes) -> None:
         """Raises: as `append`."""
@@ -59,9 +63,9 @@ class RecordsSent:
     def close(self) -> None:
         """The connection ends with the worker's transport."""
 
-    def _send(self, series: Series, content: bytes, *, begins: bool = True) -> None:
+    def _send(self, series: Series, content: bytes, block_bytes: int = 0) -> None:
         self._num_sent += 1
-        sent = SentRecords(self._num_sent, series, content, begins, self._max_bytes)
+        sent = SentRecords(self._num_sent, series, content, block_bytes, self._max_bytes)
         asyncio.run_coroutine_threadsafe(self._until_there(sent), self._loop).result()
 
     async def _until_there(self, sent: SentRecords) -> None:
@@ -70,7 +74,7 @@ class RecordsSent:
                 if self._connection is None:
                     self._connection = self._connect()
                     # a caller that is not known yet may say little
-                    await self._call(SentRecords(0, sent.series, b"", True, self._max_bytes))
+                    await self._call(replace(sent, number=0, content=b""))
                 return await self._call(sent)
             except _COMES_AGAIN as error:
                 logger.debug("records wait: %s", error)
@@ -81,7 +85,7 @@ class RecordsSent:
 
     async def _call(self, sent: SentRecords) -> None:
         assert self._connection is not None
-        await self._connection.call(SEND_RECORDS, sent, timeout_s=PIECE_LIMIT_S)
+        await self._connection.call(SEND_RECORDS, sent, timeout_s=ANSWER_LIMIT_S)
 
 
 class _Writer:
@@ -91,9 +95,11 @@ class _Writer:
         key: public key of that life.
     """
 
-    def __init__(self, key: str, files: FilesOfProcess) -> None:
+    def __init__(self, key: str, folder: Path, name: str) -> None:
         self.key = key
-        self._files = files
+        self._folder = folder
+        self._name = name
+        self._files: FilesOfProcess | None = None
         self._newest = 0
         self._one_writes = threading.Lock()
 
@@ -101,15 +107,19 @@ class _Writer:
         with self._one_writes:
             if sent.number <= self._newest:
                 return  # it comes again, as its answer was lost
+            if self._files is None:
+                place, goes_on = (self._folder, self._name), sent.number > 1
+                self._files = FilesOfProcess(*place, sent.max_bytes, goes_on=goes_on)
             if sent.series is Series.open:
                 self._files.replace_open(sent.content)
             else:
-                self._files.append(sent.series, sent.content, begins=sent.begins)
+                self._files.append(sent.series, sent.content, sent.block_bytes)
             self._newest = sent.number
 
     def close(self) -> None:
         with self._one_writes:
-            self._files.close()
+            if self._files is not None:
+                self._files.close()
 
 
 class ReceivedRecords:
@@ -134,15 +144,14 @@ class ReceivedRecords:
         if len(sent.content) > PIECE_BYTES:
             raise NotPermitted(f"records come in pieces of {PIECE_BYTES} bytes at most")
         with os_errors_as(RunFolderError, f"records cannot be written to {self._folder}"):
-            self._writer_of(key, sent.max_bytes).write(sent)
+            self._writer_of(key).write(sent)
 
-    def _writer_of(self, key: str, max_bytes: int) -> _Writer:
+    def _writer_of(self, key: str) -> _Writer:
         name = self._name_of(key)
         with self._one_begins:
             writer = self._writers.get(name)
             if writer is None or writer.key != key:
                 if writer is not None:
                     writer.close()
-                writer = _Writer(key, FilesOfProcess(self._folder, name, max_bytes))
-                self._writers[name] = writer
+                writer = self._writers[name] = _Writer(key, self._folder, name)
         return writer

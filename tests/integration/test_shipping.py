@@ -41,7 +41,7 @@ from areal_sc.records.spans import RecordedSpan
 from areal_sc.run.named_paths import Contents, name_path
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.files_beside import FilesBeside
-from areal_sc.shipping import node_cache
+from areal_sc.shipping import node_cache, sent_records
 from areal_sc.shipping.calls import (
     END_FILE,
     PIECE_BYTES,
@@ -655,11 +655,9 @@ async def test_what_a_worker_wrote_is_in_the_run_folder_and_no_longer_on_the_nod
 
 
 def record(store: RecordStore, numbers: range) -> Recorder:
-    """Each third group takes more than one message."""
     recorder = Recorder(store, "train/0", RecordsConfig())
     for number in numbers:
-        length = 400_000 if number % 3 == 0 else 40
-        recorder.add_group(played(number, [trajectory(number, length)]))
+        recorder.add_group(played(number, [trajectory(number)]))
         recorder.add_span("episode", 1000.0 + number, 0.5, lane=2)
     return recorder
 
@@ -668,30 +666,39 @@ async def test_records_come_home_as_a_worker_there_writes_them(
     script: Script, shipped: ShippedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "FLUSH_S", LIMIT_S)  # all is packed at the end
-    at_home = FilesOfProcess(tmp_path / "home", "train/0", 16 * MEBI)
-    for store in (shipped.record_store("train/0", 16 * MEBI), at_home):
-        await asyncio.to_thread(record(store, range(1, 7)).close)
+    at_home, large = FilesOfProcess(tmp_path / "home", "train/0", 32 * MEBI), trajectory(9, 300_000)
+    for store in (shipped.record_store("train/0", 32 * MEBI), at_home):
+        recorder = record(store, range(1, 7))
+        for number in (9, 10, 16):
+            recorder.add_group(played(number, [large]))
+        await asyncio.to_thread(recorder.close)
     came, written = (
         {it.path.name: it.path.read_bytes() for it in record_files(folder)}
         for folder in (script.folder.records, tmp_path / "home")
     )
     assert came == written
-    assert sum(map(len, came.values())) > 4 * PIECE_BYTES
-    assert len(list(rows(script.folder.path))) == 6
+    assert len(came) == 4, "rows have two files, as one has no room for two of the large ones"
+    assert min(map(len, came.values())) < PIECE_BYTES < max(map(len, came.values()))
+    assert len(list(rows(script.folder.path))) == 9
 
 
 async def test_records_go_on_where_another_process_takes_them(
-    script: Script, beside: FilesBeside, shipped: ShippedFiles
+    script: Script,
+    beside: FilesBeside,
+    shipped: ShippedFiles,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What they come from is not held up meanwhile, and the files keep to their limit."""
+    monkeypatch.setattr(sent_records, "ANSWER_LIMIT_S", NO_SERVICE_S)
     store = shipped.record_store("train/0", 4 * MEBI)
     with closing(record(store, range(1, 3))) as recorder:
         recorder.find_open = lambda until: [RecordedSpan(process="", kind="x", began=1.0, took_s=0)]
         await until(lambda: [it.kind for it in unended(script.folder.path)] == ["x"])
         assert beside.pid is not None
         os.kill(beside.pid, signal.SIGKILL)
+        large = trajectory(0, 40_000)
         for number in range(3, 60):
-            recorder.add_group(played(number, [trajectory(number, 40_000)]))
+            recorder.add_group(played(number, [large]))
         await until(lambda: 59 in {it.group for it in rows(script.folder.path)})
         await asyncio.to_thread(recorder.close)
     found = [it.group for it in rows(script.folder.path)]
@@ -706,8 +713,13 @@ async def test_records_go_on_where_another_process_takes_them(
 
 
 async def test_records_of_a_script_that_is_away_hold_up_no_worker(
-    script: Script, beside: FilesBeside, shipped: ShippedFiles, caplog: pytest.LogCaptureFixture
+    script: Script,
+    beside: FilesBeside,
+    shipped: ShippedFiles,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(recorder_module, "_CLOSE_LIMIT_S", 0.1)
     await asyncio.to_thread(beside.close)
     recorder = record(shipped.record_store("train/0", MEBI), range(1, 3))
     await asyncio.to_thread(recorder.close)
@@ -716,7 +728,7 @@ async def test_records_of_a_script_that_is_away_hold_up_no_worker(
 
 
 async def test_records_are_taken_of_workers_alone_in_pieces_that_are_small(script: Script) -> None:
-    sent = SentRecords(1, Series.rows, b"x", True, MEBI)
+    sent = SentRecords(1, Series.rows, b"x", 1, MEBI)
     connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
     await connection.call(SEND_RECORDS, replace(sent, number=0, content=b""), timeout_s=LIMIT_S)
     wrong = (
