@@ -749,3 +749,22 @@ async def test_records_are_taken_of_workers_alone_in_pieces_that_are_small(scrip
         await connection.call(SEND_RECORDS, sent, timeout_s=LIMIT_S)
     [file] = record_files(script.folder.records)
     assert (file.process, file.path.read_bytes()) == ("train/0", b"x")
+
+
+async def test_each_life_of_a_worker_writes_files_of_its_own(
+    script: Script, shipped: ShippedFiles, passes: Passes
+) -> None:
+    """The first one is killed in the midst of a block."""
+    await asyncio.to_thread(record(shipped.record_store("train/0", MEBI), range(1, 3)).close)
+    whole = record_files(script.folder.records)[0].path.read_bytes()
+    half = SentRecords(1000, Series.rows, whole[: len(whole) // 3], len(whole), MEBI)
+    connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
+    await connection.call(SEND_RECORDS, half, timeout_s=LIMIT_S)
+    transport = ZmqTransport(client=CurveClient.of_worker(passes.issue("train/0", Caller.train)))
+    shipped._transport = transport
+    await asyncio.to_thread(record(shipped.record_store("train/0", MEBI), range(3, 5)).close)
+    await transport.close()
+    assert [it.group for it in rows(script.folder.path)] == [1, 2, 3, 4]
+    assert [it.began for it in spans(script.folder.path)] == [1001.0, 1002.0, 1003.0, 1004.0]
+    with pytest.raises(NotPermitted):
+        await connection.call(SEND_RECORDS, half, timeout_s=LIMIT_S)
