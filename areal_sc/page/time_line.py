@@ -75,6 +75,9 @@ class TimeLine:
 
     def follow(self) -> None:
         """Reads what is new."""
+        if self._blocks.begins_again():
+            self._num_lost, of_script = 0, self._processes.pop(SCRIPT, None)
+            self._processes = {SCRIPT: of_script} if of_script else {}
         for file, descriptor, found in self._blocks.read_new():
             try:
                 self._add(file.process, read_body(descriptor, found))

@@ -140,38 +140,6 @@ class Recorder:
                 self._waiting.append(record)
                 self._num_waiting_tokens += record.num_tokens
 
-    def add_span(
-        self,
-        kind: str,
-        began: float,
-        took_s: float,
-        *,
-        lane: int = -1,
-        about: str = "",
-        versions: tuple[int, int] = (NO_VERSION, NO_VERSION),
-        num_tokens: int = 0,
-    ) -> None:
-        """Records a span; arguments are those of `RecordedSpan`.
-
-        Args:
-            versions: the first and the last one.
-        """
-        if not self.is_on:
-            return
-        first, last = versions
-        span = RecordedSpan(
-            process=self.process,
-            kind=kind,
-            began=began,
-            took_s=took_s,
-            lane=lane,
-            about=about,
-            first_version=first,
-            last_version=last,
-            num_tokens=num_tokens,
-        )
-        self.add_spans((span,))
-
     def add_spans(self, spans: Sequence[RecordedSpan]) -> None:
         """Records spans of this process."""
         if self.is_on:
@@ -186,28 +154,31 @@ class Recorder:
 
     def add_event(self, kind: str) -> None:
         """Records that something happens now."""
-        self.add_span(kind, time.time(), 0.0)
+        self.add_spans([self._span(kind)])
 
     @contextmanager
     def span(self, kind: str, *, about: str = "", version: int = NO_VERSION) -> Iterator[None]:
         """Records the time that a block takes, whatever it raises."""
-        began, began_s, key = time.time(), time.perf_counter(), object()
-        self._open[key] = RecordedSpan(
-            process=self.process,
-            kind=kind,
-            began=began,
-            took_s=0.0,
-            about=about,
-            first_version=version,
-            last_version=version,
-        )
+        began_s, key = time.perf_counter(), object()
+        begun = self._open[key] = self._span(kind, about, version)
         self.begin()
         try:
             yield
         finally:
             del self._open[key]
-            took_s = time.perf_counter() - began_s
-            self.add_span(kind, began, took_s, about=about, versions=(version, version))
+            self.add_spans([replace(begun, took_s=time.perf_counter() - began_s)])
+
+    def _span(self, kind: str, about: str = "", version: int = NO_VERSION) -> RecordedSpan:
+        """One that begins now."""
+        return RecordedSpan(
+            process=self.process,
+            kind=kind,
+            began=time.time(),
+            took_s=0.0,
+            about=about,
+            first_version=version,
+            last_version=version,
+        )
 
     def close(self) -> None:
         """Writes what waits. Blocks, but not for a disk that does not answer."""
@@ -276,9 +247,7 @@ class Recorder:
         with self._counting:
             num_lost, self._num_lost = self._num_lost, 0
         if num_lost:
-            now, num = time.time(), str(num_lost)
-            lost = RecordedSpan(process=self.process, kind=LOST, began=now, took_s=0.0, about=num)
-            spans.append(lost)
+            spans.append(self._span(LOST, str(num_lost)))
         for first in range(0, len(spans), _SPANS_PER_BLOCK):
             part = spans[first : first + _SPANS_PER_BLOCK]
             self._append(Series.spans, b"", pack_spans(part))

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from recorded_groups import MEBI, played, trajectory
+from recorded_groups import MEBI, add_span, played, trajectory
 
 from areal_sc import SingleTurnWorkflow
 from areal_sc.config.schema import Device, RecordsConfig, SchedulerConfig
@@ -658,7 +658,7 @@ def record(store: RecordStore, numbers: range) -> Recorder:
     recorder = Recorder(store, "train/0", RecordsConfig())
     for number in numbers:
         recorder.add_group(played(number, [trajectory(number)]))
-        recorder.add_span("episode", 1000.0 + number, 0.5, lane=2)
+        add_span(recorder, "episode", 1000.0 + number, 0.5, lane=2)
     return recorder
 
 

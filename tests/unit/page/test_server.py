@@ -16,7 +16,7 @@ import psutil
 import pytest
 from aiohttp import ClientError, ClientResponse, ClientSession, CookieJar, web
 from ledger_history import History, a_run
-from recorded_groups import played, recorder_of, trajectory
+from recorded_groups import add_span, played, recorder_of, trajectory
 from sample_rows import sample
 
 from areal_sc.__main__ import main
@@ -54,7 +54,7 @@ async def folder(
         lines.append(sample(1, group=0), sample(1, group=0, place=Place.worst, reward=0.0))
     recorder = recorder_of(folder.path)
     recorder.add_group(played(0, [trajectory(1)], [trajectory(2)]))
-    recorder.add_span("episode", 1e9, 2.5, about="0.0.7")
+    add_span(recorder, "episode", 1e9, 2.5, about="0.0.7")
     recorder.close()
     history = History(Disk(), folder.ledger)
     a_run(history)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from recorded_groups import MEBI, add_trained, played, recorder_of, trajectory
+from recorded_groups import MEBI, add_span, add_trained, played, recorder_of, trajectory
 
 from areal_sc.page.time_line import TimeLine
 from areal_sc.records import record_files as record_files_module
@@ -128,8 +128,8 @@ def test_numbers_of_trained_rows_come_back(tmp_path: Path) -> None:
 
 def test_spans_come_back_also_as_a_trace(tmp_path: Path) -> None:
     recorder = recorder_of(tmp_path)
-    recorder.add_span(
-        "generation", 1e9, 0.25, lane=3, about="5.0.9", versions=(1, 2), num_tokens=40
+    add_span(
+        recorder, "generation", 1e9, 0.25, lane=3, about="5.0.9", versions=(1, 2), num_tokens=40
     )
     recorder.add_event("serving")
     with pytest.raises(KeyError), recorder.span("updating weights", version=7):
