@@ -3,7 +3,7 @@
     replace_file    a file's content, written piece by piece; `write_atomic` is for one piece
     commit_folder   a folder's content; the new one may come from another file system
     append_or_undo  what a file gets at its end; `own_file` opens one
-    SoundPath       where nothing that is opened holds up its reader
+    without_pipes   a path at which nothing that is opened holds up its reader
 
 The first two write beside the target, bring everything to the disk, and rename. A folder cannot
 take the name of another one in a single step, so for a moment the former one has another name;
@@ -71,11 +71,14 @@ def write_atomic(target: Path, content: bytes) -> None:
         file.write(content)
 
 
-class SoundPath(PosixPath):
-    """A path, as all that are made of it, at which no named pipe is opened: who reads one waits."""
+def without_pipes(path: Path) -> Path:
+    """The same path. At it, and at all that are made of it, no named pipe is opened."""
+    return _PathWithoutPipes(path)
 
+
+class _PathWithoutPipes(PosixPath):
     def open(self, *args: Any, **kwargs: Any) -> Any:
-        return open(self, *args, **kwargs, opener=_open_no_pipe)
+        return open(self, *args, **kwargs, opener=_open_no_pipe)  # type: ignore[call-overload]
 
 
 def _open_no_pipe(path: str, flags: int, mode: int = _MODE) -> int:
