@@ -189,8 +189,7 @@ class Recorder:
         if thread is not None:
             thread.join(_CLOSE_LIMIT_S)
             if thread.is_alive():
-                num = len(self._waiting) + self._num_lost
-                logger.warning("%s: %d records are lost: they cannot be written", self.process, num)
+                logger.warning("%s ends before all that it recorded is written", self.process)
 
     def _has_room_for(self, num_records: int) -> bool:
         """Whether so many more may wait; else they are lost."""

@@ -1,7 +1,7 @@
 """Records of workers on nodes that do not see the run folder: how they come home, and who writes
 them there.
 
-    recorder's thread ─► RecordsSent ── SEND_RECORDS ─► ReceivedRecords ─► FilesOfProcess
+    recorder's thread ─► RecordSender ─ SEND_RECORDS ─► ReceivedRecords ─► FilesOfProcess
     of the worker        event loop of the worker       process beside the script
 
 consumes     blocks of a recorder, one after the other
@@ -35,7 +35,7 @@ _COMES_AGAIN: Final = (PeerLost, RpcTimeout, ServerBusy)
 logger = logging.getLogger(__name__)
 
 
-class RecordsSent:
+class RecordSender:
     """Sends the records of a worker. A `RecordStore`, constructed on the worker's event loop.
 
     Args:

@@ -28,7 +28,7 @@ from areal_sc.nodes.spec import Shipped
 from areal_sc.records.record_files import RecordStore
 from areal_sc.shipping.client import ScriptFiles, together, until_there
 from areal_sc.shipping.node_cache import NodeCache
-from areal_sc.shipping.sent_records import RecordsSent
+from areal_sc.shipping.sent_records import RecordSender
 from areal_sc.sources.reference_paths import code_folders, data_paths, script_files
 from areal_sc.sources.row_file import GROWING
 from areal_sc.system.durable import remove, write_atomic
@@ -148,7 +148,7 @@ class ShippedFiles(WorkerFiles):
                         empty.rmdir()  # unless others still bring theirs
 
     def record_store(self, process: str, max_bytes: int) -> RecordStore:
-        return RecordsSent(
+        return RecordSender(
             lambda: self._transport.connect(self._address, "files", ANY_INCARNATION), max_bytes
         )
 

@@ -723,7 +723,9 @@ async def test_records_of_a_script_that_is_away_hold_up_no_worker(
     await asyncio.to_thread(beside.close)
     recorder = record(shipped.record_store("train/0", MEBI), range(1, 3))
     await asyncio.to_thread(recorder.close)
-    assert [it.levelname for it in caplog.records if "are lost" in it.getMessage()] == ["WARNING"]
+    assert [it.levelname for it in caplog.records if "ends before" in it.getMessage()] == [
+        "WARNING"
+    ]
     assert not script.folder.records.exists()
 
 
