@@ -14,7 +14,7 @@ from typing import Any
 import chat_templates as templates
 from ledger_history import History, a_run
 from msgspec import structs
-from recorded_groups import add_trained, played, recorder_of
+from recorded_groups import add_span, add_trained, played, recorder_of
 from sample_rows import sample
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -131,10 +131,10 @@ async def make_run(folder: RunFolder, *, num_groups: int = 3) -> None:
     recorder = recorder_of(folder.path)
     for number in range(num_groups):
         add_group(recorder, number)
-    recorder.add_span("episode", 1000.0, 2.0, lane=0, about="0.0.0")
-    recorder.add_span("generation", 1000.0, 1.5, lane=0, about="0.0.0", versions=(0, 1))
-    recorder.add_span("the reward " + EVIL, 1001.5, 0.5, lane=0, about="0.0.0")
-    recorder.add_span("updating weights", 1000.5, 0.25, versions=(1, 1))
+    add_span(recorder, "episode", 1000.0, 2.0, lane=0, about="0.0.0")
+    add_span(recorder, "generation", 1000.0, 1.5, lane=0, about="0.0.0", versions=(0, 1))
+    add_span(recorder, "the reward " + EVIL, 1001.5, 0.5, lane=0, about="0.0.0")
+    add_span(recorder, "updating weights", 1000.5, 0.25, versions=(1, 1))
     recorder.close()
     its = groups([0])[0].episodes  # type: ignore[attr-defined]
     lengths = {(e, n): sum(row.loss_mask) for e, rows in its.items() for n, row in enumerate(rows)}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
+from areal_sc.records.record_files import FilesOfProcess
 from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
 from areal_sc.records.recorder import PlayedGroup, Recorder
+from areal_sc.records.spans import NO_VERSION, RecordedSpan
 from areal_sc.records.trained_rows import TrainedRow, TrainedTokens
 from areal_sc.workflows.trajectory import Trajectory
 
@@ -19,7 +22,7 @@ def recorder_of(
     run: Path, *, keep: str = "all", max_bytes: int = 64 * MEBI, process: str = "rollout/0"
 ) -> Recorder:
     config = RecordsConfig(KeepRecords(keep), max_bytes)
-    return Recorder(run / "records", process, config, max_bytes)
+    return Recorder(FilesOfProcess(run / "records", process, max_bytes), process, config)
 
 
 def trajectory(seed: int, length: int = 40, reward: float = 0.5) -> Trajectory:
@@ -58,6 +61,29 @@ def played(
         rejected=rejected,
     )
     return PlayedGroup(group, dict(enumerate(episodes)))
+
+
+def add_span(
+    recorder: Recorder,
+    kind: str,
+    began: float,
+    took_s: float,
+    *,
+    versions: tuple[int, int] = (NO_VERSION, NO_VERSION),
+    **others: Any,
+) -> None:
+    """Args: versions: the first and the last one. others: as of `RecordedSpan`."""
+    first, last = versions
+    span = RecordedSpan(
+        process=recorder.process,
+        kind=kind,
+        began=began,
+        took_s=took_s,
+        first_version=first,
+        last_version=last,
+        **others,
+    )
+    recorder.add_spans([span])
 
 
 def add_trained(

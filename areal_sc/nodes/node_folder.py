@@ -15,6 +15,7 @@ from pathlib import Path
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.nodes.spec import Launch, NodeFacts, Shipped, Welcome, WorkerOrder
+from areal_sc.records.record_files import FilesOfProcess, RecordStore
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.transport.rpc.method import Served
 
@@ -77,11 +78,17 @@ class NodeFolder:
 class WorkerFiles:
     """The files of a worker.
 
+    Args:
+        run_dir: the run folder here.
+
     Attributes:
         are_shared: whether they are those of the script.
     """
 
     are_shared = True
+
+    def __init__(self, run_dir: str) -> None:
+        self._here = RunFolder(run_dir)
 
     def placed(self, order: WorkerOrder) -> WorkerOrder:
         """What a worker is to do, with paths of this machine."""
@@ -120,3 +127,11 @@ class WorkerFiles:
             names: None: all of them.
         Raises: CheckpointError.
         """
+
+    def record_store(self, process: str, max_bytes: int) -> RecordStore:
+        """Where the worker's records go; called on its event loop.
+
+        Args:
+            max_bytes: of its files, about.
+        """
+        return FilesOfProcess(self._here.records, process, max_bytes)

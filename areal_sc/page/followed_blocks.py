@@ -106,7 +106,14 @@ class FollowedBlocks:
             self.progress.heads.pop(name, None)
         return gone
 
-    def is_another_run(self) -> bool:
+    def begins_again(self) -> bool:
+        """Whether another run has the folder by now, of which nothing was read."""
+        is_another = self._is_another_run()
+        if is_another:
+            self.go_on_from(Progress())
+        return is_another
+
+    def _is_another_run(self) -> bool:
         """Whether a file that was read has given its place to another one."""
         for name, head in self.progress.heads.items():
             try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import asdict
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -21,6 +22,7 @@ from areal_sc.records.blocks import RecordBlock, read_blocks, read_body
 from areal_sc.records.recorded_calls import RecordedCall, unpack_calls
 from areal_sc.records.recorded_rows import (
     RecordedGroup,
+    RecordedRow,
     RecordedTokens,
     unpack_group,
     unpack_tokens,
@@ -42,40 +44,15 @@ class RecordedGroups:
     def of_group(self, number: int) -> list[dict[str, Any]]:
         """The attempts of a group that are recorded and not gone, the newest one last.
 
-        Returns: of each `worker`, `attempt`, `index`, `prompt`, `began`, `took_s`, `rejected` with
-            `cause`, `message` and `num_episodes`, and `rows` with `episode`, `row`, `num_tokens`,
-            `num_trained_tokens`, `reward`, `versions`, `num_interruptions` and `metrics`.
+        Returns: what `RecordedGroup` says of each; its `rows` have `num_trained_tokens` and
+            `num_interruptions`, too.
         Raises: RunFolderError: one cannot be read any more.
         """
-        groups = list[RecordedGroup]()
+        attempts = list[dict[str, Any]]()
         for placed in self._index.places(number).values():
             with suppress(FileNotFoundError), _opened(placed) as (_, _, group):
-                groups.append(group)
-        return [
-            {
-                "worker": group.worker,
-                "attempt": group.attempt,
-                "index": group.index,
-                "prompt": group.prompt,
-                "began": group.began,
-                "took_s": group.took_s,
-                "rejected": group.rejected,
-                "rows": [
-                    {
-                        "episode": row.episode,
-                        "row": row.row,
-                        "num_tokens": row.num_tokens,
-                        "num_trained_tokens": row.num_trained_tokens,
-                        "reward": row.reward,
-                        "versions": row.versions,
-                        "num_interruptions": row.num_interruptions,
-                        "metrics": row.metrics,
-                    }
-                    for row in group.rows
-                ],
-            }
-            for group in groups
-        ]
+                attempts.append({**asdict(group), "rows": [_told(row) for row in group.rows]})
+        return attempts
 
     def tokens(
         self,
@@ -135,6 +112,11 @@ class RecordedGroups:
                 (number, attempt, episode, row), tokens.loss_mask, told, group.began
             ),
         }
+
+
+def _told(row: RecordedRow) -> dict[str, Any]:
+    of_row = {name: getattr(row, name) for name in ("num_trained_tokens", "num_interruptions")}
+    return {**asdict(row), **of_row}
 
 
 def _turns(

@@ -240,7 +240,7 @@ class RowIndex:
         """Whether nothing is left."""
         state, blocks, tokenizer = state_of(database), self._blocks, self._tokenizer()
         blocks.go_on_from(state.progress)
-        if blocks.is_another_run() or state.has_texts != (tokenizer is not None):
+        if blocks.begins_again() or state.has_texts != (tokenizer is not None):
             for table in ("groups", "rows", "texts"):
                 database.execute(f"DELETE FROM {table}")
             state.has_texts = tokenizer is not None

@@ -18,7 +18,7 @@ from areal_sc.page.stamps import Stamp
 from areal_sc.records.blocks import read_body
 from areal_sc.records.record_files import Series
 from areal_sc.records.script_spans import SCRIPT
-from areal_sc.records.spans import RecordedSpan, pack_spans, unpack_spans
+from areal_sc.records.spans import LOST, RecordedSpan, pack_spans, unpack_spans
 
 FETCHING: Final = "fetching weights"
 UPDATING: Final = "updating weights"
@@ -67,6 +67,7 @@ class TimeLine:
         self._processes: dict[str, _SpansOfProcess] = {}
         self._kinds: dict[str, int] = {}
         self._abouts: dict[str, int] = {}
+        self._num_lost = 0
 
     def stamp(self) -> Stamp:
         """It changes when there are new spans."""
@@ -74,6 +75,9 @@ class TimeLine:
 
     def follow(self) -> None:
         """Reads what is new."""
+        if self._blocks.begins_again():
+            self._num_lost, of_script = 0, self._processes.pop(SCRIPT, None)
+            self._processes = {SCRIPT: of_script} if of_script else {}
         for file, descriptor, found in self._blocks.read_new():
             try:
                 self._add(file.process, read_body(descriptor, found))
@@ -93,11 +97,23 @@ class TimeLine:
         """Raises: ValueError: it is no body of spans."""
         columns = unpack_spans(body)
         kinds, numbers, times = columns.arrays()
+        if LOST in columns.names:
+            places = numbers[_ABOUT][kinds == columns.names.index(LOST)]
+            self._num_lost += sum(int(columns.abouts[place]) for place in places)
         numbers = numbers.copy()
         numbers[_ABOUT] = _places(columns.abouts, self._abouts)[numbers[_ABOUT]]
         self._processes.setdefault(process, _SpansOfProcess()).add(
             _places(columns.names, self._kinds)[kinds], numbers, times
         )
+
+    @property
+    def damage(self) -> list[str]:
+        """What cannot be read, and what is gone, in sentences."""
+        lost = (
+            f"{self._num_lost} records are lost: they came faster than they could be written, or "
+            "while their worker could not reach the run folder"
+        )
+        return [*self._blocks.damage, *([lost] if self._num_lost else [])]
 
     def held(self) -> dict[str, int]:
         """Name of a process -> the policy version that it began to sample by last."""
@@ -127,7 +143,7 @@ class TimeLine:
             "first": first,
             "last": last,
             "kinds": list(self._kinds),
-            "damage": self._blocks.damage,
+            "damage": self.damage,
         }
         if first is None or last is None or begin is None:
             return {**told, "processes": [], "abouts": [], "num_left_out": 0}

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from areal_sc.config.ppo_settings import POLICY_GRADIENT
-from areal_sc.page.followed_blocks import FollowedBlocks, Progress
+from areal_sc.page.followed_blocks import FollowedBlocks
 from areal_sc.records.blocks import RecordBlock, read_blocks, read_body
 from areal_sc.records.record_files import Series
 from areal_sc.records.trained_rows import unpack_trained, unpack_trained_tokens
@@ -81,8 +81,7 @@ class TrainedNumbers:
         return None
 
     def _follow(self) -> None:
-        if self._blocks.is_another_run():
-            self._blocks.go_on_from(Progress())
+        if self._blocks.begins_again():
             self._places.clear()
         for file, _, found in self._blocks.read_new():
             try:

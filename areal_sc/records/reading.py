@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from areal_sc.errors import RunFolderError
 from areal_sc.records.blocks import Gap, RecordBlock, read_blocks, read_body
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History, read_metrics
-from areal_sc.records.open_spans import open_files
 from areal_sc.records.record_files import RecordFile, Series, record_files
 from areal_sc.records.recorded_calls import RecordedCall, unpack_calls
 from areal_sc.records.recorded_rows import (
@@ -153,18 +153,9 @@ def unended(run: str | Path) -> Iterator[RecordedSpan]:
     Only what has gone on for a second is told; `took_s` reaches to the last sign of life. Arguments
     and errors are those of `rows`.
     """
-    folder = _records_of(run)
-    with os_errors_as(RunFolderError, f"{folder} cannot be read"):
-        files = open_files(folder)
-    for file in files:
-        try:
-            yield from file.read()
-        except FileNotFoundError:  # it ended meanwhile
-            continue
-        except OSError as error:
-            raise RunFolderError(f"{file.path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            logger.warning("%s is left out: %s", file.path, error)
+    for file in _files(run):
+        if file.series is Series.open:
+            yield from _open_spans_of(file)
 
 
 def steps(run: str | Path) -> Iterator[StepMetrics]:
@@ -204,17 +195,12 @@ def trace_events(of_run: Iterable[RecordedSpan]) -> Iterator[dict[str, Any]]:
         yield event | how
 
 
-def _records_of(run: str | Path) -> Path:
+def _files(run: str | Path) -> list[RecordFile]:
     folder = RunFiles(run)
     if not folder.path.is_dir():
         raise RunFolderError(f"{folder.path} is no folder; expected that of a run")
-    return folder.records
-
-
-def _files(run: str | Path) -> list[RecordFile]:
-    folder = _records_of(run)
-    with os_errors_as(RunFolderError, f"{folder} cannot be read"):
-        return record_files(folder)
+    with os_errors_as(RunFolderError, f"{folder.records} cannot be read"):
+        return record_files(folder.records)
 
 
 def _rows_of(
@@ -235,6 +221,22 @@ def _trained_of(
 
 def _spans_of(file: RecordFile, found: RecordBlock, body: bytes) -> list[RecordedSpan]:
     return list(spans_of(unpack_spans(body), file.process))
+
+
+def _open_spans_of(file: RecordFile) -> list[RecordedSpan]:
+    """Raises: RunFolderError: the file cannot be read."""
+    try:
+        with file.path.open("rb") as opened:
+            seen, content = os.fstat(opened.fileno()).st_mtime, opened.read()
+        found = spans_of(unpack_spans(content), file.process)
+        return [replace(span, took_s=max(0.0, seen - span.began)) for span in found]
+    except FileNotFoundError:  # it ended meanwhile
+        return []
+    except OSError as error:
+        raise RunFolderError(f"{file.path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        logger.warning("%s is left out: %s", file.path, error)
+        return []
 
 
 def _read(file: RecordFile, read: Callable[[RecordFile, RecordBlock, bytes], T]) -> Iterator[T]:

@@ -3,11 +3,14 @@
     rollout-0.rows.000007     groups, the 7th file of them that `rollout/0` has begun
     rollout-0.kept.000001     remarkable groups: they go last
     rollout-0.spans.000002    what it did, and how long
+    rollout-0.open.000003     what it does now, or did when it was killed
     train-0.trained.000001    what a train rank computed of the tokens of some rows
 
 Each life of a worker begins files of its own. When the files of a worker take more than they may,
 the oldest `rows` go, then the oldest `spans`, then the oldest of what is `kept`, none of them when
 it takes less than its share. The newest file of a series stays, so that no number comes again.
+What goes on is another matter: its file, one a life, is replaced about once a second, and deleted
+when nothing goes on.
 """
 
 from __future__ import annotations
@@ -16,26 +19,31 @@ import os
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from areal_sc.system.durable import append_or_undo
 
 _NUM_FILES: Final = 16
 """A file takes this part of the limit, so that what goes is little."""
 _MAX_FILE_BYTES: Final = 64 << 20
-_NAME: Final = re.compile(r"([a-z][a-z0-9_-]*)\.(rows|kept|spans|trained)\.(\d{6,})")
+MAX_LIVES: Final = 8
+"""Files of what went on in lives that were killed; older ones go."""
+_NAME: Final = re.compile(r"([a-z][a-z0-9_-]*)\.(rows|kept|spans|trained|open)\.(\d{6,})")
 _MODE: Final = 0o600
 
 
 class Series(StrEnum):
-    """What is in a file, in the order in which files go."""
+    """What is in a file."""
 
     rows = "rows"
     spans = "spans"
     trained = "trained"
     kept = "kept"
+    open = "open"
 
 
+GROWING: Final = (Series.rows, Series.spans, Series.trained, Series.kept)
+"""Series of blocks, in the order in which files go."""
 _SHARE: Final = 3
 """Parts of the limit that each series has, whatever the others take; the rest is for new files."""
 
@@ -74,62 +82,109 @@ def process_of(name: str) -> str:
     return f"{role}/{index}" if dash else name
 
 
+class RecordStore(Protocol):
+    """Takes what one life of a process records; one thread calls it."""
+
+    def append(self, series: Series, content: bytes) -> None:
+        """Adds a block. Raises: OSError, ArealError: it cannot be kept."""
+
+    def replace_open(self, content: bytes) -> None:
+        """These packed spans go on now; b"": none do. Raises: as `append`."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
 class FilesOfProcess:
-    """What one process appends.
+    """The files of one life of a process. A `RecordStore`.
 
     Args:
         max_bytes: of all files of the process together, about.
+        goes_on: another object has written for this life before.
     """
 
-    def __init__(self, folder: Path, process: str, max_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, process: str, max_bytes: int, *, goes_on: bool = False
+    ) -> None:
         self._folder = folder
+        self._goes_on = goes_on
         self._process = process
+        self._name = process.replace("/", "-")
         self._max_bytes = max_bytes
         self._file_bytes = min(max_bytes // _NUM_FILES, _MAX_FILE_BYTES)
-        self._open: dict[Series, tuple[Path, int]] = {}  # path and descriptor
+        self._open: dict[Series, int] = {}  # descriptors
         self._sizes: dict[Series, int] = {}
+        self._open_path: Path | None = None
 
-    def append(self, series: Series, content: bytes) -> None:
+    def append(self, series: Series, content: bytes, num_bytes: int | None = None) -> None:
         """Appends a block; a file that it would make too large is followed by another one.
 
+        Args:
+            num_bytes: of the whole block, if `content` is its beginning; 0: it goes on with one.
         Raises: OSError: it cannot be written; nothing of it is there.
         """
         size = self._sizes.get(series, 0)
-        if series not in self._open or (size and size + len(content) > self._file_bytes):
+        end = size + (len(content) if num_bytes is None else num_bytes)
+        if series not in self._open or (size and end > max(size, self._file_bytes)):
             self._begin_file(series)
             size = 0
-        with open(self._open[series][1], "ab", buffering=0, closefd=False) as file:
+        with open(self._open[series], "ab", buffering=0, closefd=False) as file:
             append_or_undo(file, content)
         self._sizes[series] = size + len(content)
 
+    def replace_open(self, content: bytes) -> None:
+        """Raises: OSError: the file cannot be written."""
+        if content:
+            path = self._open_path = self._open_path or self._begin_open()
+            partial = path.with_name(f".{path.name}.partial")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(partial, flags, _MODE), "wb", buffering=0) as file:
+                file.write(content)
+            partial.replace(path)
+        elif self._open_path is not None:
+            self._open_path.unlink(missing_ok=True)
+
     def close(self) -> None:
-        for _, file in self._open.values():
+        for file in self._open.values():
             os.close(file)
         self._open.clear()
 
+    def _begin_open(self) -> Path:
+        own = [it for it in self._own_files() if it.series is Series.open]
+        for old in own[: -MAX_LIVES + 1]:
+            old.path.unlink(missing_ok=True)
+        name = f"{self._name}.{Series.open}"
+        for unfinished in self._folder.glob(f".{name}.*.partial"):  # by a life that was killed
+            unfinished.unlink(missing_ok=True)
+        number = own[-1].number + (not self._goes_on) if own else 1
+        return self._folder / f"{name}.{number:06d}"
+
+    def _own_files(self) -> list[RecordFile]:
+        self._folder.mkdir(exist_ok=True, mode=0o700)
+        return [it for it in record_files(self._folder) if it.process == self._process]
+
     def _begin_file(self, series: Series) -> None:
         if series in self._open:
-            os.close(self._open.pop(series)[1])
-        self._folder.mkdir(exist_ok=True, mode=0o700)
-        own = [it for it in record_files(self._folder) if it.process == self._process]
+            os.close(self._open.pop(series))
+        own = self._own_files()
         self._make_room(own)
         number = max((it.number for it in own if it.series is series), default=0)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
             number += 1
-            name = f"{self._process.replace('/', '-')}.{series}.{number:06d}"
+            name = f"{self._name}.{series}.{number:06d}"
             try:
                 file = os.open(self._folder / name, flags, _MODE)
             except FileExistsError:  # of a life of the worker that was taken for dead
                 continue
-            self._open[series] = self._folder / name, file
+            self._open[series] = file
             return
 
     def _make_room(self, own: list[RecordFile]) -> None:
-        """The first files go, in the order of `Series`, until a file more of each has room."""
+        """The first files go, in the order of `GROWING`, until a file more of each has room."""
         sizes = {it: _size_of(it.path) for it in own}
-        excess = sum(sizes.values()) + len(Series) * self._file_bytes - self._max_bytes
-        for series in Series:
+        excess = sum(sizes.values()) + len(GROWING) * self._file_bytes - self._max_bytes
+        for series in GROWING:
             of_series = [it for it in own if it.series is series]
             beyond = sum(sizes[it] for it in of_series) - _SHARE * self._max_bytes // _NUM_FILES
             for it in of_series[:-1]:

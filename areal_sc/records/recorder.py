@@ -8,8 +8,8 @@ What has come meanwhile is written at once: a thread that woke for each span wou
 interpreter's lock from the engine some hundred times a step.
 
 A record is lost rather than that a run waits for it: one that comes when the thread is far behind,
-what a killed process has not written yet, and, with one warning, all that follows a failure to
-write, for example because the disk is full.
+and is counted; what a killed process has not written yet; and, with one warning, all that follows a
+failure to write, for example because the disk is full.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
 from areal_sc.records.blocks import block
-from areal_sc.records.open_spans import OpenSpans
-from areal_sc.records.record_files import FilesOfProcess, Series
+from areal_sc.records.record_files import RecordStore, Series
 from areal_sc.records.recorded_calls import pack_calls
 from areal_sc.records.recorded_rows import (
     PlayedRow,
@@ -38,7 +36,7 @@ from areal_sc.records.recorded_rows import (
     pack_group,
     pack_tokens,
 )
-from areal_sc.records.spans import NO_VERSION, RecordedSpan, pack_spans
+from areal_sc.records.spans import LOST, NO_VERSION, RecordedSpan, pack_spans
 from areal_sc.records.trained_rows import TrainedRow, TrainedTokens, pack_trained
 from areal_sc.user_code import describe
 
@@ -47,7 +45,7 @@ logger = logging.getLogger(__name__)
 FLUSH_S: Final = 1.0
 """Time between two writes."""
 OPEN_AFTER_S: Final = 1.0
-"""Spans that go on for longer are written before they end: see `open_spans`."""
+"""Spans that go on for longer are written before they end."""
 RANK_BYTES: Final = 256 << 20
 """Limit of the records of a process that generates no rows: some million spans, and the numbers of
 30 million trained tokens."""
@@ -57,7 +55,6 @@ train ranks record numbers of each token."""
 _MAX_WAITING: Final = 1 << 16
 MAX_WAITING_TOKENS: Final = 4 << 20
 """Groups that wait have about so many tokens at most: some hundred MiB."""
-_FAR_BEHIND: Final = "a record is lost: the thread that writes them is far behind"
 _SPANS_PER_BLOCK: Final = 4096
 _CLOSE_LIMIT_S: Final = 3.0
 
@@ -98,9 +95,8 @@ class Recorder:
     """Records what one process does.
 
     Args:
-        folder: `records/` of the run; None: nothing is recorded.
+        store: what it records goes there.
         process: `rollout/0`, say.
-        max_bytes: of its files.
 
     Attributes:
         process: as given.
@@ -111,20 +107,19 @@ class Recorder:
 
     find_open: Callable[[float], Iterable[RecordedSpan]] = staticmethod(lambda until: ())
 
-    def __init__(
-        self, folder: Path | None, process: str, config: RecordsConfig, max_bytes: int
-    ) -> None:
+    def __init__(self, store: RecordStore, process: str, config: RecordsConfig) -> None:
         self.process = process
         self._keeps_all = config.keep is KeepRecords.all
-        self.is_on = folder is not None and config.keep is not KeepRecords.none
+        self.is_on = config.keep is not KeepRecords.none
         self._waiting = deque[PlayedGroup | _WaitingRow | RecordedSpan]()
         self._is_closing = threading.Event()
-        self._files = None if folder is None else FilesOfProcess(folder, process, max_bytes)
+        self._store = store
         self._open = dict[object, RecordedSpan]()  # of `span`
-        self._open_file = None if folder is None else OpenSpans(folder, process)
+        self._goes_on = False  # the store has been told of spans that do
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._num_waiting_tokens = 0
+        self._num_lost = 0
         self._counting = threading.Lock()
 
     def add_group(self, played: PlayedGroup) -> None:
@@ -140,47 +135,17 @@ class Recorder:
     def _add_tokens(self, record: PlayedGroup | _WaitingRow) -> None:
         with self._counting:
             if self._num_waiting_tokens > MAX_WAITING_TOKENS:
-                logger.debug(_FAR_BEHIND)
-            elif self._has_room():
+                self._num_lost += 1
+            elif self._has_room_for(1):
                 self._waiting.append(record)
                 self._num_waiting_tokens += record.num_tokens
 
-    def add_span(
-        self,
-        kind: str,
-        began: float,
-        took_s: float,
-        *,
-        lane: int = -1,
-        about: str = "",
-        versions: tuple[int, int] = (NO_VERSION, NO_VERSION),
-        num_tokens: int = 0,
-    ) -> None:
-        """Records a span; arguments are those of `RecordedSpan`.
-
-        Args:
-            versions: the first and the last one.
-        """
-        if not self.is_on:
-            return
-        first, last = versions
-        span = RecordedSpan(
-            process=self.process,
-            kind=kind,
-            began=began,
-            took_s=took_s,
-            lane=lane,
-            about=about,
-            first_version=first,
-            last_version=last,
-            num_tokens=num_tokens,
-        )
-        self.add_spans((span,))
-
-    def add_spans(self, spans: Iterable[RecordedSpan]) -> None:
+    def add_spans(self, spans: Sequence[RecordedSpan]) -> None:
         """Records spans of this process."""
-        if self.is_on and self._has_room():
-            self._waiting.extend(spans)
+        if self.is_on:
+            with self._counting:
+                if self._has_room_for(len(spans)):
+                    self._waiting.extend(spans)
 
     def begin(self) -> None:
         """Something begins: `find_open` is asked from now on."""
@@ -189,28 +154,31 @@ class Recorder:
 
     def add_event(self, kind: str) -> None:
         """Records that something happens now."""
-        self.add_span(kind, time.time(), 0.0)
+        self.add_spans([self._span(kind)])
 
     @contextmanager
     def span(self, kind: str, *, about: str = "", version: int = NO_VERSION) -> Iterator[None]:
         """Records the time that a block takes, whatever it raises."""
-        began, began_s, key = time.time(), time.perf_counter(), object()
-        self._open[key] = RecordedSpan(
-            process=self.process,
-            kind=kind,
-            began=began,
-            took_s=0.0,
-            about=about,
-            first_version=version,
-            last_version=version,
-        )
+        began_s, key = time.perf_counter(), object()
+        begun = self._open[key] = self._span(kind, about, version)
         self.begin()
         try:
             yield
         finally:
             del self._open[key]
-            took_s = time.perf_counter() - began_s
-            self.add_span(kind, began, took_s, about=about, versions=(version, version))
+            self.add_spans([replace(begun, took_s=time.perf_counter() - began_s)])
+
+    def _span(self, kind: str, about: str = "", version: int = NO_VERSION) -> RecordedSpan:
+        """One that begins now."""
+        return RecordedSpan(
+            process=self.process,
+            kind=kind,
+            began=time.time(),
+            took_s=0.0,
+            about=about,
+            first_version=version,
+            last_version=version,
+        )
 
     def close(self) -> None:
         """Writes what waits. Blocks, but not for a disk that does not answer."""
@@ -220,14 +188,16 @@ class Recorder:
         self._is_closing.set()
         if thread is not None:
             thread.join(_CLOSE_LIMIT_S)
+            if thread.is_alive():
+                logger.warning("%s ends before all that it recorded is written", self.process)
 
-    def _has_room(self) -> bool:
-        """Whether one more may wait."""
+    def _has_room_for(self, num_records: int) -> bool:
+        """Whether so many more may wait; else they are lost."""
         self.begin()
-        if len(self._waiting) >= _MAX_WAITING:
-            logger.debug(_FAR_BEHIND)
-            return False
-        return True
+        if len(self._waiting) < _MAX_WAITING:
+            return True
+        self._num_lost += num_records
+        return False
 
     def _start(self) -> None:
         with self._starting:
@@ -236,21 +206,24 @@ class Recorder:
                 self._thread.start()
 
     def _write(self) -> None:
-        assert self._files is not None, "nothing is recorded without a folder"
-        assert self._open_file is not None
         try:
-            with closing(self._files):
+            with closing(self._store):
                 while not self._is_closing.wait(FLUSH_S):
                     self._write_waiting()
-                    self._open_file.write(self._find_open())
+                    self._write_open(self._find_open())
                 self._write_waiting()
-                self._open_file.write(())
+                self._write_open(())
         except Exception as error:  # a disk, or a value that nobody has thought of
             self.is_on = False
             what = describe(error)
             logger.warning("%s records nothing more of what it does: %s", self.process, what)
         finally:
             self._waiting.clear()
+
+    def _write_open(self, spans: Sequence[RecordedSpan]) -> None:
+        if spans or self._goes_on:
+            self._store.replace_open(pack_spans(spans) if spans else b"")
+        self._goes_on = bool(spans)
 
     def _find_open(self) -> list[RecordedSpan]:
         until = time.time() - OPEN_AFTER_S
@@ -270,6 +243,10 @@ class Recorder:
                 self._write_group(record)
             with self._counting:
                 self._num_waiting_tokens -= record.num_tokens
+        with self._counting:
+            num_lost, self._num_lost = self._num_lost, 0
+        if num_lost:
+            spans.append(self._span(LOST, str(num_lost)))
         for first in range(0, len(spans), _SPANS_PER_BLOCK):
             part = spans[first : first + _SPANS_PER_BLOCK]
             self._append(Series.spans, b"", pack_spans(part))
@@ -287,5 +264,4 @@ class Recorder:
         self._append(series, pack_group(replace(played.group, **told)), body)
 
     def _append(self, series: Series, head: bytes, body: bytes) -> None:
-        assert self._files is not None, "nothing is recorded without a folder"
-        self._files.append(series, block(head, body))
+        self._store.append(series, block(head, body))

@@ -14,6 +14,8 @@ import numpy as np
 from msgspec import Struct
 
 NO_VERSION: Final = -1
+LOST: Final = "lost records"
+"""Kind of a span that tells how many records there was no room for."""
 _LEVEL: Final = 1
 _ABOUT: Final = 4
 
@@ -30,7 +32,7 @@ class RecordedSpan(Struct, frozen=True, kw_only=True, gc=False):
         began: Unix time in seconds.
         took_s: 0 of an event.
         about: of an episode and what it waits for `GROUP.ATTEMPT.PROMPT`, of a worker that came
-            or went its name, else the number of the step.
+            or went its name, of `LOST` how many, else the number of the step.
         first_version, last_version: policy versions of the first and the last sampled token, or
             of the weights; -1: none.
         num_tokens: that were sampled.

@@ -41,6 +41,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Protocol
 
+from areal_sc.system.durable import without_pipes
+
 _SNAPSHOT_PREFIX: Final = "step"
 
 
@@ -52,7 +54,7 @@ class RunFiles:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = without_pipes(Path(path).expanduser().absolute())
         self.config_path = self.path / "config.yaml"
         self.begun_path = self.path / "begun.json"
         self.metrics_path = self.path / "metrics.jsonl"

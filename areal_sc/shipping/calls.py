@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import NoneType
-from typing import Final
+from typing import Annotated, Final
 
+from msgspec import Meta
+
+from areal_sc.records.record_files import Series
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.security.passes import WORKERS, Caller
 
@@ -125,6 +128,25 @@ class WrittenFile:
     sha256: str
 
 
+@dataclass(frozen=True)
+class SentRecords:
+    """A part of what a worker records; its files are named after the worker that sends it.
+
+    Attributes:
+        number: counts the parts of a worker's life from 1; of one that comes again the first is
+            taken. 0: there is nothing in it.
+        content: of a block, or of `Series.open` the spans that go on now.
+        block_bytes: of the whole block that begins with it; 0: it goes on with one.
+        max_bytes: of the worker's files.
+    """
+
+    number: int
+    series: Series
+    content: bytes
+    block_bytes: int
+    max_bytes: Annotated[int, Meta(ge=1)]
+
+
 _TRAINERS: Final = frozenset((Caller.controller, Caller.train))
 """Snapshots and models are theirs."""
 
@@ -144,3 +166,6 @@ WRITE_PIECE: Final = Method("write_piece", WrittenPiece, NoneType, callers=_TRAI
 END_FILE: Final = Method("end_file", WrittenFile, NoneType, callers=_TRAINERS)
 WRITE_LOG_PIECE: Final = Method("write_log_piece", WrittenPiece, NoneType, callers=WORKERS)
 END_LOG: Final = Method("end_log", WrittenFile, NoneType, callers=WORKERS)
+SEND_RECORDS: Final = Method(
+    "send_records", SentRecords, NoneType, callers=frozenset((Caller.rollout, Caller.train))
+)

@@ -29,6 +29,7 @@ from areal_sc.run.named_paths import find_named_path
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping import calls, names
 from areal_sc.shipping.pieces import read_piece
+from areal_sc.shipping.sent_records import ReceivedRecords
 from areal_sc.shipping.tree_turns import TreeTurns
 from areal_sc.shipping.trees import Trees, digest_of
 from areal_sc.system.os_errors import os_errors_as
@@ -53,8 +54,9 @@ _OPEN: int = os.O_CLOEXEC | os.O_NOFOLLOW
 class FileServer:
     """What the process serves. Everything that touches the disk runs in threads."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, callers: KnownCallers) -> None:
         self._folder = folder
+        self._records = ReceivedRecords(folder.records, callers.name_of)
         self._trees = Trees()
         self._listed: dict[str, calls.Listing] = {}
         self._one_lists: dict[str, asyncio.Lock] = {}
@@ -75,6 +77,7 @@ class FileServer:
             calls.END_FILE.served_by(lambda it: in_thread(self._end, it)),
             calls.WRITE_LOG_PIECE.served_by(lambda it: in_thread(self._write, it, is_log=True)),
             calls.END_LOG.served_by(lambda it: in_thread(self._end, it, is_log=True)),
+            calls.SEND_RECORDS.served_to(lambda it, key: in_thread(self._records.write, it, key)),
         ]
 
     async def list_path(self, path: str) -> calls.Listing:
@@ -201,7 +204,7 @@ async def _serve(folder: RunFolder, interface: str, port: str) -> None:
     if not await is_told():
         return
     server = RpcServer(
-        FileServer(folder).methods(),
+        FileServer(folder, callers).methods(),
         node_id="files",
         incarnation="files",
         bind=f"{interface}:{port}",

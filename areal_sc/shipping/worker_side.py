@@ -25,12 +25,14 @@ from areal_sc.errors import (
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.node_folder import WorkerFiles
 from areal_sc.nodes.spec import Shipped
-from areal_sc.run.run_folder import RunFolder
+from areal_sc.records.record_files import RecordStore
 from areal_sc.shipping.client import ScriptFiles, together, until_there
 from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.shipping.sent_records import RecordSender
 from areal_sc.sources.reference_paths import code_folders, data_paths, script_files
 from areal_sc.sources.row_file import GROWING
 from areal_sc.system.durable import remove, write_atomic
+from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import Transport
 
 
@@ -46,9 +48,9 @@ class ShippedFiles(WorkerFiles):
     are_shared = False
 
     def __init__(self, shipped: Shipped, config: SchedulerConfig, transport: Transport) -> None:
+        super().__init__(config.run_dir)
         self._script_dir = shipped.run_dir
         self._places: dict[str, str] = {**shipped.places, shipped.run_dir: config.run_dir}
-        self._here = RunFolder(config.run_dir)
         self._limit_s = config.shipping_timeout_s
         self._cache = NodeCache(config.node_folder)
         self._transport = transport
@@ -145,8 +147,17 @@ class ShippedFiles(WorkerFiles):
                     if empty == folder or empty.suffix == ".partial":
                         empty.rmdir()  # unless others still bring theirs
 
+    def record_store(self, process: str, max_bytes: int) -> RecordStore:
+        return RecordSender(
+            lambda: self._transport.connect(self._address, "files", ANY_INCARNATION), max_bytes
+        )
+
     def _opened(self) -> Any:
-        return ScriptFiles.opened(self._transport, read_address(self._here.files_path))
+        return ScriptFiles.opened(self._transport, self._address)
+
+    @property
+    def _address(self) -> str:
+        return read_address(self._here.files_path)
 
     async def _bring_new(self, files: ScriptFiles, number: int) -> list[str]:
         """The reference, and what it names; files of the run folder are left to `_bring_rest`."""

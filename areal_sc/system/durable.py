@@ -3,6 +3,7 @@
     replace_file    a file's content, written piece by piece; `write_atomic` is for one piece
     commit_folder   a folder's content; the new one may come from another file system
     append_or_undo  what a file gets at its end; `own_file` opens one
+    without_pipes   a path at which nothing that is opened holds up its reader
 
 The first two write beside the target, bring everything to the disk, and rename. A folder cannot
 take the name of another one in a single step, so for a moment the former one has another name;
@@ -16,11 +17,12 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
-from pathlib import Path
-from typing import BinaryIO
+from pathlib import Path, PosixPath
+from typing import Any, BinaryIO
 
 _OWNER_ONLY = 0o700
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
@@ -69,10 +71,28 @@ def write_atomic(target: Path, content: bytes) -> None:
         file.write(content)
 
 
+def without_pipes(path: Path) -> Path:
+    """The same path. At it, and at all that are made of it, no named pipe is opened."""
+    return _PathWithoutPipes(path)
+
+
+class _PathWithoutPipes(PosixPath):
+    def open(self, *args: Any, **kwargs: Any) -> Any:
+        return open(self, *args, **kwargs, opener=_open_no_pipe)  # type: ignore[call-overload]
+
+
+def _open_no_pipe(path: str, flags: int, mode: int = _MODE) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is a named pipe, not a file", path)
+    return descriptor
+
+
 def own_file(path: str, flags: int, mode: int = _MODE) -> int:
     """Opens a file, as `opener` of `open`; no link, which somebody else may have put there."""
     try:
-        return os.open(path, flags | os.O_NOFOLLOW, mode)
+        return _open_no_pipe(path, flags | os.O_NOFOLLOW, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "it is a link, and links are not followed here"

@@ -66,7 +66,7 @@ def is_locked(path: Path) -> bool:
     Raises: OSError: the file cannot be opened, or its file system has no locks.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:

@@ -25,7 +25,6 @@ from areal_sc.nodes.beats import Beats
 from areal_sc.nodes.node_folder import WorkerFiles
 from areal_sc.nodes.spec import WorkerReport, WorkerSpec
 from areal_sc.records.recorder import RANK_BYTES, Recorder
-from areal_sc.run.run_files import RunFiles
 from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.method import Served
@@ -51,13 +50,15 @@ class Worker:
     The engine computes in one thread of its own, one call after the other, so the event loop
     answers calls and pulls during a long step.
 
+    Constructed on the event loop that it serves on.
+
     Args:
         agent: socket to the agent of the node, a file descriptor; the keys come first.
 
     Attributes:
         keys: of this life of the worker.
         order: what it is to do, with paths of this machine.
-        recorder: of what it does when; where the node does not see the run folder, of nothing.
+        recorder: of what it does when.
     """
 
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
@@ -69,7 +70,7 @@ class Worker:
         self.files = _files_of(spec, self.transport)
         self.order = self.files.placed(spec.order)
         self.handle: Any = handle_from_plain(self.order.engine, self.order.engine_config)
-        self.recorder = _recorder_of(spec, self.handle.config)
+        self.recorder = _recorder_of(spec, self.handle.config, self.files)
         self.sources = SourceReader(Path(spec.run.run_dir), self.files.place)
         self._interface = Interface.of(self.transport_config.bind)
         self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run_id)
@@ -127,10 +128,10 @@ class Worker:
             await self.close()
             await server.close()
             await self.plane.close()
-            await self.transport.close()
             self._engine_thread.shutdown(wait=False, cancel_futures=True)
             self.recorder.add_event("ending")
             await asyncio.to_thread(self.recorder.close)
+            await self.transport.close()  # by which records may go
             # Last: until then the worker is alive, and a clean-up that hangs is noticed.
             await beats.close()
             self._run_memory.close()
@@ -192,17 +193,16 @@ class Worker:
         os.write(self._agent, msgpack.encode(report))
 
 
-def _recorder_of(spec: WorkerSpec, config: Any) -> Recorder:
-    folder = None if spec.shipped else RunFiles(spec.run.run_dir).records
+def _recorder_of(spec: WorkerSpec, config: Any, files: WorkerFiles) -> Recorder:
     settings, max_bytes = spec.run.records, RANK_BYTES
     if isinstance(config, RolloutConfig):
         max_bytes = settings.max_bytes // config.most_workers
-    return Recorder(folder, spec.name, settings, max_bytes)
+    return Recorder(files.record_store(spec.name, max_bytes), spec.name, settings)
 
 
 def _files_of(spec: WorkerSpec, transport: ZmqTransport) -> WorkerFiles:
     if spec.shipped is None:
-        return WorkerFiles()
+        return WorkerFiles(spec.run.run_dir)
     from areal_sc.shipping.worker_side import ShippedFiles
 
     return ShippedFiles(spec.shipped, spec.run, transport)

@@ -78,5 +78,9 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = RolloutWorker if is_rollout else TrainWorker
-    run_worker_loop(kind(spec, agent).serve())
+
+    async def serve() -> None:
+        await kind(spec, agent).serve()
+
+    run_worker_loop(serve())
     return 0

@@ -303,7 +303,7 @@ class Episodes:
             heappush(self._free_lanes, lane)
             whole.took_s = time.monotonic() - whole.since_s
             self._recorder.add_spans(
-                self._span(wait, lane, episode) for wait in (whole, *episode.past_waits)
+                [self._span(wait, lane, episode) for wait in (whole, *episode.past_waits)]
             )
 
     def begun_until(self, until: float) -> Iterator[RecordedSpan]:

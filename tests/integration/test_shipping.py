@@ -9,17 +9,19 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from recorded_groups import MEBI, add_span, played, trajectory
 
 from areal_sc import SingleTurnWorkflow
-from areal_sc.config.schema import Device, SchedulerConfig
+from areal_sc.config.schema import Device, RecordsConfig, SchedulerConfig
 from areal_sc.errors import (
     CheckpointError,
     ConfigError,
@@ -31,17 +33,24 @@ from areal_sc.errors import (
     WorkflowError,
 )
 from areal_sc.nodes.spec import Launch, NodeFacts, Shipped, Welcome, WorkerOrder
+from areal_sc.records import recorder as recorder_module
+from areal_sc.records.reading import rows, spans, unended
+from areal_sc.records.record_files import FilesOfProcess, RecordStore, Series, record_files
+from areal_sc.records.recorder import Recorder
+from areal_sc.records.spans import RecordedSpan
 from areal_sc.run.named_paths import Contents, name_path
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.files_beside import FilesBeside
-from areal_sc.shipping import node_cache
+from areal_sc.shipping import node_cache, sent_records
 from areal_sc.shipping.calls import (
     END_FILE,
     PIECE_BYTES,
     READ_PIECE,
+    SEND_RECORDS,
     WRITE_PIECE,
     FilePiece,
     HeldTree,
+    SentRecords,
     TreeHolder,
     WrittenFile,
     WrittenPiece,
@@ -65,6 +74,13 @@ from areal_sc.workflows.registry import SourceReader, SourceRegistry
 LIMIT_S = 60.0
 NO_SERVICE_S = 1.0
 TOKEN = "0123456789ab"
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    give_up = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.05)
 
 
 @dataclass
@@ -636,3 +652,121 @@ async def test_what_a_worker_wrote_is_in_the_run_folder_and_no_longer_on_the_nod
     assert shipped.script_path(here) == str(there)
     assert os.listdir(tmp_path / "here" / "checkpoints") == []
     await shipped.bring_back(here, ())  # another rank, which has nothing of its own
+
+
+def record(store: RecordStore, numbers: range) -> Recorder:
+    recorder = Recorder(store, "train/0", RecordsConfig())
+    for number in numbers:
+        recorder.add_group(played(number, [trajectory(number)]))
+        add_span(recorder, "episode", 1000.0 + number, 0.5, lane=2)
+    return recorder
+
+
+async def test_records_come_home_as_a_worker_there_writes_them(
+    script: Script, shipped: ShippedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "FLUSH_S", LIMIT_S)  # all is packed at the end
+    at_home, large = FilesOfProcess(tmp_path / "home", "train/0", 32 * MEBI), trajectory(9, 300_000)
+    for store in (shipped.record_store("train/0", 32 * MEBI), at_home):
+        recorder = record(store, range(1, 7))
+        for number in (9, 10, 16):
+            recorder.add_group(played(number, [large]))
+        await asyncio.to_thread(recorder.close)
+    came, written = (
+        {it.path.name: it.path.read_bytes() for it in record_files(folder)}
+        for folder in (script.folder.records, tmp_path / "home")
+    )
+    assert came == written
+    assert len(came) == 4, "rows have two files, as one has no room for two of the large ones"
+    assert min(map(len, came.values())) < PIECE_BYTES < max(map(len, came.values()))
+    assert len(list(rows(script.folder.path))) == 9
+
+
+async def test_records_go_on_where_another_process_takes_them(
+    script: Script,
+    beside: FilesBeside,
+    shipped: ShippedFiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they come from is not held up meanwhile, and the files keep to their limit."""
+    monkeypatch.setattr(sent_records, "ANSWER_LIMIT_S", NO_SERVICE_S)
+    store = shipped.record_store("train/0", 4 * MEBI)
+    with closing(record(store, range(1, 3))) as recorder:
+        recorder.find_open = lambda until: [RecordedSpan(process="", kind="x", began=1.0, took_s=0)]
+        await until(lambda: [it.kind for it in unended(script.folder.path)] == ["x"])
+        assert beside.pid is not None
+        os.kill(beside.pid, signal.SIGKILL)
+        large = trajectory(0, 40_000)
+        for number in range(3, 60):
+            recorder.add_group(played(number, [large]))
+        await until(lambda: 59 in {it.group for it in rows(script.folder.path)})
+        await asyncio.to_thread(recorder.close)
+    found = [it.group for it in rows(script.folder.path)]
+    assert len(found) == len(set(found)), "none came twice"
+    assert {16, 32, 48} <= set(found), "they go last"
+    assert 3 not in found
+    files = record_files(script.folder.records)
+    assert sum(it.path.stat().st_size for it in files) <= 4 * MEBI
+    assert {it.process for it in files} == {"train/0"}
+    assert [it.took_s for it in spans(script.folder.path)] == [0.5, 0.5]
+    assert list(unended(script.folder.path)) == []
+
+
+async def test_records_of_a_script_that_is_away_hold_up_no_worker(
+    script: Script,
+    beside: FilesBeside,
+    shipped: ShippedFiles,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(recorder_module, "_CLOSE_LIMIT_S", 0.1)
+    await asyncio.to_thread(beside.close)
+    recorder = record(shipped.record_store("train/0", MEBI), range(1, 3))
+    await asyncio.to_thread(recorder.close)
+    assert [it.levelname for it in caplog.records if "ends before" in it.getMessage()] == [
+        "WARNING"
+    ]
+    assert not script.folder.records.exists()
+
+
+async def test_records_are_taken_of_workers_alone_in_pieces_that_are_small(script: Script) -> None:
+    sent = SentRecords(1, Series.rows, b"x", 1, MEBI)
+    connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
+    await connection.call(SEND_RECORDS, replace(sent, number=0, content=b""), timeout_s=LIMIT_S)
+    wrong = (
+        replace(sent, content=bytes(PIECE_BYTES + 1)),
+        replace(sent, max_bytes=0),
+        replace(sent, series="../x"),  # type: ignore[arg-type]
+    )
+    for it in wrong:
+        with pytest.raises(TransportError):
+            await connection.call(SEND_RECORDS, it, timeout_s=LIMIT_S)
+    of_script = ZmqTransport(client=CurveClient.of_controller(script.keys))
+    controller = of_script.connect(script.where, "files", ANY_INCARNATION)
+    with pytest.raises(NotPermitted):
+        await controller.call(SEND_RECORDS, sent, timeout_s=LIMIT_S)
+    await of_script.close()
+    assert not script.folder.records.exists()
+    for _ in range(2):  # its answer was lost
+        await connection.call(SEND_RECORDS, sent, timeout_s=LIMIT_S)
+    [file] = record_files(script.folder.records)
+    assert (file.process, file.path.read_bytes()) == ("train/0", b"x")
+
+
+async def test_each_life_of_a_worker_writes_files_of_its_own(
+    script: Script, shipped: ShippedFiles, passes: Passes
+) -> None:
+    """The first one is killed in the midst of a block."""
+    await asyncio.to_thread(record(shipped.record_store("train/0", MEBI), range(1, 3)).close)
+    whole = record_files(script.folder.records)[0].path.read_bytes()
+    half = SentRecords(1000, Series.rows, whole[: len(whole) // 3], len(whole), MEBI)
+    connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
+    await connection.call(SEND_RECORDS, half, timeout_s=LIMIT_S)
+    transport = ZmqTransport(client=CurveClient.of_worker(passes.issue("train/0", Caller.train)))
+    shipped._transport = transport
+    await asyncio.to_thread(record(shipped.record_store("train/0", MEBI), range(3, 5)).close)
+    await transport.close()
+    assert [it.group for it in rows(script.folder.path)] == [1, 2, 3, 4]
+    assert [it.began for it in spans(script.folder.path)] == [1001.0, 1002.0, 1003.0, 1004.0]
+    with pytest.raises(NotPermitted):
+        await connection.call(SEND_RECORDS, half, timeout_s=LIMIT_S)

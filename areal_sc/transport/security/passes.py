@@ -165,6 +165,7 @@ class KnownCallers:
         if authority:
             self.take_passes(authority)
         self._newest: dict[str, tuple[int, str]] = {}  # number and key of a pass, by name
+        self._names: dict[str, str] = {}  # by key
 
     def take_passes(self, authority: bytes) -> None:
         """From now on passes are taken that the owner of this key has issued."""
@@ -185,6 +186,12 @@ class KnownCallers:
         if caller is None and self._takes_newcomers:
             return Caller.newcomer
         return caller
+
+    def name_of(self, key: str) -> str:
+        """The worker with this public key. Raises: NotPermitted: it has no pass that is valid."""
+        if key not in self._names:
+            raise NotPermitted("the key is that of no worker")
+        return self._names[key]
 
     def note_replaced(self, replaced: Mapping[str, int]) -> None:
         """These workers have newer passes, by name: older ones are void."""
@@ -208,13 +215,14 @@ class KnownCallers:
                 f"the key is that of an earlier life of {found.name}, which has been started again"
             )
         self._note(found.name, found.number, key)
-        self.known[key] = found.caller
+        self.known[key], self._names[key] = found.caller, found.name
         return found.caller
 
     def _note(self, name: str, number: int, key: str) -> None:
         newest, newest_key = self._newest.get(name, (0, ""))
         if number > newest:
             self.known.pop(newest_key, None)
+            self._names.pop(newest_key, None)
             self._newest[name] = number, key
         elif number == newest and key:  # its number was told before it was shown
             self._newest[name] = number, key

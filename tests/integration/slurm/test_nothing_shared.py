@@ -17,7 +17,9 @@ from integration.slurm.conftest import NODES, Cluster
 from integration.slurm.test_slurm_scheduler import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_sc.controller.ledger.group_lives import group_lives
 from areal_sc.controller.ledger.ledger_account import read_account
+from areal_sc.records.reading import rows, spans, trained_rows
 
 ROOT = Path(__file__).parents[3]
 NUM_STEPS = 6
@@ -81,6 +83,34 @@ def is_killed_after(example: Example) -> bool:
     return bool(example.told("event", "snapshot")) and len(steps) >= KILLED_AFTER
 
 
+def check_records(run_dir: Path) -> None:
+    """Every row that was finished came home, also those of while the script was away."""
+    recorded = {(it.group, it.attempt, it.episode): it for it in rows(run_dir)}
+    finished = [
+        ((group.group, attempt.attempt, row.episode), attempt.worker, row)
+        for group in group_lives(run_dir)
+        for attempt in group.attempts
+        for row in attempt.rows
+    ]
+    assert len(finished) > NUM_STEPS
+    assert recorded.keys() >= {name for name, _, _ in finished}
+    for name, worker, row in finished:
+        kept = recorded[name]
+        assert (kept.worker, kept.reward, len(kept.input_ids)) == (
+            *(worker, row.reward, row.num_tokens),
+        )
+        for version, count in row.versions:
+            assert (kept.versions == version).sum() == count
+    assert {it.worker for it, _ in trained_rows(run_dir)} <= {f"train/{rank}" for rank in range(4)}
+    kinds = {name: set[str]() for name in ("train/0", "train/3", "rollout/0", "rollout/1")}
+    for span in spans(run_dir):
+        kinds.get(span.process, set()).add(span.kind)
+    assert kinds["train/0"] >= {"serving", "update"}
+    assert kinds["train/3"] >= {"serving", "update"}
+    for name in ("rollout/0", "rollout/1"):
+        assert kinds[name] >= {"serving", "episode", "generation", "updating weights", "ending"}
+
+
 @pytest.mark.slow
 async def test_letter_sort_on_three_hosts_that_share_nothing(cluster: Cluster, place: Path) -> None:
     """It is killed, and the next start takes all over; its trainers are two on each of two hosts.
@@ -136,6 +166,7 @@ async def test_letter_sort_on_three_hosts_that_share_nothing(cluster: Cluster, p
     for model in (example.run_dir / "model", example.run_dir / "models" / "step-4"):
         assert AutoModelForCausalLM.from_pretrained(model).config.vocab_size > 0
         assert AutoTokenizer.from_pretrained(model)("cab=")["input_ids"]
+    check_records(example.run_dir)
     logs = {it.name for it in (example.run_dir / "logs").glob("node*/*")}
     workers = *(f"train-{rank}.log" for rank in range(4)), "rollout-0.log", "rollout-1.log"
     assert logs >= {"agent.log", *workers}

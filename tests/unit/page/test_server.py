@@ -16,9 +16,11 @@ import psutil
 import pytest
 from aiohttp import ClientError, ClientResponse, ClientSession, CookieJar, web
 from ledger_history import History, a_run
-from recorded_groups import played, recorder_of, trajectory
+from recorded_groups import add_span, played, recorder_of, trajectory
 from sample_rows import sample
 
+from areal_sc.__main__ import main
+from areal_sc.errors import ArealError
 from areal_sc.page import row_index
 from areal_sc.page.access import Access
 from areal_sc.page.answers import answer
@@ -52,7 +54,7 @@ async def folder(
         lines.append(sample(1, group=0), sample(1, group=0, place=Place.worst, reward=0.0))
     recorder = recorder_of(folder.path)
     recorder.add_group(played(0, [trajectory(1)], [trajectory(2)]))
-    recorder.add_span("episode", 1e9, 2.5, about="0.0.7")
+    add_span(recorder, "episode", 1e9, 2.5, about="0.0.7")
     recorder.close()
     history = History(Disk(), folder.ledger)
     a_run(history)
@@ -351,6 +353,21 @@ async def test_whatever_lies_in_the_folder_each_view_answers(
     ]
     for view in ("steps", "rows", "groups", "fleet", "time", "recorded/0"):
         assert (await get(session, f"/api/runs/0/{view}"))["damage"], view
+
+
+@pytest.mark.parametrize("kept", ["run.json", ""])
+async def test_named_pipes_hold_up_nobody(
+    session: ClientSession, folder: RunFolder, kept: str
+) -> None:
+    """They stand in place of each file of the folder, or of all but one."""
+    for path in [it for it in folder.path.rglob("*") if it.is_file() and it.name != kept]:
+        path.unlink()
+        os.mkfifo(path)
+    for view in ("steps", "rows", "groups", "fleet", "time", "recorded/0"):
+        assert (await get(session, f"/api/runs/0/{view}"))["damage"], view
+    for command in ("status", "ledger", "samples", "curve", "stop"):
+        with suppress(ArealError):
+            main([command, str(folder.path)])
 
 
 @pytest.fixture

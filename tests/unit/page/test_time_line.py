@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_groups import recorder_of
+from recorded_groups import add_span, recorder_of
 
 from areal_sc.page import time_line
 from areal_sc.page.time_line import TimeLine
@@ -15,10 +16,10 @@ from areal_sc.records.spans import RecordedSpan
 
 def test_all_of_it_as_recorded(tmp_path: Path) -> None:
     recorder = recorder_of(tmp_path)
-    recorder.add_span("generation", 100.0, 4.0, lane=1, about="5.0.9", versions=(0, 2))
-    recorder.add_span("fetching weights", 100.5, 0.5, versions=(1, 1))
-    recorder.add_span("updating weights", 100.5, 0.75, versions=(1, 1))
-    recorder.add_span("updating weights", 103.0, 0.5, versions=(2, 2))
+    add_span(recorder, "generation", 100.0, 4.0, lane=1, about="5.0.9", versions=(0, 2))
+    add_span(recorder, "fetching weights", 100.5, 0.5, versions=(1, 1))
+    add_span(recorder, "updating weights", 100.5, 0.75, versions=(1, 1))
+    add_span(recorder, "updating weights", 103.0, 0.5, versions=(2, 2))
     recorder.close()
     line = TimeLine(tmp_path / "records")
     line.add_of_script([step(3, 99.0, 1.0)])
@@ -84,8 +85,8 @@ def test_there_are_never_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_lanes_do_not_hide_each_other(tmp_path: Path) -> None:
     recorder = recorder_of(tmp_path)
     for lane in (-1, 0, 1, 7):
-        recorder.add_span("episode", 1.0, 0.001, lane=lane)
-    recorder.add_span("episode", 11.0, 0.001)
+        add_span(recorder, "episode", 1.0, 0.001, lane=lane)
+    add_span(recorder, "episode", 11.0, 0.001)
     recorder.close()
     line = TimeLine(tmp_path / "records")
     line.follow()
@@ -100,7 +101,7 @@ def test_it_follows_and_the_script_is_told_anew(tmp_path: Path) -> None:
     line.add_of_script([step(1, 1.0, 1.0)])
     for number in range(3):
         recorder = recorder_of(tmp_path)
-        recorder.add_span("episode", 5.0 + number, 1.0)
+        add_span(recorder, "episode", 5.0 + number, 1.0)
         recorder.close()
         line.follow()
         line.follow()
@@ -114,7 +115,7 @@ def test_it_follows_and_the_script_is_told_anew(tmp_path: Path) -> None:
 def test_damage_is_told(tmp_path: Path) -> None:
     for begin in (1.0, 2.0):
         recorder = recorder_of(tmp_path)
-        recorder.add_span("episode", begin, 1.0)
+        add_span(recorder, "episode", begin, 1.0)
         recorder.close()
     first, _ = sorted((tmp_path / "records").iterdir())
     content = bytearray(first.read_bytes())
@@ -139,3 +140,24 @@ def test_any_time_may_be_asked_for(tmp_path: Path, window: tuple[float, float]) 
 def step(number: int, began: float, took_s: float) -> RecordedSpan:
     about = str(number)
     return RecordedSpan(process="script", kind="wait", began=began, took_s=took_s, about=about)
+
+
+def test_of_another_run_in_the_folder_nothing_is_left(tmp_path: Path) -> None:
+    line, records = TimeLine(tmp_path / "records"), tmp_path / "records"
+    recorder = recorder_of(tmp_path)
+    add_span(recorder, "episode", 1.0, 5.0)
+    recorder.close()
+    script = RecordedSpan(process="script", kind="train", began=2.0, took_s=1.0)
+    line.add_of_script([script])
+    line.follow()
+    shutil.rmtree(records)
+    recorder = recorder_of(tmp_path, process="rollout/0")
+    add_span(recorder, "generation", 1.5, 2.5)
+    recorder.close()
+    line.follow()
+    told = line.shown(None, None, 100)
+    assert (told["begin"], told["end"], told["damage"]) == (1.5, 4.0, [])
+    assert [(it["name"], len(it["kind"])) for it in told["processes"]] == [
+        ("script", 1),
+        ("rollout/0", 1),
+    ]

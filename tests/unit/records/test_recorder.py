@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from recorded_groups import MEBI, add_trained, played, recorder_of, trajectory
+from recorded_groups import MEBI, add_span, add_trained, played, recorder_of, trajectory
 
-from areal_sc.config.follow_settings import RecordsConfig
+from areal_sc.page.time_line import TimeLine
 from areal_sc.records import record_files as record_files_module
 from areal_sc.records import recorder as recorder_module
 from areal_sc.records.blocks import RecordBlock, block, read_blocks, read_body
@@ -28,7 +28,7 @@ from areal_sc.records.reading import rows, spans, trace_events, trained_rows
 from areal_sc.records.record_files import Series, record_files
 from areal_sc.records.recorded_calls import RecordedCall, RecordedMessage
 from areal_sc.records.recorded_rows import RecordedRejection
-from areal_sc.records.recorder import Recorder
+from areal_sc.records.spans import LOST
 
 
 def test_rows_come_back(tmp_path: Path) -> None:
@@ -128,8 +128,8 @@ def test_numbers_of_trained_rows_come_back(tmp_path: Path) -> None:
 
 def test_spans_come_back_also_as_a_trace(tmp_path: Path) -> None:
     recorder = recorder_of(tmp_path)
-    recorder.add_span(
-        "generation", 1e9, 0.25, lane=3, about="5.0.9", versions=(1, 2), num_tokens=40
+    add_span(
+        recorder, "generation", 1e9, 0.25, lane=3, about="5.0.9", versions=(1, 2), num_tokens=40
     )
     recorder.add_event("serving")
     with pytest.raises(KeyError), recorder.span("updating weights", version=7):
@@ -149,13 +149,10 @@ def test_spans_come_back_also_as_a_trace(tmp_path: Path) -> None:
 
 def test_with_none_nothing_is_written(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    for recorder in (
-        recorder_of(tmp_path, keep="none"),
-        Recorder(None, "rollout/0", RecordsConfig(), MEBI),  # the node has no run folder
-    ):
-        recorder.add_group(played(1, [trajectory(1)]))
-        recorder.add_event("serving")
-        recorder.close()
+    recorder = recorder_of(tmp_path, keep="none")
+    recorder.add_group(played(1, [trajectory(1)]))
+    recorder.add_event("serving")
+    recorder.close()
     assert list(tmp_path.iterdir()) == []
     assert set(threading.enumerate()) <= before
     assert list(rows(tmp_path)) == list(spans(tmp_path)) == []
@@ -266,7 +263,14 @@ def test_the_tokens_that_wait_for_a_slow_disk_are_bounded(
         recorder.add_group(played(10, [trajectory(10, 40)]))
     recorder.close()
     assert {it.group for it in rows(tmp_path)} == {1, 2, 3, 4, 5, 10}
-    assert [it.kind for it in spans(tmp_path)] == ["serving"]
+    serving, *lost = spans(tmp_path)
+    assert [it.kind for it in (serving, *lost)] == ["serving", *(LOST for _ in lost)]
+    num_lost = sum(int(it.about) for it in lost)
+    assert num_lost >= 4
+    line = TimeLine(tmp_path / "records")
+    line.follow()
+    [told] = line.damage
+    assert told.startswith(f"{num_lost} records are lost")
 
 
 KILLED = """
