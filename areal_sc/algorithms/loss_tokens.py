@@ -100,7 +100,8 @@ class LossTokens:
             `proximal_logprobs` those of the weights before the first minibatch.
         rows: where the tokens stand.
         counts: denominators.
-        values: [N] float32, of a model with a value head; requires grad. None: it has none.
+        values: [N] float32, of a model with a value head, before each token, or behind it where the
+            loss reads scores; requires grad. None: it has none.
     """
 
     logprobs: torch.Tensor

@@ -40,7 +40,8 @@ _FIELDS: Final = {
 }
 """Fields of the rows that a built-in loss reads; the others read none, or what settings say."""
 
-_COMPARES_ROWS: Final = ("dpo", "bradley_terry")
+_READS_SCORES: Final = ("bradley_terry",)
+_COMPARES_ROWS: Final = ("dpo", *_READS_SCORES)
 
 _EXPECTED = f"{', '.join(BUILT_IN)} or package.module:function"
 
@@ -75,6 +76,11 @@ class NamedLoss:
     def compares_rows(self) -> bool:
         """Whether the loss compares the rows of a group, which one micro-batch holds then."""
         return self.name in _COMPARES_ROWS
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether values are those behind a token, of a model that has read it, and not before."""
+        return self.name in _READS_SCORES
 
     @property
     def fields(self) -> tuple[str, ...] | None:

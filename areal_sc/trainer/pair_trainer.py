@@ -20,17 +20,14 @@ class PairTrainer(RowTrainer):
         held_out: Iterable[Mapping[str, Any]] | None,
         *,
         use_chat_template: bool,
-        num_added: int = 0,
     ) -> tuple[list[Item], list[Item]]:
         """The pairs to train on, and those that are held out.
 
-        Args:
-            num_added: tokens that each pair gets beyond its own.
         Raises: WorkflowError: a row is no pair.
         """
         with self.display.phase("datasets"):
             encoder = self._encoder(use_chat_template=use_chat_template)
-            limit = self.config.actor.max_tokens_per_micro_batch - num_added
+            limit = self.config.actor.max_tokens_per_micro_batch
             training = encode_pairs(rows, encoder, limit)
             self._tell_left_out(training, "training")
             if held_out is None:

@@ -252,7 +252,7 @@ def scores(
     """The score of each demonstration, or of both answers of each pair.
 
     Args:
-        output: `logprobs`, in nats, or `values`, of a model with a value head.
+        output: `logprobs`, in nats, or `scores`, of a model with a value head.
     """
     found = list[tuple[float, ...]]()
     for first in range(0, len(items), _SCORED_AT_ONCE):

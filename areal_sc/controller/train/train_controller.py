@@ -174,9 +174,10 @@ class TrainController(Controller):
         `prepare_batch` has formed a batch anew.
 
         Args:
-            output: `logprobs` or `entropy`, in nats, `values` or `base_logprobs`; of the current
-                weights, see `TrainEngine.forward`. Or `package.module:function`, a token function,
-                or a `TokenFunction` with settings: it makes the field from the other ones.
+            output: `logprobs` or `entropy`, in nats, `values`, `scores` or `base_logprobs`; of the
+                current weights, see `TrainEngine.forward`. Or `package.module:function`, a token
+                function, or a `TokenFunction` with settings: it makes the field from the other
+                ones.
             field: its name. With `advantages` those of rows go.
         Raises: ValueError: there is no such output. MetadataError: the batch has the field.
             ConfigError: there is no such function. WorkflowError: the function has failed.
@@ -321,11 +322,13 @@ class TrainController(Controller):
         """A number of each row of a batch, for its reward: see `BatchMetadata.add_rewards`.
 
         Args:
-            output: `values`, of a model with a value head: its score of the row up to the last
+            output: `scores`, of a model with a value head: its score of the row up to the last
                 trained token. `logprobs`, `entropy`, or a token function, as of `compute`: a sum
                 over the trained tokens.
-        Raises: as `compute`.
+        Raises: as `compute`. ValueError: also for `values`, whose sum says nothing.
         """
+        if output == "values":
+            raise ValueError("output: expected scores, of a model with a value head, got values")
         if isinstance(output, str):
             column_of(output, self.config)
         return await self._work.score_batch(batch, output)
