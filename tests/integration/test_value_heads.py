@@ -19,7 +19,7 @@ from areal_sc.transport.packed_rows import PackedRows
 VALUE_MESHES = ("one", "dp2", "tp2", "sp2")
 PAIR_MESHES = ("dp2", "sp2")
 LENGTHS = [5, 9, 1]
-CONTEXT = 12
+CONTEXT = 32
 """Of a model with learned positions: two rows of it are as long."""
 PAIRS = [{"lengths": [CONTEXT, 7, 3, CONTEXT], "groups": [0, 0, 1, 1], "episodes": [0, 1, 0, 1]}]
 ROWS_OF_PAIRS = {"dp2": [[0, 1], [2, 3]], "sp2": [[0, 1, 2, 3]]}
