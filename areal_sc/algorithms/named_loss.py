@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from areal_sc.config.fields import RANGE, Range
 from areal_sc.config.ppo_settings import POLICY_GRADIENT, PPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.user_code import user_code, user_function
@@ -39,6 +40,15 @@ _FIELDS: Final = {
     "value": ("returns", "values"),
 }
 """Fields of the rows that a built-in loss reads; the others read none, or what settings say."""
+
+_RANGES: Final[dict[str, Range]] = {
+    **{it.name: it.metadata[RANGE] for it in fields(PPOConfig) if RANGE in it.metadata},
+    "beta": Range(gt=0),
+    "label_smoothing": Range(ge=0, lt=0.5),
+    "ratio_cap": Range(ge=1, infinite=True),
+    "value_clip": Range(gt=0, infinite=True),
+}
+"""What the numbers among the settings of built-in losses may be."""
 
 _READS_SCORES: Final = ("bradley_terry",)
 _COMPARES_ROWS: Final = ("dpo", *_READS_SCORES)
@@ -110,12 +120,22 @@ class NamedLoss:
             )
         return found
 
+    def check(self) -> None:
+        """Raises: ConfigError: a number among the settings of a built-in loss is impossible."""
+        for name, value in self.settings.items() if self.name in BUILT_IN else ():
+            allowed = _RANGES.get(name)
+            if allowed and not (isinstance(value, int | float) and value in allowed):
+                raise ConfigError(
+                    f"loss {self.name}, {name}: expected a number {allowed}, got {value!r}"
+                )
+
     def load(self) -> Loss:
         """The function with its settings. Imports torch.
 
         Raises: ConfigError: there is no such function, or it has other settings. The user's own
             function raises a WorkflowError with its line, whatever it raised.
         """
+        self.check()
         path = BUILT_IN.get(self.name, self.name)
         found = user_function(path, "tokens", self.settings, what="loss", expected=_EXPECTED)
         if self.name in BUILT_IN:

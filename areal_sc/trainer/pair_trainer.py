@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from areal_sc.demonstrations.rows import Item, encode_pairs
-from areal_sc.errors import ConfigError
 from areal_sc.trainer.row_trainer import RowTrainer
 
 
@@ -35,12 +34,6 @@ class PairTrainer(RowTrainer):
             held = encode_pairs(held_out, encoder, limit)
             self._tell_left_out(held, "held-out")
         return training.items, held.items
-
-
-def check_label_smoothing(label_smoothing: float) -> None:
-    """Raises: ConfigError: it is no share of labels that may be wrong."""
-    if not 0 <= label_smoothing < 0.5:
-        raise ConfigError(f"expected label_smoothing from 0 to below 0.5, got {label_smoothing!r}")
 
 
 def pair_metrics(margins: Sequence[float], label_smoothing: float = 0.0) -> dict[str, float]:

@@ -11,7 +11,7 @@ from areal_sc.config.schema import ModelHead
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.base import SCORES
 from areal_sc.records.metrics import Summary
-from areal_sc.trainer.pair_trainer import PairTrainer, check_label_smoothing, pair_metrics
+from areal_sc.trainer.pair_trainer import PairTrainer, pair_metrics
 from areal_sc.trainer.row_trainer import scores
 
 
@@ -42,8 +42,8 @@ class RewardModelTrainer(PairTrainer):
             answers are; ConfigError: label_smoothing is impossible. Both before any worker is
             started.
         """
-        check_label_smoothing(label_smoothing)
         loss = NamedLoss("bradley_terry", {"label_smoothing": label_smoothing})
+        loss.check()
         with nullcontext() if self._is_open else self:
             training, held = self._encode_pairs(rows, held_out, use_chat_template=use_chat_template)
 

@@ -112,7 +112,10 @@ class RowTrainer(Run):
             judged: rows that are held out.
             judge: evaluates on them before, after and every `evaluation.every_steps`, if any are.
         """
-        config = replace(self.config.actor, head=self.head)
+        ppo = replace(
+            self.config.actor.ppo, loss=loss.name, loss_settings=dict(loss.settings)
+        )  # the loss that ranks try, and a dry run
+        config = replace(self.config.actor, head=self.head, ppo=ppo)
         actor = TrainController(make_actor(config), self.scheduler)
         for rows in (items, judged):  # in this order, also where nothing is evaluated at first
             if rows:
