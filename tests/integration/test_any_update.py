@@ -58,8 +58,8 @@ def test_a_recipe_of_ones_own_on_two_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """GSPO, its sequence mean, and an advantage with a discount a turn, as the guide has them."""
-    recipe = "\n\n".join(documented_blocks("def gspo", "def discounted"))
-    (tmp_path / "recipe.py").write_text(f"import torch\n\n\n{recipe}")
+    recipe = "\n\n".join(documented_blocks("# recipe.py", "def discounted"))
+    (tmp_path / "recipe.py").write_text(recipe)
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tiny_config(
         "actor.parallel.data=2",
