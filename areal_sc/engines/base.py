@@ -48,7 +48,7 @@ def column_of(output: str, config: ActorConfig) -> int:
 
     Raises: ValueError: none of them.
     """
-    given = OUTPUTS[config.head]
+    given: tuple[str, ...] = OUTPUTS[config.head]
     if config.has_adapter and config.head is ModelHead.lm:
         given = (*given, BASE_LOGPROBS)
     if output not in given:
