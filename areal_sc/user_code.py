@@ -167,10 +167,11 @@ def user_code(what: str) -> Iterator[None]:
 
 def user_function(
     name: str, argument: str, settings: Mapping[str, Any], *, what: str, expected: str
-) -> Callable[..., Any]:
-    """The function of an import path, which takes this argument and these settings.
+) -> Callable[[Any], Any]:
+    """The function of an import path, which takes this argument, with these settings.
 
     Args: what, expected: begin and end the message.
+    Returns: raises a WorkflowError with its line, whatever the function raises.
     Raises: ConfigError: there is no such function, or it takes others.
     """
     try:
@@ -179,7 +180,12 @@ def user_function(
         inspect.signature(found).bind(argument, **settings)
     except (WorkflowError, ValueError, TypeError) as error:
         raise ConfigError(f"{what} {name!r}: {error}; expected {expected}") from error
-    return found
+
+    def call(given: Any) -> Any:
+        with user_code(f"{what} {name!r}"):
+            return found(given, **settings)
+
+    return call
 
 
 def first_of(error: BaseException) -> BaseException:

@@ -100,7 +100,8 @@ class LossTokens:
             `proximal_logprobs` those of the weights before the first minibatch.
         rows: where the tokens stand.
         counts: denominators.
-        values: [N] float32, of a model with a value head; requires grad. None: it has none.
+        values: [N] float32, of a model with a value head, before each token, or behind it where the
+            loss reads scores; requires grad. None: it has none.
     """
 
     logprobs: torch.Tensor
@@ -127,8 +128,9 @@ class LossTokens:
 
         Args:
             values: [N], one a token.
-            over: `token`: each trained token counts the same. `sequence`, `episode`, `prompt`: the
-                mean over these of the mean over their tokens.
+            over: `token`: each trained token counts the same (DAPO, arXiv:2503.14476, eq. 8).
+                `sequence`, `episode`, `prompt`: the mean over these of the mean over their tokens
+                (GRPO, arXiv:2402.03300, eq. 3).
         Returns: scalar; differentiable.
         Raises: ValueError: `over` is none of these.
         """

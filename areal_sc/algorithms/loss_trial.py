@@ -13,6 +13,7 @@ import torch
 from areal_sc.algorithms.loss_tokens import loss_tokens_of
 from areal_sc.algorithms.losses import Metrics, checked
 from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.config.schema import ModelHead
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.user_code import user_code
 
@@ -20,8 +21,6 @@ _NUM_LOSS_TOKENS: Final = (3, 1)
 """Trained tokens of the rows, which are those of one prompt."""
 
 _NUM_TOKENS: Final = sum(_NUM_LOSS_TOKENS)
-_EXPECTED: Final = "a scalar loss that depends on the tokens"
-
 
 _KINDS: Final = (
     torch.linspace(-1, 1, _NUM_TOKENS),
@@ -46,27 +45,29 @@ class _MadeUpFields(dict[str, torch.Tensor]):
         return _KINDS[0]
 
 
-def try_loss(loss: NamedLoss) -> Metrics:
+def try_loss(loss: NamedLoss, head: ModelHead) -> Metrics:
     """Calls the loss once; again with fields of other kinds, where it raises and reads some.
 
+    Args:
+        head: of the model that it is for.
     Returns: the metrics that it gives.
     Raises: ConfigError: there is no such loss, it raises, or returns something else than a loss.
     """
     compute = loss.load()
-    values = torch.linspace(-2, -1, _NUM_TOKENS, requires_grad=True)
+    output = torch.linspace(-2, -1, _NUM_TOKENS, requires_grad=True)
+    is_lm = head is ModelHead.lm
     where = f"loss {loss.name} with settings {dict(loss.settings)}"
 
     def attempt(fields: _MadeUpFields) -> Any:
         with user_code("it"):
             tokens = loss_tokens_of(
-                values * 1,
-                -values,
+                *((output * 1, -output) if is_lm else (torch.zeros(_NUM_TOKENS),) * 2),
                 fields,
                 _NUM_LOSS_TOKENS,
                 groups=(0, 0),
                 rewards=(1.0, 0.0),
             )
-            return compute(replace(tokens, values=values / 2))
+            return compute(replace(tokens, values=None if is_lm else output / 2))
 
     fields = _MadeUpFields({})
     try:
@@ -83,7 +84,10 @@ def try_loss(loss: NamedLoss) -> Metrics:
     except TypeError as error:
         raise ConfigError(f"{where}: {error}") from error
     if not value.requires_grad:
-        raise ConfigError(f"{where}: expected {_EXPECTED}, got {returned!r:.200}")
+        what = "log-probabilities or entropies" if is_lm else "values, which the model gives"
+        raise ConfigError(
+            f"{where}: expected a scalar loss that depends on {what}, got {returned!r:.200}"
+        )
     return metrics
 
 

@@ -42,12 +42,12 @@ def advantage_of(ppo: PPOConfig) -> AdvantageFunction:
             f"actor.ppo.advantage={GAE}: ranks compute it from a critic's values, a token each "
             "(areal_sc.algorithms.named_advantage.critic_fields)"
         )
-    settings = ppo.advantage_settings
-    found = user_function(name, "rows", settings, what="actor.ppo.advantage", expected=names)
+    named = name, "rows", ppo.advantage_settings
+    found = user_function(*named, what="actor.ppo.advantage", expected=names)
 
     def compute(rows: AdvantageRows) -> npt.NDArray[np.float64]:
         with user_code(f"advantage {name!r}"):
-            advantages = np.asarray(found(rows, **settings), dtype=np.float64)
+            advantages = np.asarray(found(rows), dtype=np.float64)
         if advantages.shape != rows.rewards.shape or not np.isfinite(advantages).all():
             raise ConfigError(
                 f"actor.ppo.advantage {name!r}: expected {len(rows.rewards)} finite numbers, one a "

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from areal_sc.config.fields import RANGE, Range
 from areal_sc.config.ppo_settings import POLICY_GRADIENT, PPOConfig
 from areal_sc.errors import ConfigError
-from areal_sc.user_code import user_code, user_function
+from areal_sc.user_code import user_function
 
 if TYPE_CHECKING:
-    import torch
-
-    from areal_sc.algorithms.losses import Loss, LossTokens, Metrics
+    from areal_sc.algorithms.losses import Loss
 
 BUILT_IN: Final = {
     POLICY_GRADIENT: "areal_sc.algorithms.policy_gradient:policy_gradient",
@@ -40,7 +38,17 @@ _FIELDS: Final = {
 }
 """Fields of the rows that a built-in loss reads; the others read none, or what settings say."""
 
-_COMPARES_ROWS: Final = ("dpo", "bradley_terry")
+_RANGES: Final[dict[str, Range]] = {
+    **{it.name: it.metadata[RANGE] for it in fields(PPOConfig) if RANGE in it.metadata},
+    "beta": Range(gt=0),
+    "label_smoothing": Range(ge=0, lt=0.5),
+    "ratio_cap": Range(ge=1, infinite=True),
+    "value_clip": Range(gt=0, infinite=True),
+}
+"""What the numbers among the settings of built-in losses may be."""
+
+_READS_SCORES: Final = ("bradley_terry",)
+_COMPARES_ROWS: Final = ("dpo", *_READS_SCORES)
 
 _EXPECTED = f"{', '.join(BUILT_IN)} or package.module:function"
 
@@ -77,6 +85,11 @@ class NamedLoss:
         return self.name in _COMPARES_ROWS
 
     @property
+    def reads_scores(self) -> bool:
+        """Whether values are those behind a token, of a model that has read it, and not before."""
+        return self.name in _READS_SCORES
+
+    @property
     def fields(self) -> tuple[str, ...] | None:
         """Names of the rows' fields that the loss reads, sorted; None: only the user knows."""
         if self.name not in BUILT_IN:
@@ -93,50 +106,45 @@ class NamedLoss:
         Args: setting: that names it.
         Raises: ConfigError: the caller could not import it either.
         """
-        if self.name in BUILT_IN:
-            return ""
-        found = folder_of_module(self.name)
-        if found is None:
-            raise ConfigError(
-                f"{setting}: expected {_EXPECTED}, in a file beside the script or in an "
-                f"installed package, got {self.name!r}: there is no module "
-                f"{_package_of(self.name)!r}"
-            )
-        return found
+        return "" if self.name in BUILT_IN else folder_of_module(self.name, setting, _EXPECTED)
+
+    def check(self) -> None:
+        """Raises: ConfigError: a number among the settings of a built-in loss is impossible."""
+        for name, value in self.settings.items() if self.name in BUILT_IN else ():
+            allowed = _RANGES.get(name)
+            if allowed and not (isinstance(value, int | float) and value in allowed):
+                raise ConfigError(
+                    f"loss {self.name}, {name}: expected a number {allowed}, got {value!r}"
+                )
 
     def load(self) -> Loss:
-        """The function with its settings. Imports torch.
+        """The function with its settings, as `user_function` gives it. Imports torch.
 
-        Raises: ConfigError: there is no such function, or it has other settings. The user's own
-            function raises a WorkflowError with its line, whatever it raised.
+        Raises: ConfigError: there is no such function, or it has other settings.
         """
+        self.check()
         path = BUILT_IN.get(self.name, self.name)
-        found = user_function(path, "tokens", self.settings, what="loss", expected=_EXPECTED)
-        if self.name in BUILT_IN:
-            return partial(found, **self.settings)
-
-        def compute(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
-            with user_code(f"loss {self.name!r}"):
-                returned: tuple[torch.Tensor, Metrics] = found(tokens, **self.settings)
-            return returned
-
-        return compute
+        return user_function(path, "tokens", self.settings, what="loss", expected=_EXPECTED)
 
 
-def folder_of_module(path: str) -> str | None:
-    """The folder from which an import path is imported; None: there is no such module."""
+def folder_of_module(path: str, what: str, expected: str) -> str:
+    """The folder from which an import path is imported.
+
+    Args: what, expected: begin the message.
+    Raises: ConfigError: there is no such module.
+    """
+    package = path.partition(":")[0].partition(".")[0]
     try:
-        found = find_spec(_package_of(path))
+        found = find_spec(package)
     except ValueError:  # it is "", or the script itself
         found = None
     if found is None:
-        return None
+        raise ConfigError(
+            f"{what}: expected {expected}, in a file beside the script or in an installed "
+            f"package, got {path!r}: there is no module {package!r}"
+        )
     locations = [*(found.submodule_search_locations or ()), *filter(None, [found.origin])]
     return str(Path(locations[0]).absolute().parent)
-
-
-def _package_of(path: str) -> str:
-    return path.partition(":")[0].partition(".")[0]
 
 
 def loss_of(ppo: PPOConfig) -> NamedLoss:

@@ -56,7 +56,7 @@ def bradley_terry(
 ) -> tuple[torch.Tensor, Metrics]:
     """Mean over pairs of -log sigmoid(s(y_c) - s(y_r)): a reward model's loss.
 
-    The score s of a row is the value of its last trained token.
+    The score s of a row is the value behind its last trained token.
     Source: arXiv:2203.02155 (InstructGPT), eq. 1; R. Bradley and M. Terry (1952).
 
     Args:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from areal_sc.algorithms.aggregation import aggregate
 from areal_sc.algorithms.behavior_weights import (
     bounded_weights,
     exceeds_behavior_kl,
@@ -75,7 +74,11 @@ def policy_gradient(
         behavior_weight_bound: what becomes of w outside of floor and cap: `mask`: the token leaves
             the numerator, not the denominator; `clamp`.
         max_second_moment, max_behavior_kl: see `algorithms.behavior_weights`.
-        aggregation, aggregation_tokens: see `aggregate`.
+        aggregation: `token`, `sequence`, `episode`, `prompt`: what counts the same in the means of
+            the loss, see `LossTokens.mean`; `constant`: they are sums over the tokens, divided by
+            episodes * aggregation_tokens, so that no answer's length matters (Dr. GRPO,
+            arXiv:2503.20783).
+        aggregation_tokens: of `constant`, > 0: the most tokens of an answer, for example.
         kl_coefficient, kl_estimator: beta, and `k2` or `k3`, the KL to a reference.
         entropy_coefficient: c.
     Returns: scalar loss, and metrics of these tokens: the means `clip_fraction` (the gain was cut),
@@ -84,6 +87,12 @@ def policy_gradient(
         `proximal_kl`, and the same of w, `behavior_kl` (0 for dropped tokens); the largest ratio,
         `ratio_max`; and with a KL to a reference its mean, `reference_kl`.
     """
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        if aggregation == "constant":
+            return values.sum() / (tokens.counts.episodes * aggregation_tokens)
+        return tokens.mean(values, aggregation)
+
     logprobs, advantages = tokens.logprobs, _field(tokens, "advantages")
     if clip_center == "interpolated":
         behavior = _field(tokens, "behavior_logprobs")
@@ -118,15 +127,14 @@ def policy_gradient(
         "none": lambda: plain_gain(terms),
     }
     gains, is_clipped = by_name[gain]()
-    loss = -aggregate(tokens, gains, aggregation, aggregation_tokens)
+    loss = -mean(gains)
     metrics = {}
     if kl_coefficient:
         kl = kl_estimate(logprobs, _field(tokens, "reference_logprobs"), kl_estimator)
-        loss = loss + kl_coefficient * aggregate(tokens, kl, aggregation, aggregation_tokens)
+        loss = loss + kl_coefficient * mean(kl)
         metrics["reference_kl"] = Metric.mean(kl)
     if entropy_coefficient:
-        entropy = aggregate(tokens, tokens.entropy, aggregation, aggregation_tokens)
-        loss = loss - entropy_coefficient * entropy
+        loss = loss - entropy_coefficient * mean(tokens.entropy)
     with torch.no_grad():
         return loss, metrics | {
             "clip_fraction": Metric.mean(is_clipped),

@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from areal_sc.algorithms.named_loss import folder_of_module
-from areal_sc.errors import ConfigError
-from areal_sc.user_code import user_code, user_function
+from areal_sc.user_code import user_function
 
 if TYPE_CHECKING:
     import torch
 
     from areal_sc.algorithms.loss_tokens import RowTokens
 
-_EXPECTED = "package.module:function, of a file beside the script or an installed package"
+_EXPECTED = "package.module:function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +38,12 @@ class TokenFunction:
 
         Raises: ConfigError: the caller could not import it either.
         """
-        found = folder_of_module(self.name)
-        if found is None:
-            raise ConfigError(f"token function: expected {_EXPECTED}, got {self.name!r}")
-        return found
+        return folder_of_module(self.name, "token function", _EXPECTED)
 
     def load(self) -> Callable[[RowTokens], torch.Tensor]:
-        """The function with its settings.
+        """The function with its settings, as `user_function` gives it.
 
-        Raises: ConfigError: there is no such function, or it has other settings. The function
-            itself raises a WorkflowError with its line, whatever it raised.
+        Raises: ConfigError: there is no such function, or it has other settings.
         """
         named = self.name, "tokens", self.settings
-        found = user_function(*named, what="token function", expected=_EXPECTED)
-
-        def compute(tokens: RowTokens) -> torch.Tensor:
-            with user_code(f"token function {self.name!r}"):
-                returned: torch.Tensor = found(tokens, **self.settings)
-            return returned
-
-        return compute
+        return user_function(*named, what="token function", expected=_EXPECTED)

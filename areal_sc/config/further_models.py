@@ -6,7 +6,7 @@ actor's.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Final, NamedTuple
 
 from areal_sc.config.schema import ActorConfig, GRPOConfig
@@ -29,7 +29,7 @@ FURTHER_MODELS: Final = {
     "reference": FurtherModel("logprobs", "reference_logprobs"),
     "critic": FurtherModel("values", "values"),
     "teacher": FurtherModel("logprobs", "teacher_logprobs"),
-    "reward_model": FurtherModel("values", ""),
+    "reward_model": FurtherModel("scores", ""),
 }
 """Sections, which are the roles of their models as well."""
 
@@ -37,11 +37,7 @@ FURTHER_MODELS: Final = {
 def further_models(config: GRPOConfig) -> dict[str, ActorConfig]:
     """The settings of the models that a run has beside the policy, by their roles."""
     sections: dict[str, Any] = {role: getattr(config, role) for role in FURTHER_MODELS}
-    models = {role: as_actor(section) for role, section in sections.items() if section.path}
-    if model := models.get("reward_model"):  # it reads one token more than a row has
-        num_tokens = model.max_tokens_per_micro_batch + 1
-        models["reward_model"] = replace(model, max_tokens_per_micro_batch=num_tokens)
-    return models
+    return {role: as_actor(section) for role, section in sections.items() if section.path}
 
 
 def further_model(config: GRPOConfig, role: str) -> ActorConfig:

@@ -80,7 +80,7 @@ def look_at_model(
     if not handle.config.is_frozen:
         from areal_sc.algorithms.loss_trial import try_loss
 
-        try_loss(loss)
+        try_loss(loss, handle.config.head)
         tell(f"loss {loss.name}: tried on two rows")
     folder = cached_model(handle.config.path, handle.config.revision)
     if folder and handle.config.has_adapter:

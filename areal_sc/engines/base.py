@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 OnTokens: TypeAlias = Callable[[Sequence[int]], None]
 """Takes the tokens of an answer that have been sampled since its last call, one or more."""
 
+SCORES: Final = "scores"
+"""What a model with a value head says of a row up to a token, that token included."""
+
 OUTPUTS: Final = MappingProxyType(
-    {ModelHead.lm: ("logprobs", "entropy"), ModelHead.value: ("values",)}
+    {ModelHead.lm: ("logprobs", "entropy"), ModelHead.value: ("values", SCORES)}
 )
 """What a forward gives of each asked token, by the model's head."""
 
@@ -41,19 +44,19 @@ BASE_LOGPROBS: Final = "base_logprobs"
 
 
 def column_of(output: str, config: ActorConfig) -> int:
-    """Which of the outputs of a model it is.
+    """Which of the two outputs of a model it is.
 
     Raises: ValueError: none of them.
     """
-    given = OUTPUTS[config.head]
-    if output == BASE_LOGPROBS and config.has_adapter and config.head is ModelHead.lm:
-        return given.index("logprobs")
+    given: tuple[str, ...] = OUTPUTS[config.head]
+    if config.has_adapter and config.head is ModelHead.lm:
+        given = (*given, BASE_LOGPROBS)
     if output not in given:
         raise ValueError(
             f"output: expected one of {', '.join(given)}, which a model with head={config.head} "
             f"gives, got {output!r}"
         )
-    return given.index(output)
+    return int(output == "entropy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +242,13 @@ class TrainEngine(Protocol):
     def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
         """[T] float32: `output` at each token in `loss_mask`, else 0; meaningful on heads alone.
 
-        It is 0 at the first token of a row, too, as nothing predicts it.
+        But for `scores` it is 0 at the first token of a row, too, as nothing predicts it.
 
         Args:
             output: `logprobs`: nats, of the token given those before it in its row, under the
                 distribution at the token's own `temperatures`; `entropy`: nats, of that;
                 `values`: of a model with a value head, what it expects after the tokens before;
+                `scores`: the same after this token, too;
                 `base_logprobs`: `logprobs` without the adapter that the model has.
         """
 

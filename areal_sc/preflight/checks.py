@@ -300,7 +300,7 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     for role, model in _trained_models(config).items():
         yield (
             f"{role}.max_tokens_per_micro_batch",
-            model.max_tokens_per_micro_batch >= context + (role == "reward_model"),
+            model.max_tokens_per_micro_batch >= context,
             f"at least {named}={context}, the longest row",
         )
     for path, revision in _models(config):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,9 +21,8 @@ from areal_sc.controller.starting import start
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.demonstrations.rows import Item
 from areal_sc.engines.handles import make_actor
-from areal_sc.errors import ConfigError
 from areal_sc.records.metrics import Summary
-from areal_sc.trainer.pair_trainer import PairTrainer, check_label_smoothing, pair_metrics
+from areal_sc.trainer.pair_trainer import PairTrainer, pair_metrics
 from areal_sc.trainer.row_trainer import scores
 
 logger = logging.getLogger(__name__)
@@ -70,10 +68,8 @@ class DPOTrainer(PairTrainer):
             answers are; ConfigError: beta or label_smoothing is impossible. Both before any worker
             is started.
         """
-        if not 0 < beta < math.inf:
-            raise ConfigError(f"expected beta > 0, got {beta!r}")
-        check_label_smoothing(label_smoothing)
         loss = NamedLoss("dpo", {"beta": beta, "label_smoothing": label_smoothing})
+        loss.check()
         with nullcontext() if self._is_open else self:
             training, held = self._encode_pairs(rows, held_out, use_chat_template=use_chat_template)
             pairs = [*training, *held]

@@ -20,7 +20,7 @@ from areal_sc.config.further_models import FURTHER_MODELS, further_models
 from areal_sc.config.ppo_settings import GAE, PPOConfig
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.train.train_controller import TrainController
-from areal_sc.engines.base import BASE_LOGPROBS
+from areal_sc.engines.base import BASE_LOGPROBS, SCORES
 from areal_sc.engines.handles import make_model
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata
@@ -90,7 +90,7 @@ class ModelsBeside:
         the reward of rows; `gae` takes it from each token."""
         ppo, self._of_rewards = actor.config.ppo, {}
         if model := self.controllers.get("reward_model"):
-            scores = model.score(batch, "values")
+            scores = model.score(batch, SCORES)
             batch = batch.add_rewards(scores)
             self._of_rewards["reward_model_score"] = fmean(scores)
         if beta := ppo.reward_kl_coefficient:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from areal_sc.demonstrations.rows import Item, encode_pairs
-from areal_sc.errors import ConfigError
 from areal_sc.trainer.row_trainer import RowTrainer
 
 
@@ -20,17 +19,14 @@ class PairTrainer(RowTrainer):
         held_out: Iterable[Mapping[str, Any]] | None,
         *,
         use_chat_template: bool,
-        num_added: int = 0,
     ) -> tuple[list[Item], list[Item]]:
         """The pairs to train on, and those that are held out.
 
-        Args:
-            num_added: tokens that each pair gets beyond its own.
         Raises: WorkflowError: a row is no pair.
         """
         with self.display.phase("datasets"):
             encoder = self._encoder(use_chat_template=use_chat_template)
-            limit = self.config.actor.max_tokens_per_micro_batch - num_added
+            limit = self.config.actor.max_tokens_per_micro_batch
             training = encode_pairs(rows, encoder, limit)
             self._tell_left_out(training, "training")
             if held_out is None:
@@ -38,12 +34,6 @@ class PairTrainer(RowTrainer):
             held = encode_pairs(held_out, encoder, limit)
             self._tell_left_out(held, "held-out")
         return training.items, held.items
-
-
-def check_label_smoothing(label_smoothing: float) -> None:
-    """Raises: ConfigError: it is no share of labels that may be wrong."""
-    if not 0 <= label_smoothing < 0.5:
-        raise ConfigError(f"expected label_smoothing from 0 to below 0.5, got {label_smoothing!r}")
 
 
 def pair_metrics(margins: Sequence[float], label_smoothing: float = 0.0) -> dict[str, float]:

@@ -9,9 +9,9 @@ from typing import Any
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ModelHead
 from areal_sc.controller.train.train_controller import TrainController
-from areal_sc.demonstrations.rows import Item
+from areal_sc.engines.base import SCORES
 from areal_sc.records.metrics import Summary
-from areal_sc.trainer.pair_trainer import PairTrainer, check_label_smoothing, pair_metrics
+from areal_sc.trainer.pair_trainer import PairTrainer, pair_metrics
 from areal_sc.trainer.row_trainer import scores
 
 
@@ -42,29 +42,13 @@ class RewardModelTrainer(PairTrainer):
             answers are; ConfigError: label_smoothing is impossible. Both before any worker is
             started.
         """
-        check_label_smoothing(label_smoothing)
         loss = NamedLoss("bradley_terry", {"label_smoothing": label_smoothing})
+        loss.check()
         with nullcontext() if self._is_open else self:
-            training, held = (
-                [{name: _scored(item) for name, item in pair.items()} for pair in pairs]
-                for pairs in self._encode_pairs(
-                    rows, held_out, use_chat_template=use_chat_template, num_added=2
-                )
-            )
+            training, held = self._encode_pairs(rows, held_out, use_chat_template=use_chat_template)
 
             def judge(model: TrainController) -> Mapping[str, float]:
-                margins = [chosen - rejected for chosen, rejected in scores(model, held, "values")]
+                margins = [chosen - rejected for chosen, rejected in scores(model, held, SCORES)]
                 return pair_metrics(margins, label_smoothing)
 
             return self._train(training, batch_size, loss, held, judge)
-
-
-def _scored(answer: Item) -> Item:
-    """The answer up to its last token, at which the model has read all of it.
-
-    A value is what the model says before a token, so one more follows, which nobody reads.
-    """
-    mask = answer["loss_mask"]
-    end = len(mask) - mask[::-1].index(True)
-    read = answer["input_ids"][:end]
-    return {"input_ids": [*read, read[-1]], "loss_mask": [False] * end + [True]}

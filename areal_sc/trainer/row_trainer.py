@@ -109,7 +109,10 @@ class RowTrainer(Run):
             judged: rows that are held out.
             judge: evaluates on them before, after and every `evaluation.every_steps`, if any are.
         """
-        config = replace(self.config.actor, head=self.head)
+        ppo = replace(
+            self.config.actor.ppo, loss=loss.name, loss_settings=dict(loss.settings)
+        )  # the loss that ranks try, and a dry run
+        config = replace(self.config.actor, head=self.head, ppo=ppo)
         actor = TrainController(make_actor(config), self.scheduler)
         for rows in (items, judged):  # in this order, also where nothing is evaluated at first
             if rows:
@@ -200,7 +203,7 @@ def scores(
     """The score of each demonstration, or of both answers of each pair.
 
     Args:
-        output: `logprobs`, in nats, or `values`, of a model with a value head.
+        output: `logprobs`, in nats, or `scores`, of a model with a value head.
     """
     found = list[tuple[float, ...]]()
     for first in range(0, len(items), _SCORED_AT_ONCE):

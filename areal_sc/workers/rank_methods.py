@@ -99,8 +99,8 @@ class ScoreRows(RankCall, frozen=True, array_like=True):
     """What the model says of these rows, which stay where they are.
 
     Attributes:
-        output: `logprobs`: a row's is the sum over its trained tokens, in nats; `values`, of a
-            model with a value head: that of its last token.
+        output: `logprobs`: a row's is the sum over its trained tokens, in nats; `scores`, of a
+            model with a value head: that of its last trained token.
     """
 
     rows: Demonstrations
@@ -226,7 +226,7 @@ SCORE = Method("score", ScoreRows, tuple[tuple[float, ...], ...])
 """One number a demonstration; two a pair, of chosen and rejected."""
 SCORE_BATCH = Method("score_batch", Compute, tuple[float, ...])
 """A number a row, the sum of the field over its trained tokens, which stays where it is; of
-`values`, which a model has with a value head, the one behind the last trained token."""
+`scores`, which a model has with a value head, the one behind the last trained token."""
 TRY_LOSS = Method("try_loss", TryLoss, tuple[str, ...])
 """The names of its metrics."""
 UPDATE = Method("update", Update, Numbers)

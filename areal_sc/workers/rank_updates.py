@@ -11,6 +11,7 @@ import torch
 
 from areal_sc.algorithms.loss_trial import try_loss
 from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.engines.base import SCORES
 from areal_sc.engines.training.updates.token_values import token_values
 from areal_sc.engines.training.updates.update_trace import UpdateTrace
 from areal_sc.errors import WorkflowError
@@ -70,11 +71,9 @@ async def score(rank: Rank, args: rank_methods.ScoreRows) -> tuple[tuple[float, 
     with _computing(rank):
         rows = await _read(rank, args.rows)
         values = await rank.compute(lambda: rank.engine.forward(rows, args.output))
-    of_rows = torch.split(values.double(), list(rows.lengths))
-    totals = [float(row[-1] if args.output == "values" else row.sum()) for row in of_rows]
     assert rows.metadata is not None, "_read gives each row its group"
     found: dict[int, tuple[float, ...]] = {}
-    for row, total in zip(rows.metadata, totals, strict=True):
+    for row, total in zip(rows.metadata, _of_rows(rows, values, args.output), strict=True):
         found[row.group_id] = (*found.get(row.group_id, ()), total)
     return tuple(found.values())
 
@@ -84,34 +83,24 @@ async def score_batch(rank: Rank, args: rank_methods.Compute) -> tuple[float, ..
     with _computing(rank):
         with rank.recorder.span("pulling rows", version=rank.operations.version):
             rows = (await rank.plane.puller.pull(args.batch)).joined()
-        if args.output == "values":
-            rows = read_to_end(rows)
         values_of = await _values_of(rank, args.output)
         with rank.recorder.span("computing scores", version=rank.operations.version):
             values = await rank.compute(lambda: values_of(rows))
-    return tuple(float(row.sum()) for row in torch.split(values.double(), list(rows.lengths)))
+    return tuple(_of_rows(rows, values, args.output))
 
 
-def read_to_end(rows: PackedRows) -> PackedRows:
-    """The rows up to their last trained tokens, and one token more of each, which alone is trained.
-
-    A value is what a model says before a token: before that one it has read the whole row.
-    """
-    if not rows.num_rows:
-        return rows
-    ids, masks = (
-        torch.split(rows.fields[name], list(rows.lengths)) for name in ("input_ids", "loss_mask")
-    )
-    ends = [int(mask.nonzero()[-1]) + 1 for mask in masks]
-    read = [torch.cat([row[:end], row[end - 1 : end]]) for row, end in zip(ids, ends, strict=True)]
-    trained = [torch.arange(end + 1) == end for end in ends]
-    fields = {"input_ids": torch.cat(read), "loss_mask": torch.cat(trained)}
-    return PackedRows(fields, tuple(map(len, read)))
+def _of_rows(rows: PackedRows, values: torch.Tensor, output: str | int) -> list[float]:
+    """A number of each row: of `scores` that behind its last trained token, else the sum."""
+    of_rows = torch.split(values.double(), list(rows.lengths))
+    if output != SCORES or not rows.num_rows:
+        return [float(row.sum()) for row in of_rows]
+    masks = torch.split(rows.fields["loss_mask"], list(rows.lengths))
+    return [float(row[mask.nonzero()[-1]]) for row, mask in zip(of_rows, masks, strict=True)]
 
 
 async def try_registered_loss(rank: Rank, args: rank_methods.TryLoss) -> tuple[str, ...]:
     """Raises: ConfigError: as `loss_trial.try_loss`."""
-    return tuple(sorted(try_loss(await _loss(rank, args.loss))))
+    return tuple(sorted(try_loss(await _loss(rank, args.loss), rank.handle.config.head)))
 
 
 async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_sc.algorithms.loss_tokens import LossTokens
 from areal_sc.algorithms.losses import Metric
-from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.algorithms.named_loss import NamedLoss, loss_of
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.ppo_settings import PPOConfig
@@ -359,8 +359,8 @@ def run_rank(
         if "load_snapshot" in scenario:
             engine.load_snapshot(Path(scenario["load_snapshot"]))
         rows = make_rows(99, scenario.get("logprob_lengths", [[5, 9], [4]])[share], 30)
-        output = "logprobs" if config.head is ModelHead.lm else "values"
-        result[output] = engine.forward(rows, output)
+        for output in ("logprobs",) if config.head is ModelHead.lm else ("values", "scores"):
+            result[output] = engine.forward(rows, output)
 
         if "save_first" in scenario:
             engine.begin_save_hf(Path(scenario["save_first"]), is_staged=False).result(60)
@@ -372,7 +372,12 @@ def run_rank(
                 if minibatch.get("step", step) == step
             ]
 
-        losses = {"of ppo": loss_of(engine.config.ppo), "rows": row_loss, "values": squared_error}
+        losses = {
+            "of ppo": loss_of(engine.config.ppo),
+            "rows": row_loss,
+            "values": squared_error,
+            "pairs": NamedLoss("bradley_terry"),
+        }
 
         def train_step(step: int) -> dict[str, float]:
             return engine.update(

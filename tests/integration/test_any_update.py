@@ -58,8 +58,8 @@ def test_a_recipe_of_ones_own_on_two_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """GSPO, its sequence mean, and an advantage with a discount a turn, as the guide has them."""
-    recipe = "\n\n".join(documented_blocks("def gspo", "def discounted"))
-    (tmp_path / "recipe.py").write_text(f"import torch\n\n\n{recipe}")
+    recipe = "\n\n".join(documented_blocks("# recipe.py", "def discounted"))
+    (tmp_path / "recipe.py").write_text(recipe)
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tiny_config(
         "actor.parallel.data=2",
@@ -220,9 +220,11 @@ def test_what_models_say_of_rows_is_part_of_their_rewards(
         "actor.max_tokens_per_micro_batch=64",
         *("reference.path=${actor.path}", f"reward_model.path={tmp_path / 'scores'}"),
     )
-    of_scores: Any = hf.AutoModelForSequenceClassification.from_pretrained(
-        config.actor.path, num_labels=1
+    with_learned_positions = hf.GPT2Config(
+        **{"vocab_size": 64, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2},
+        **{"num_labels": 1, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
     )
+    of_scores: Any = hf.AutoModelForSequenceClassification.from_config(with_learned_positions)
     torch.nn.init.normal_(of_scores.score.weight)
     of_scores.save_pretrained(tmp_path / "scores")
     masks = ["0111", "01011", "001100", "01", "0" * 50 + "1" * 14]  # turns, context, a whole row
@@ -244,19 +246,21 @@ def test_what_models_say_of_rows_is_part_of_their_rewards(
         batch = reference.compute_logprobs(batch, field="reference_logprobs")
         with pytest.raises(ConfigError, match="kl_place=reward: expected rewards with the KL"):
             actor.compute_advantages(batch)
-        scored = batch.add_rewards(scorer.score(batch, "values"))
+        with pytest.raises(ValueError, match="expected scores, of a model"):
+            scorer.score(batch, "values")
+        scored = batch.add_rewards(scorer.score(batch, "scores"))
         kls = actor.score(scored, kl_of_row(config.actor.ppo))
         scored = actor.compute_advantages(scored.add_rewards([-0.5 * kl for kl in kls]))
         actor.ppo_update(actor.compute_proximal_logprobs(scored))
         actor.publish_weights(rollout)
     lm = hf.AutoModelForCausalLM.from_pretrained(config.actor.path, dtype=torch.float64)
-    of_scores = of_scores.double()
+    of_scores = of_scores.double().eval()
     for before, after in zip(batch.rows, scored.rows, strict=True):
         row = rows[int(before.reward)]
         ids, mask = torch.tensor([row["ids"]]), torch.tensor(row["mask"]).bool()
         end = int(mask.nonzero()[-1]) + 1
         with torch.no_grad():
-            score = of_scores.score(of_scores.model(ids[:, :end]).last_hidden_state)[0, -1, 0]
+            score = of_scores.score(of_scores.transformer(ids[:, :end])[0])[0, -1, 0]
             logprobs = lm(ids).logits[0, :-1].log_softmax(-1)
         kl = (-0.5 - logprobs[torch.arange(len(mask) - 1), ids[0, 1:]])[mask[1:]].sum()
         expected = before.reward + float(score) - 0.5 * float(kl)

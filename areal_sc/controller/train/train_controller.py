@@ -171,9 +171,10 @@ class TrainController(Controller):
         `prepare_batch` has formed a batch anew.
 
         Args:
-            output: `logprobs` or `entropy`, in nats, `values` or `base_logprobs`; of the current
-                weights, see `TrainEngine.forward`. Or `package.module:function`, a token function,
-                or a `TokenFunction` with settings: it makes the field from the other ones.
+            output: `logprobs` or `entropy`, in nats, `values`, `scores` or `base_logprobs`; of the
+                current weights, see `TrainEngine.forward`. Or `package.module:function`, a token
+                function, or a `TokenFunction` with settings: it makes the field from the other
+                ones.
             field: its name. With `advantages` those of rows go.
         Raises: ValueError: there is no such output. MetadataError: the batch has the field.
             ConfigError: there is no such function. WorkflowError: the function has failed.
@@ -229,8 +230,8 @@ class TrainController(Controller):
         Once a call has returned, another one trains further, also before the weights are
         published: `publish_weights` makes the next version.
         """
-        needed = [*PPO_FIELDS, *self._step.needed_fields]
-        batch.select(list(dict.fromkeys(needed)))  # which must be there; a loss may read any other
+        proximal = ["proximal_logprobs"] if self._step.needs_proximal_logprobs else []
+        batch.select([*PPO_FIELDS, *proximal])  # which must be there; a loss may read any other
         num_minibatches = self.config.ppo.num_minibatches
         return await self.update_async(
             batch, self._loss, num_minibatches=num_minibatches, advances=False
@@ -255,14 +256,15 @@ class TrainController(Controller):
             num_minibatches: of whole episodes; at most as many as there are.
             advances: the version goes up by one at once; False: `publish_weights` does that.
         Returns: metrics of the step, over all ranks (loss, entropy, grad_norm, ...).
-        Raises: ConfigError: the model is frozen, or there is no such loss. StaleCall: a call was
+        Raises: ConfigError: the model is frozen, there is no such loss, or it compares rows.
+            MetadataError: the batch lacks what the loss is known to read. StaleCall: a call was
             given up, and this one has another batch or loss. BatchLost: rows are gone; the weights
             are those before the step, whose batch can be formed anew.
         """
         check_trains(self.config, self.role)
-        batch.select(MODEL_FIELDS)
-        self._step.check_first(batch, num_minibatches)
         loss = loss if isinstance(loss, NamedLoss) else NamedLoss(loss)
+        self._step.check_fields(batch, loss, num_minibatches)
+        self._step.check_first(batch, num_minibatches)
         shares, split = await self._work.shares(batch, loss, num_minibatches)
         content = trained_content(batch)
         try:
@@ -318,11 +320,13 @@ class TrainController(Controller):
         """A number of each row of a batch, for its reward: see `BatchMetadata.add_rewards`.
 
         Args:
-            output: `values`, of a model with a value head: its score of the row up to the last
+            output: `scores`, of a model with a value head: its score of the row up to the last
                 trained token. `logprobs`, `entropy`, or a token function, as of `compute`: a sum
                 over the trained tokens.
-        Raises: as `compute`.
+        Raises: as `compute`. ValueError: also for `values`, whose sum says nothing.
         """
+        if output == "values":
+            raise ValueError("output: expected scores, of a model with a value head, got values")
         if isinstance(output, str):
             column_of(output, self.config)
         return await self._work.score_batch(batch, output)

@@ -49,20 +49,34 @@ class TrainStep:
     @property
     def needs_proximal_logprobs(self) -> bool:
         """Whether the weights change between the proximal policy and the last minibatch."""
-        is_one_forward = self._ppo.num_minibatches == 1 and self._ranks.step.num_updates == 0
         read = self._loss.fields
         if read is None:  # a loss of the user's own
             is_read = self._ppo.clip_center == ClipCenter.proximal
         else:
             is_read = "proximal_logprobs" in read
-        return is_read and not is_one_forward
+        return is_read and not self._is_one_forward(self._ppo.num_minibatches)
 
-    @property
-    def needed_fields(self) -> list[str]:
-        """Fields of a batch that the loss of PPO reads, as far as is known, sorted."""
-        made_by_ranks = {"advantages", "staleness", "proximal_logprobs"}
-        needed = set(self._loss.fields or ()) - made_by_ranks
-        return sorted(needed | ({"proximal_logprobs"} if self.needs_proximal_logprobs else set()))
+    def _is_one_forward(self, num_minibatches: int) -> bool:
+        """Whether an update in so many minibatches is the step's first one, by its own forward."""
+        return num_minibatches == 1 and self._ranks.step.num_updates == 0
+
+    def check_fields(self, batch: BatchMetadata, loss: NamedLoss, num_minibatches: int) -> None:
+        """Before an update, which leaves the ranks between two versions where it fails.
+
+        Raises: MetadataError: the batch lacks what the loss is known to read. ConfigError: the loss
+            compares rows, which minibatches and ranks tear apart.
+        """
+        if loss.compares_rows:
+            raise ConfigError(
+                f"loss {loss.name}: expected pairs of a data set (DPOTrainer, RewardModelTrainer, "
+                "update_rows), got a batch, whose rows go to different minibatches and ranks"
+            )
+        read = set(loss.fields or ()) - {"staleness"}
+        if self._is_one_forward(num_minibatches):
+            read -= {"proximal_logprobs"}
+        if all(row.advantage is not None for row in batch.rows):
+            read -= {"advantages"}
+        batch.select([*MODEL_FIELDS, *sorted(read)])
 
     def read_of_proximal(self, batch: BatchMetadata) -> BatchMetadata:
         """What the ranks read of a batch for its proximal log-probabilities.

@@ -241,6 +241,7 @@ class FSDPEngine(RankEngine):
             self._model.layout,
             self.world.device,
             num_tokens=least,
+            is_behind=batch.is_behind,
             numbers=batch.numbers,
         )
 

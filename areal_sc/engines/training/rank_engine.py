@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from areal_sc.algorithms.losses import Loss
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.base import RankPosition, column_of
+from areal_sc.engines.base import SCORES, RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.learning_rate import learning_rate
 from areal_sc.engines.training.process_group import (
@@ -64,12 +64,14 @@ class PlannedBatch:
         rows: all of them.
         asked: [T] bool, tokens that the model is asked for.
         packed: the rows of each micro-batch; equally many on every rank.
+        is_behind: the model is asked behind these tokens, which it has read; else before them.
         numbers: what a loss may know of the rows; None: there is no loss.
     """
 
     rows: PackedRows
     asked: torch.Tensor
     packed: list[list[int]]
+    is_behind: bool = False
     numbers: RowNumbers | None = None
 
 
@@ -182,6 +184,7 @@ class RankEngine(ABC):
         column = column_of(output, self.config)
         known = with_token_advantages(rows)
         (batch,) = self._plan([rows], lambda _: with_advantage(known, trained_tokens(known, None)))
+        batch = replace(batch, is_behind=output == SCORES)
         values = torch.zeros(rows.num_tokens)
         with torch.no_grad():
             each = [(it.own_token_index, outputs[column]) for it, outputs in self._outputs(batch)]
@@ -229,6 +232,7 @@ class RankEngine(ABC):
             return with_advantage(rows, tokens) if is_zero_elsewhere else tokens
 
         keeps_groups = isinstance(loss, NamedLoss) and loss.compares_rows
+        is_behind = isinstance(loss, NamedLoss) and loss.reads_scores
         batches = self._plan(minibatches, learning, keeps_groups=keeps_groups)
         trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
         counted = count_rows(minibatches, trained, self.rows.rank, self._shares_of_rows)
@@ -249,7 +253,8 @@ class RankEngine(ABC):
             )
             if trace is not None:
                 trace.begin(index, batch.rows)
-            self._add_gradients(replace(batch, numbers=numbers), of_minibatch)
+            asked = replace(batch, numbers=numbers, is_behind=is_behind)
+            self._add_gradients(asked, of_minibatch)
             norm = self._take_step(step, is_void=metrics.failure is not None)
             if not math.isfinite(norm):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)

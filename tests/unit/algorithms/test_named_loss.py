@@ -13,9 +13,11 @@ from loss_rows import made_tokens
 from areal_sc.algorithms.loss_trial import try_loss
 from areal_sc.algorithms.named_loss import BUILT_IN, NamedLoss, loss_of
 from areal_sc.config.ppo_settings import KLPlace, PPOConfig
+from areal_sc.config.schema import ModelHead
 from areal_sc.errors import ConfigError, WorkflowError
 
 SHAPE = [(3, 0, 0), (2, 0, 1)]
+OF_VALUES = ("value", "bradley_terry")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,27 @@ def test_each_built_in_loss_reads_the_fields_that_it_names(name: str) -> None:
     loss = loss_of(PPOConfig(loss=name))
     loss.load()(replace(tokens, fields=Asked(tokens.fields)))
     assert loss.fields == tuple(sorted(asked))
-    try_loss(loss)
+    heads = list(ModelHead) if name not in OF_VALUES else [ModelHead.value, ModelHead.lm]
+    try_loss(loss, heads[0])
+    with pytest.raises(ConfigError, match=r"depends on values|reads values: expected a model with"):
+        try_loss(loss, heads[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value", "expected"),
+    [
+        ("reverse_kl", "ratio_cap", 0.5, "a number at least 1, or inf, got 0.5"),
+        ("value", "value_clip", -1, "a number above 0, or inf, got -1"),
+        ("dpo", "beta", "0.1", "a number above 0, got '0.1'"),
+        ("bradley_terry", "label_smoothing", 0.5, "a number at least 0 and below 0.5, got 0.5"),
+        ("policy_gradient", "behavior_weight_cap", 0.9, "a number at least 1, or inf, got 0.9"),
+    ],
+)
+def test_numbers_that_a_loss_cannot_have(
+    name: str, setting: str, value: object, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"loss {name}, {setting}: expected {expected}"):
+        NamedLoss(name, {setting: value}).load()
 
 
 def test_fields_of_a_loss_of_the_users_own_are_not_known() -> None:

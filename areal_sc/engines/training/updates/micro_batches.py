@@ -29,8 +29,8 @@ class MicroBatch:
         input_ids: [T] int64.
         layout: the rows' lengths.
         own: of the N tokens, those that this rank is asked for.
-        positions: [own] int64, index of the token *before* each of them among the tokens that this
-            rank computes.
+        positions: [own] int64, where the model is asked for each of them, among the tokens that
+            this rank computes: at the token before it, or at the token itself.
         targets: [own] int64, these tokens.
         token_index: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
         fields: [N, ...] values of each field of these rows at the asked tokens.
@@ -216,13 +216,16 @@ def make_micro_batch(
     device: torch.device,
     *,
     num_tokens: int = 0,
+    is_behind: bool = False,
     numbers: RowNumbers | None = None,
 ) -> MicroBatch:
     """Gathers the chosen rows. None chosen makes one token that nothing is asked of.
 
     Args:
-        asked: [T] bool over all rows. First tokens of rows are left out: nothing predicts them.
+        asked: [T] bool over all rows.
         num_tokens: a further row of padding, of which nothing is asked, makes them so many.
+        is_behind: the model is asked behind these tokens. Else first tokens of rows are left out:
+            nothing predicts them.
         numbers: what a loss may know of all rows.
     """
     lengths = [rows.lengths[row] for row in chosen] or [1]
@@ -233,7 +236,7 @@ def make_micro_batch(
         starts = torch.tensor(rows.starts)[torch.tensor(chosen)]
         token_index = torch.repeat_interleave(starts, sizes) + offset
         input_ids = require_field(rows, "input_ids")[token_index].to(torch.int64)
-        places = torch.nonzero(asked[token_index] & (offset > 0)).flatten()
+        places = torch.nonzero(asked[token_index] & ((offset > 0) | is_behind)).flatten()
     else:
         token_index = input_ids = torch.zeros(1, dtype=torch.int64)
         places = torch.zeros(0, dtype=torch.int64)
@@ -242,7 +245,8 @@ def make_micro_batch(
         input_ids = F.pad(input_ids, (0, lengths[-1]))
     layout = layout_of(lengths, device)
     tokens = layout.own_tokens
-    borders = torch.searchsorted(places, torch.tensor([tokens.start + 1, tokens.stop + 1]))
+    read = places if is_behind else places - 1
+    borders = torch.searchsorted(read, torch.tensor([tokens.start, tokens.stop]))
     own = slice(*borders.tolist())
     asked_index = token_index[places]
     fields = {f"field {name}": values[asked_index] for name, values in rows.fields.items()}
@@ -259,7 +263,7 @@ def make_micro_batch(
     there = to_device(
         {
             "input_ids": input_ids,
-            "positions": places[own] - 1 - tokens.start,
+            "positions": read[own] - tokens.start,
             "targets": input_ids[places[own]],
             **layout.tensors,
             **fields,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,10 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.algorithms.named_loss import NamedLoss, loss_of
 from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
 from areal_sc.controller.train.train_step import TrainStep
-from areal_sc.errors import MetadataError
+from areal_sc.errors import ConfigError, MetadataError
 from areal_sc.workers.rank_methods import COMPUTE
 
 
@@ -103,11 +104,27 @@ def test_a_loss_that_does_not_read_them_needs_none(
     ranks: Any = SimpleNamespace(step=SimpleNamespace(num_updates=0))
     step = TrainStep(ranks, ppo, loss_of(ppo))
     assert step.needs_proximal_logprobs is is_needed
-    assert ("proximal_logprobs" in step.needed_fields) is is_needed
 
 
-def test_fields_that_the_script_has_to_compute() -> None:
-    ppo = PPOConfig(num_minibatches=1, kl_coefficient=0.1)
-    ranks: Any = SimpleNamespace(step=SimpleNamespace(num_updates=0))
-    needed = TrainStep(ranks, ppo, loss_of(ppo)).needed_fields
-    assert needed == ["behavior_logprobs", "reference_logprobs"]
+def test_what_a_loss_cannot_have_is_told_before_a_rank_has_begun_an_update() -> None:
+    plain, kl = {"clip_center": "behavior"}, {"clip_center": "behavior", "kl_coefficient": 0.1}
+
+    async def scenario() -> None:
+        async with TrainingRun(Settings(num_minibatches=2, num_ranks=2)).started() as run:
+            batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            known = run.actor.compute_advantages(batch)
+            for rows, name, settings, missing in (
+                (batch, "policy_gradient", plain, "not ['advantages']"),
+                (known, "policy_gradient", kl, "not ['reference_logprobs']"),
+                (known, "value", {}, "not ['returns', 'values']"),
+                (known, "dpo", {}, "loss dpo: expected pairs of a data set"),
+            ):
+                with pytest.raises((MetadataError, ConfigError), match=re.escape(missing)):
+                    await run.actor.update_async(rows, NamedLoss(name, settings), advances=False)
+            with pytest.raises(MetadataError, match="proximal_logprobs"):
+                await run.actor.update_async(
+                    known, NamedLoss("policy_gradient"), num_minibatches=2, advances=False
+                )
+            await run.actor.update_async(known, NamedLoss("policy_gradient"), advances=False)
+
+    run_virtual(scenario())
