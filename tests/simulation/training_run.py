@@ -46,7 +46,8 @@ class TrainingRun(RunBooks):
     def __init__(
         self, settings: Settings, cluster_class: type[SimulatedCluster] = SimulatedCluster
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-")
+        # in memory: hundreds of runs bring files to the disk, and would wait for it
+        self._folder = tempfile.TemporaryDirectory(prefix="simulated-run-", dir="/dev/shm")
         self.disk = SimulatedDisk()
         cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
         cluster.config.max_deaths = settings.max_deaths

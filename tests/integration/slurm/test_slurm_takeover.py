@@ -19,6 +19,8 @@ from integration.slurm.test_slurm_scheduler import config_of, is_served, opened,
 
 from areal_sc.run.run_owner import Owner
 
+pytestmark = pytest.mark.usefixtures("idle_agents")
+
 ORPHAN_S = 8.0
 """Of a script that nobody starts again; the next start of others may take long."""
 
@@ -27,8 +29,6 @@ import asyncio, json, sys
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
 from msgspec import convert
-
-pytestmark = pytest.mark.usefixtures("idle_agents")
 config = convert(json.loads(sys.argv[1]), SchedulerConfig)
 scheduler = SlurmScheduler(config)
 print("began", flush=True)
