@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from dataclasses import dataclass
 
 from areal_sc.config.slurm_jobs import JobPlan
 from areal_sc.errors import ConfigError
 from areal_sc.schedulers.slurm.commands import HOPELESS_REASONS, JobState, what_to_change
-from areal_sc.schedulers.slurm.steps import Step
 
 logger = logging.getLogger(__name__)
+
+Step = subprocess.Popen[bytes]
+"""The `srun` of a step."""
 
 
 @dataclass(eq=False)

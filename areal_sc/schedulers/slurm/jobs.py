@@ -140,7 +140,7 @@ class Jobs:
         self._note()
         count = os.environ.get(RESTART_COUNT, "")
         restart = int(count) if count.isdecimal() else 0
-        job.step = self.steps.start(job.job_id, job.name, plan, nodes, restart=restart)
+        job.step = self.steps.start(job, nodes, restart=restart)
         return job
 
     def _invite(self, job: Job) -> str:

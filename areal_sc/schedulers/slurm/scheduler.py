@@ -178,7 +178,7 @@ class SlurmScheduler(OpenRun):
             node = Node(usable_facts(agent), log_path, purpose=record.purpose)
             lent = LentNode(node, agent.node, job, agent)
             if place in living:
-                node.found = living[place].workers
+                node.found = living[place].described.workers
             else:
                 lent.wait_for(lent.job)
             self._add(lent)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.config.slurm_jobs import JobPlan
 from areal_sc.config.slurm_script import RESTART_COUNT, step_lines
 from areal_sc.ids import random_id
 from areal_sc.nodes.spec import Joining
@@ -17,12 +16,11 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import start_beside
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.slurm import commands
+from areal_sc.schedulers.slurm.job import Job, Step
 
 STEPS_LOG: Final = "slurm-steps"
 STEP_END_S: Final = 5.0
 """An `srun` whose step has ended follows it by then."""
-
-Step = subprocess.Popen[bytes]
 
 
 class Steps:
@@ -46,25 +44,15 @@ class Steps:
         self._joins = joins
         self._steps: list[Step] = []
 
-    def start(
-        self,
-        job_id: str,
-        name: str,
-        plan: JobPlan,
-        nodes: Sequence[str],
-        *,
-        restart: int,
-        before: str = "",
-    ) -> Step:
+    def start(self, job: Job, nodes: Sequence[str], *, restart: int, before: str = "") -> Step:
         """An agent on each of these nodes of a job: the run's own, or the one around the script.
 
         Args:
-            name: of the steps.
             restart: how often SLURM has started the job again.
             before: a shell command that each node runs first.
         """
-        flags = [f"--jobid={job_id}", "--overlap", f"--job-name={name}"]
-        lines = step_lines(self._config, self._folder.path, plan, nodes, flags, before)
+        flags = [f"--jobid={job.job_id}", "--overlap", f"--job-name={job.name}"]
+        lines = step_lines(self._config, self._folder.path, job.plan, nodes, flags, before)
         restarts = {RESTART_COUNT: str(restart)} if restart else {}
         env = commands.environment({**self._variables, **restarts})
         command = ["bash", "-c", "\n".join(lines)]

@@ -75,7 +75,7 @@ def test_an_allocation_is_as_it_is_and_no_heterogeneous_job(
 ) -> None:
     slurm = SlurmConfig(rollout=RolloutNodes(nodes=1, constraint="other"))
     started: list[JobPlan] = []
-    steps: Any = SimpleNamespace(start=lambda job, name, plan, *_, **__: started.append(plan))
+    steps: Any = SimpleNamespace(start=lambda job, *_, **__: started.append(job.plan))
     joins: Any = None
     known = RunJobs("run", "")
     config = SchedulerConfig(run_dir="r", slurm=slurm)
