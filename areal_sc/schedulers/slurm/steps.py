@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from areal_sc.config.slurm_script import RESTART_COUNT, step_lines
 from areal_sc.ids import random_id
 from areal_sc.nodes.spec import Joining
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.agent_process import start_beside
+from areal_sc.schedulers.agent_process import start_beside, wait_or_kill
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.job import Job, Step
@@ -70,11 +69,7 @@ class Steps:
             have_ended: SLURM says so; each `srun` follows.
         """
         for step in self._steps:
-            try:
-                step.wait(STEP_END_S if have_ended else 0)
-            except subprocess.TimeoutExpired:
-                step.kill()
-                step.wait()
+            wait_or_kill(step, STEP_END_S if have_ended else 0)
 
 
 def log_of(agent: Joining, folder: RunFolder) -> Path:
