@@ -29,6 +29,14 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Returns when these tasks have ended; what they raise is nobody's business any more."""
+    ends = list(tasks)
+    for task in ends:
+        task.cancel()
+    await asyncio.gather(*ends, return_exceptions=True)
+
+
 def polled(
     look: Callable[[], T],
     limit_s: float,
