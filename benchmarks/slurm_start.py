@@ -30,9 +30,9 @@ from areal_sc.config.schema import Device, RolloutConfig, SchedulerConfig, Sched
 from areal_sc.config.slurm_settings import SlurmConfig
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.nodes.agent import PRELOAD
 from areal_sc.nodes.spec import ROLLOUT_ROLE, WorkerOrder
 from areal_sc.schedulers.factory import make_scheduler
-from areal_sc.workers.entry import PRELOAD
 
 LIMIT_S = 1800.0
 IMPORTS = "; ".join(f"import {name}" for name in PRELOAD if ":" not in name)

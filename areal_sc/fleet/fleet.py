@@ -29,6 +29,7 @@ from areal_sc.fleet.runtime import Runtime
 from areal_sc.fleet.worker_life import Launching, Lives, Started, Tell
 from areal_sc.nodes.spec import ROLLOUT_ROLE, LivingWorker, WorkerOrder
 from areal_sc.schedulers.base import Node, Scheduler, placed
+from areal_sc.system.waiting import cancel_all
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers.calls import SHUTDOWN
 
@@ -127,7 +128,7 @@ class Fleet:
             for number, node in enumerate(used, start=1):
                 self._follow(node, self.config.heartbeat_interval_s * number / len(used))
             launches = [asyncio.create_task(node.launch()) for node in used]
-            undo.push_async_callback(_cancel_all, launches)
+            undo.push_async_callback(cancel_all, launches)
             await asyncio.gather(*launches)
             undo.pop_all()
         self._list_members()
@@ -168,7 +169,7 @@ class Fleet:
         if not node.members:
             watch = self._nodes.pop(node)
             self._room.close(node.node)
-            await _cancel_all([watch])
+            await cancel_all([watch])
             await node.close(ends_workers=False)
             self._past_bytes += node.num_bytes
             await self._room.give_back([node.node])
@@ -395,7 +396,7 @@ class Fleet:
 
         When a later start of the script has taken the run over, its workers go on.
         """
-        await _cancel_all(list(self._nodes.values()))
+        await cancel_all(self._nodes.values())
         term = self._scheduler.term
         is_ours = term is None or not term.is_over
         alive = [m for node in self._nodes for m in node.members if is_ours and not m.failure]
@@ -406,9 +407,3 @@ class Fleet:
         await asyncio.gather(*(node.close(ends_workers=is_ours) for node in self._nodes))
         self._nodes.clear()
         self._forget()
-
-
-async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -53,6 +53,7 @@ from areal_sc.fleet.worker_life import (
 from areal_sc.run.run_status import Restart as RestartStatus
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.system import telling
+from areal_sc.system.waiting import cancel_all
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +146,7 @@ class Recovery:
     async def close(self) -> None:
         """Ends the starts that go on; none begins any more."""
         self._bring_up = None
-        starts = list(self._starts.values())
-        for start in starts:
-            start.cancel()
-        await asyncio.gather(*starts, return_exceptions=True)
+        await cancel_all(self._starts.values())
 
     def _begin_start(self, unit: str, after_s: float) -> None:
         if self._bring_up is None:

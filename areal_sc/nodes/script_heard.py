@@ -14,6 +14,7 @@ from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, NotPermitted, StaleTerm, TransportError
 from areal_sc.nodes.joining import JOIN_LIMIT_S
 from areal_sc.nodes.wishes import Wishes
+from areal_sc.system.waiting import cancel_all
 
 MAX_SILENT_INTERVALS: Final = 5
 """A script that lives asks for news at every interval."""
@@ -84,9 +85,7 @@ class ScriptHeard:
             if meeting.done():
                 meeting.result()
         finally:
-            for task in (meeting, ending):
-                task.cancel()
-            await asyncio.gather(meeting, ending, return_exceptions=True)
+            await cancel_all([meeting, ending])
 
     async def _meet(self, join: Callable[[float], Awaitable[None]]) -> None:
         give_up_s = time.monotonic() + min(JOIN_LIMIT_S, self._config.orphan_timeout_s)

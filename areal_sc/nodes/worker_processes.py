@@ -31,6 +31,7 @@ from areal_sc.nodes.spec import EndedWorker, WorkerOrder, WorkerReport, WorkerSp
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.fork_server import Child, ForkServer
 from areal_sc.system.process import IS_STOPPED, process_state
+from areal_sc.system.waiting import cancel_all
 from areal_sc.transport.rpc.newest_term import NewestTerm
 from areal_sc.transport.security.passes import WorkerKeys
 
@@ -118,9 +119,7 @@ class WorkerProcesses:
         try:
             return await asyncio.gather(*starts)
         except BaseException:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+            await cancel_all(starts)
             orders = [spec.order for spec, _ in specs]
             await self._kill([w for w in self.living.values() if w.order in orders])
             raise

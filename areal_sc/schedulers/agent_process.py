@@ -53,6 +53,15 @@ def start_beside(
         )
 
 
+def wait_or_kill(process: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Returns when a child has ended, by SIGKILL if it takes longer."""
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 class StartedAgent:
     """An agent that is a child of this process.
 
@@ -84,10 +93,7 @@ class StartedAgent:
     def end(self, grace_s: float) -> None:
         """It ends its workers and cleans up. SIGKILL if that takes longer."""
         self._process.send_signal(END_SIGNAL)
-        try:
-            self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        wait_or_kill(self._process, grace_s)
 
     def kill(self) -> None:
         """With it die its fork server and all workers. It has ended when this returns."""

@@ -274,7 +274,8 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         others: list[FoundAgent] = []
         for it in find_agents(self.folder, self.keys):
             agent = self._agent_of(it.joining.job)
-            is_alike = settings_of_agents(it.config, it.calls_format) == wanted
+            told = it.described
+            is_alike = settings_of_agents(told.config, told.calls_format) == wanted
             if agent is not None and is_alike and len(found) < num_nodes:
                 found.append((agent, it))
             else:
@@ -290,8 +291,8 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
             if it not in adopted:
                 continue
             self.agents.append(agent)
-            self._workers[agent.start.name] = it.workers
-            logger.info("%s goes on, with workers=%d", agent.start.name, len(it.workers))
+            self._workers[agent.start.name] = workers = it.described.workers
+            logger.info("%s goes on, with workers=%d", agent.start.name, len(workers))
         names = [agent.start.name for agent in self.agents]
         for file in living_agents(self.folder.path):
             silent = None if file.job in names else self._agent_of(file.job)

@@ -83,7 +83,7 @@ class Scheduler(Protocol):
 
     @property
     def term(self) -> RunTerm | None:
-        """That of this process in the run; None: it has none."""
+        """The term of this process in the run; None: it has none."""
 
     async def nodes(self) -> Sequence[Node]:
         """All nodes of the run, once their agents serve; always the same objects.

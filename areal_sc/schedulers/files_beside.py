@@ -24,7 +24,7 @@ from msgspec import json
 from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.agent_process import agent_environment, start_beside
+from areal_sc.schedulers.agent_process import agent_environment, start_beside, wait_or_kill
 from areal_sc.system.process import exit_text, heard_from
 from areal_sc.transport.security.passes import Passes
 from areal_sc.transport.sockets.interface import Interface
@@ -146,9 +146,5 @@ class FilesBeside:
             return
         assert process.stdout is not None
         self._news.set()
-        try:
-            process.wait(END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        wait_or_kill(process, END_LIMIT_S)
         process.stdout.close()

@@ -9,9 +9,8 @@ from operator import not_
 
 from msgspec import MsgspecError, json
 
-from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import RunFolderError, WaitTimeout
-from areal_sc.nodes.spec import DESCRIBE, END, Joining, LivingWorker, NodeFacts
+from areal_sc.nodes.spec import DESCRIBE, END, Joining, NodeDescription
 from areal_sc.run.agent_files import AgentFile, living_agents
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import RunTerm
@@ -28,20 +27,15 @@ class FoundAgent:
 
     Attributes:
         joining: as it would join.
-        workers: that run there.
-        config: the agent was started with it.
-        calls_format: as in `NodeDescription`.
+        described: what it tells of itself.
     """
 
     joining: Joining
-    workers: list[LivingWorker]
-    config: SchedulerConfig
-    calls_format: int
+    described: NodeDescription
 
     @property
     def address(self) -> AgentAddress:
-        assert isinstance(self.joining.facts, NodeFacts), "it answers"
-        return AgentAddress.of(self.joining.facts)
+        return AgentAddress.of(self.described.facts)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -98,7 +92,7 @@ def find_agents(folder: RunFolder, keys: RunKeys, lent: Sequence[Joining] = ()) 
         if (told := answered.get(address)) is not None:
             what = place.job, place.node, place.pid, told.facts, told.facts.key
             joining = Joining(*what, restart=place.restart, step=place.step)
-            found.append(FoundAgent(joining, told.workers, told.config, told.calls_format))
+            found.append(FoundAgent(joining, told))
     return found
 
 

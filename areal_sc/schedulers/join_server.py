@@ -221,7 +221,11 @@ class JoinServer:
         RunFolderError: the folder cannot be written. StaleTerm.
         """
         await self._is_open.wait()
-        self._join(joining)
+        try:
+            self._join(joining)
+        except NotPermitted as error:
+            self.refused.add(error)
+            raise
         if joining.shares_folder:
             return Welcome(self.address)
         async with self._one_notes:  # those that come at one time are noted together
@@ -264,23 +268,14 @@ class JoinServer:
             place, told = (joining.job, joining.node), replace(joining, secret="")
             # who joined an earlier start of the script has a secret that this one may not know
             facts, known = joining.facts, self._joined.get(place)
-            is_replaced = isinstance(facts, NodeFacts) and facts.incarnation in self._replaced
-            if is_replaced or known != told:
-                self._admit(joining, is_replaced=is_replaced)
-            self._joined[place] = told
-
-    def _admit(self, joining: Joining, *, is_replaced: bool) -> None:
-        """Raises: NotPermitted: as `_join`."""
-        invited = self._invited.get(_digest(joining.secret))
-        try:
-            if invited is None:
-                raise NotPermitted("the secret is that of no invitation")
-            if is_replaced:
+            if isinstance(facts, NodeFacts) and facts.incarnation in self._replaced:
                 raise NotPermitted("another agent has taken the place of this one")
-            invited.admit(joining)
-        except NotPermitted as error:
-            self.refused.add(error)
-            raise
+            if known != told:
+                invited = self._invited.get(_digest(joining.secret))
+                if invited is None:
+                    raise NotPermitted("the secret is that of no invitation")
+                invited.admit(joining)
+            self._joined[place] = told
 
 
 def _stop_run(_: None) -> bool:

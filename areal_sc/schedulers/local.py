@@ -198,9 +198,11 @@ class LocalScheduler(OpenRun):
 
     def _clean_up_after(self, memory_root: Path) -> None:
         """Deletes what a killed agent leaves, once its workers have died, too."""
+        left = user_folder(memory_root) / self._run_id
 
         def is_gone() -> bool:
-            clean_leftovers(memory_root)
-            return not (user_folder(memory_root) / self._run_id).exists()
+            if left.exists():
+                clean_leftovers(memory_root)
+            return not left.exists()
 
         polled(is_gone, self.config.shutdown_timeout_s, 0.05)

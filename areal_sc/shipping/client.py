@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
@@ -20,6 +20,7 @@ from areal_sc.errors import PeerLost, RpcTimeout, StaleCall, TransportError, Wai
 from areal_sc.ids import random_id
 from areal_sc.shipping import calls
 from areal_sc.shipping.names import checked_name
+from areal_sc.system.waiting import all_of
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.transport import Connection, Transport
@@ -252,17 +253,5 @@ async def _some_at_once(work: Callable[[int], Awaitable[None]], num_bytes: int) 
         for offset in offsets:
             await work(offset)
 
-    await together(
-        [next_ones() for _ in range(min(NUM_AT_ONCE, -(-num_bytes // calls.PIECE_BYTES)))]
-    )
-
-
-async def together(work: Sequence[Awaitable[None]]) -> None:
-    """Ends with the first error, by its own name."""
-    tasks = [asyncio.ensure_future(it) for it in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    num_pieces = -(-num_bytes // calls.PIECE_BYTES)
+    await all_of(next_ones() for _ in range(min(NUM_AT_ONCE, num_pieces)))

@@ -134,34 +134,28 @@ class FolderInPlace(NodeFolder):
 
     async def _bring_logs_back(self) -> None:
         """To `logs/<node>/` of the run folder, as far as that works."""
-        refusal: NotPermitted | None = None
-        for keys in self._keys.values():
-            try:
-                return await self._bring_logs_back_as(keys)
-            except NotPermitted as error:  # the worker was started again elsewhere, say
-                refusal = error
-        if refusal is not None:
-            logger.warning("the logs of this node are not taken: %s", refusal)
-
-    async def _bring_logs_back_as(self, keys: WorkerKeys) -> None:
-        """Raises: NotPermitted: the keys are void."""
-        transport = ZmqTransport(client=CurveClient.of_worker(keys))
         below = f"logs/{socket.gethostname()}"
         logs = {it.name: it for it in sorted(RunFolder(self.config.run_dir).logs.iterdir())}
         if _STANDARD_ERROR.resolve().is_relative_to(self._cache.path):
             logs["agent.log"] = _STANDARD_ERROR
-        try:
-            # whoever ends the agent does not wait for long
-            async with asyncio.timeout(self.config.shutdown_timeout_s):
-                async with ScriptFiles.opened(transport, self._files_address) as files:
-                    for name, log in logs.items():
-                        await files.write_file(log, f"{below}/{name}", is_log=True)
-        except NotPermitted:
-            raise
-        except (ArealError, OSError) as error:  # the time limit's is an OSError, too
-            logger.warning("not all logs of this node came back to the run folder: %s", error)
-        finally:
-            await transport.close()
+        for keys in self._keys.values():
+            transport = ZmqTransport(client=CurveClient.of_worker(keys))
+            try:
+                # whoever ends the agent does not wait for long
+                async with asyncio.timeout(self.config.shutdown_timeout_s):
+                    async with ScriptFiles.opened(transport, self._files_address) as files:
+                        for name, log in logs.items():
+                            await files.write_file(log, f"{below}/{name}", is_log=True)
+                return
+            except NotPermitted:  # the worker was started again elsewhere, say
+                continue
+            except (ArealError, OSError) as error:  # the time limit's is an OSError, too
+                logger.warning("not all logs of this node came back to the run folder: %s", error)
+                return
+            finally:
+                await transport.close()
+        if self._keys:
+            logger.warning("the logs of this node are not taken: its workers are elsewhere by now")
 
 
 def _check_weights_folder(order: WorkerOrder, run_dir: str) -> None:

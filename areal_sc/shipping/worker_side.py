@@ -26,12 +26,13 @@ from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.node_folder import WorkerFiles
 from areal_sc.nodes.spec import Shipped
 from areal_sc.records.record_files import RecordStore
-from areal_sc.shipping.client import ScriptFiles, together, until_there
+from areal_sc.shipping.client import ScriptFiles, until_there
 from areal_sc.shipping.node_cache import NodeCache
 from areal_sc.shipping.sent_records import RecordSender
 from areal_sc.sources.reference_paths import code_folders, data_paths, script_files
 from areal_sc.sources.row_file import GROWING
 from areal_sc.system.durable import remove, write_atomic
+from areal_sc.system.waiting import all_of
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import Transport
 
@@ -80,7 +81,7 @@ class ShippedFiles(WorkerFiles):
     async def _bring_source(self, number: int) -> None:
         async with self._opened() as files:
             wanted = self._growing.get(number) or await self._bring_new(files, number)
-            await together([self._bring_rest(files, it) for it in wanted])
+            await all_of(self._bring_rest(files, it) for it in wanted)
         self._growing[number] = [it for it in wanted if Path(it).name.startswith(GROWING)]
 
     async def bring_snapshot(self, folder: Path) -> None:

@@ -39,9 +39,15 @@ async def first_of(*ways: Awaitable[T]) -> T:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return next(task for task in tasks if task.done()).result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Returns when these tasks have ended; what they raise is nobody's business any more."""
+    ends = list(tasks)
+    for task in ends:
+        task.cancel()
+    await asyncio.gather(*ends, return_exceptions=True)
 
 
 def polled(

@@ -20,6 +20,7 @@ from areal_sc.nodes.spec import snapshot_name
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import FolderPlace
 from areal_sc.system.durable import partial_of
+from areal_sc.system.waiting import cancel_all
 from areal_sc.workers import rank_methods
 from areal_sc.workers.operations import Kind, Operation, digest
 from areal_sc.workers.rank import Rank
@@ -50,8 +51,7 @@ class BegunWrites:
 
     async def close(self) -> None:
         """Nobody waits any more for what the engine writes; it goes on."""
-        for write in self._writes.values():
-            await write.give_up()
+        await cancel_all(write.task for write in self._writes.values())
 
     async def begin(self, write: rank_methods.Write) -> str:
         """The folder of what is written, as the script names it; "" in memory."""
@@ -132,7 +132,7 @@ class BegunWrites:
         self._run_place.check()
         earlier = self._writes.get(operation)
         if earlier is not None and earlier.written.done():
-            await earlier.give_up()
+            await cancel_all([earlier.task])
             self._rank.operations.forget(operation)
 
         async def take() -> None:
@@ -161,11 +161,6 @@ class _Writing(NamedTuple):
 
     written: Future[None]
     task: asyncio.Task[None]
-
-    async def give_up(self) -> None:
-        """Nobody waits for it any more."""
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
 
 
 async def _finished(

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+from areal_sc.system.waiting import cancel_all
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 from areal_sc.workers.descriptions import EndedRun
 
@@ -89,10 +90,7 @@ class GroupRuns:
 
     async def close(self) -> None:
         """Ends all runs."""
-        tasks = [*self._going.values(), *self._played.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._going.values(), *self._played.values()])
 
     async def _play(
         self, run: GroupAttempt, play: Callable[[], Coroutine[Any, Any, GroupReply]]

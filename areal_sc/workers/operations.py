@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from areal_sc.errors import EngineFailed, StaleCall
+from areal_sc.system.waiting import cancel_all
 
 logger = logging.getLogger(__name__)
 
@@ -149,10 +150,7 @@ class Operations:
 
     async def close(self) -> None:
         """Cancels what waits or runs."""
-        tasks = [task for _, task in self._noted.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # callers have got what they raised
+        await cancel_all(task for _, task in self._noted.values())
 
     async def _in_turn(
         self,

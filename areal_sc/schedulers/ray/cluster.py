@@ -29,7 +29,7 @@ from msgspec import json
 from areal_sc.config.ray_settings import RayConfig
 from areal_sc.errors import ConfigError, SchedulerSilent
 from areal_sc.log import log_tail
-from areal_sc.schedulers.agent_process import agent_environment, start_beside
+from areal_sc.schedulers.agent_process import agent_environment, start_beside, wait_or_kill
 
 CONNECT_LIMIT_S: Final = 55.0
 """A cluster that is there has answered by then, also on a machine that is busy."""
@@ -133,10 +133,7 @@ class RayCluster:
         with self._one_writes, suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
-        try:
-            self._process.wait(_END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        wait_or_kill(self._process, _END_LIMIT_S)
         self._thread.join(_END_LIMIT_S)
 
     def _start_process(self) -> subprocess.Popen[bytes]:

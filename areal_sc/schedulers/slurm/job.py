@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from areal_sc.config.slurm_jobs import JobPlan
 from areal_sc.errors import ConfigError
+from areal_sc.nodes.spec import Joining
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.slurm.commands import HOPELESS_REASONS, JobState, what_to_change
-from areal_sc.schedulers.slurm.steps import Step
+
+STEPS_LOG: Final = "slurm-steps"
 
 logger = logging.getLogger(__name__)
+
+Step = subprocess.Popen[bytes]
+"""The `srun` of a step, on this machine."""
 
 
 @dataclass(eq=False)
@@ -63,3 +72,9 @@ class Job:
                 logger.warning("job=%s kind=%s waits for its nodes: %s", *what)
             text += state.start
         self.told = text
+
+
+def log_of(agent: Joining, folder: RunFolder) -> Path:
+    """Where its `srun` writes what it says: each agent of a run has a log of its own."""
+    again = f"-{agent.restart}" if agent.restart else ""
+    return folder.log_path(f"agent/{agent.node}-{agent.job}.{agent.step}{again}")

@@ -21,21 +21,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import JobPlan, job_plans, merged_plan
-from areal_sc.config.slurm_script import JOIN_SECRET, RESTART_COUNT, job_script
+from areal_sc.config.slurm_script import JOIN_SECRET, RESTART_COUNT, job_script, step_lines
 from areal_sc.errors import ConfigError, SchedulerSilent, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.log import log_tail
 from areal_sc.nodes.spec import Joining
 from areal_sc.run.run_folder import RunFolder
+from areal_sc.schedulers.agent_process import start_beside, wait_or_kill
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.commands import JobState
 from areal_sc.schedulers.slurm.ending import end_jobs
-from areal_sc.schedulers.slurm.job import Job
+from areal_sc.schedulers.slurm.job import STEPS_LOG, Job, Step, log_of
 from areal_sc.schedulers.slurm.jobs_file import (
     NAME_PREFIX,
     JobRecord,
@@ -43,7 +45,6 @@ from areal_sc.schedulers.slurm.jobs_file import (
     LentRecord,
     RunJobs,
 )
-from areal_sc.schedulers.slurm.steps import STEPS_LOG, Steps, log_of
 from areal_sc.system.process import exit_text
 
 LOOK_EVERY_S: Final = 10.0
@@ -51,6 +52,8 @@ MAX_RESTARTS: Final = 1000
 """Restarts of a job by SLURM after which its agents are refused."""
 FIRST_LOOK_S: Final = 0.5
 """Between looks after a job was submitted; each further one waits longer."""
+STEP_END_S: Final = 5.0
+"""An `srun` whose step has ended follows it by then."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +68,6 @@ class Jobs:
     Attributes:
         config, folder: of the run.
         joins: invites agents.
-        steps: those in jobs.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Jobs:
         self._file = JobsFile(folder, known)
         self._variables = variables
         self.joins = joins
-        self.steps = Steps(config, folder, variables, joins)
+        self._steps: list[Step] = []
         self._one_submits = threading.Lock()
         self._is_closed = False
         self._jobs = [
@@ -140,8 +142,36 @@ class Jobs:
         self._note()
         count = os.environ.get(RESTART_COUNT, "")
         restart = int(count) if count.isdecimal() else 0
-        job.step = self.steps.start(job.job_id, job.name, plan, nodes, restart=restart)
+        job.step = self.start_step(job, nodes, restart=restart)
         return job
+
+    def start_step(self, job: Job, nodes: Sequence[str], *, restart: int, before: str = "") -> Step:
+        """An agent on each of these nodes of a job: the run's own, or the one around the script.
+
+        Args:
+            restart: how often SLURM has started the job again.
+            before: a shell command that each node runs first.
+        """
+        flags = [f"--jobid={job.job_id}", "--overlap", f"--job-name={job.name}"]
+        lines = step_lines(self.config, self.folder.path, job.plan, nodes, flags, before)
+        restarts = {RESTART_COUNT: str(restart)} if restart else {}
+        env = commands.environment({**self._variables, **restarts})
+        command = ["bash", "-c", "\n".join(lines)]
+        step = start_beside(command, self.folder.log_path(STEPS_LOG), env)
+        self._steps.append(step)
+        assert step.stdin is not None
+        with suppress(BrokenPipeError), step.stdin as pipe:  # who waits for the step learns its end
+            pipe.write(f"{self.joins.invite(random_id(), len(nodes), restart)}\n".encode())
+        return step
+
+    def close_steps(self, *, have_ended: bool) -> None:
+        """Nothing of them is left on this machine.
+
+        Args:
+            have_ended: SLURM says so; each `srun` follows.
+        """
+        for step in self._steps:
+            wait_or_kill(step, STEP_END_S if have_ended else 0)
 
     def _invite(self, job: Job) -> str:
         num_restarts = MAX_RESTARTS if self.config.slurm.requeue else 0
@@ -311,7 +341,7 @@ class Jobs:
         else:
             limit_s = self.config.orphan_timeout_s
             logger.error("jobs of the run are left; their agents end in %g s", limit_s)
-        self.steps.close(have_ended=have_ended)
+        self.close_steps(have_ended=have_ended)
         return have_ended
 
     def _starting_state(self, job: Job) -> JobState:

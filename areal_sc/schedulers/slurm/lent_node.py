@@ -31,9 +31,8 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import Wait
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.slurm import commands
-from areal_sc.schedulers.slurm.job import Job
+from areal_sc.schedulers.slurm.job import STEPS_LOG, Job, Step, log_of
 from areal_sc.schedulers.slurm.jobs import LOOK_EVERY_S, Jobs
-from areal_sc.schedulers.slurm.steps import STEPS_LOG, Step, log_of
 from areal_sc.system.process import exit_text
 
 _NO_ANSWER: Final = frozenset(number & 0xFF for number in (1001, 1002, 1003, 1004, 5004))
@@ -176,9 +175,7 @@ class Renewal:
             check_devices(facts.num_devices, self.job.plan, agent.node)
             logger.info("node=%s has joined", agent.node)
         else:
-            self._jobs.joins.refuse(
-                lent.node.facts.incarnation
-            )  # where it lives on, cut off, it ends
+            self._jobs.joins.refuse(lent.node.facts.incarnation)  # where it lives on, it ends
         lent.node.facts = facts
         lent.incarnations.add(lent.node.facts.incarnation)
         lent.node.found = []
@@ -234,10 +231,9 @@ class Renewal:
         lent.wait_for(self.job)
 
     def _start_step(self, name: str, before: str = "") -> None:
-        job, self._name = self._lent.job, name
-        words, agent = (job.job_id, job.name, job.plan, [name]), self._lent.agent
+        job, agent, self._name = self._lent.job, self._lent.agent, name
         restart = agent.restart if agent else 0
-        self._step = self._jobs.steps.start(*words, restart=restart, before=before)
+        self._step = self._jobs.start_step(job, [name], restart=restart, before=before)
         self._step_s = self._looked_s = time.monotonic()
 
     def _look_at_step(self, step: Step, used: Set[str]) -> None:

@@ -48,7 +48,7 @@ from areal_sc.schedulers.found_agents import FoundAgent
 from areal_sc.schedulers.open_run import OpenRun, keys_of
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.guard import JobsGuard
-from areal_sc.schedulers.slurm.job import Job
+from areal_sc.schedulers.slurm.job import Job, log_of
 from areal_sc.schedulers.slurm.jobs import Jobs
 from areal_sc.schedulers.slurm.jobs_file import LentRecord, digest_of
 from areal_sc.schedulers.slurm.lent_node import (
@@ -59,7 +59,6 @@ from areal_sc.schedulers.slurm.lent_node import (
     lent_nodes,
     usable_facts,
 )
-from areal_sc.schedulers.slurm.steps import log_of
 from areal_sc.schedulers.slurm.taken_jobs import EarlierStart, find_earlier
 from areal_sc.system import interrupts
 from areal_sc.system.process import allow_open_files
@@ -178,7 +177,7 @@ class SlurmScheduler(OpenRun):
             node = Node(usable_facts(agent), log_path, purpose=record.purpose)
             lent = LentNode(node, agent.node, job, agent)
             if place in living:
-                node.found = living[place].workers
+                node.found = living[place].described.workers
             else:
                 lent.wait_for(lent.job)
             self._add(lent)
@@ -304,7 +303,7 @@ class SlurmScheduler(OpenRun):
         """Returns when nothing is left, as far as SLURM can be asked."""
         if self.term.is_over:
             self._guard.leave()
-            self._jobs.steps.close(have_ended=False)
+            self._jobs.close_steps(have_ended=False)
             return
         facts = [it.facts for it in self._joins.agents() if isinstance(it.facts, NodeFacts)]
         told = self._tell_to_end(facts)

@@ -36,6 +36,7 @@ from areal_sc.errors import (
     ShardGone,
     TransportError,
 )
+from areal_sc.system.waiting import cancel_all
 from areal_sc.transport.bulk.credits import Credits
 from areal_sc.transport.bulk.messages import (
     FAILURE,
@@ -175,8 +176,7 @@ class OwnerConnection:
 
     async def close(self) -> None:
         """Ends the connection; what waits fails."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_all([self._task])
 
     def on_head(self, kind: int, num_bytes: int) -> Sequence[memoryview]:
         """Where the content of a reply goes. Raises: ProtocolError: it is no answer."""

@@ -29,6 +29,7 @@ from areal_sc.errors import (
     ServerBusy,
     TransportError,
 )
+from areal_sc.system.waiting import cancel_all
 from areal_sc.transport.rpc.codec import (
     ANY_INCARNATION,
     MAX_FRAMES,
@@ -204,11 +205,8 @@ class RpcServer:
         if self._is_closing or not (self._context and self._socket):
             return
         self._is_closing = True
-        tasks = [execution.task for execution in self._running.values()]
-        for task in tasks:
-            task.cancel()
         try:
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(execution.task for execution in self._running.values())
         finally:
             if self._guard is not None:
                 self._guard.close()

@@ -222,14 +222,8 @@ class ArenaFolder:
         return taken
 
     def by_incarnation(self) -> dict[str, str]:
-        """Paths of all arenas; two of one incarnation could not be told apart, and are left out."""
-        found: dict[str, str] = {}
-        ambiguous = set()
-        for _, incarnation, path in _arenas(self.path):
-            if incarnation in found:
-                ambiguous.add(incarnation)
-            found[incarnation] = str(path)
-        return {name: path for name, path in found.items() if name not in ambiguous}
+        """Paths of all arenas; no two lives of workers have one name."""
+        return {incarnation: str(path) for _, incarnation, path in _arenas(self.path)}
 
     def held_bytes(self, role: str) -> int:
         """Bytes of memory in the arenas of all workers of a role, the dead ones included."""

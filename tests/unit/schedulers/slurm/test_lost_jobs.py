@@ -75,14 +75,13 @@ def test_an_allocation_is_as_it_is_and_no_heterogeneous_job(
 ) -> None:
     slurm = SlurmConfig(rollout=RolloutNodes(nodes=1, constraint="other"))
     started: list[JobPlan] = []
-    steps: Any = SimpleNamespace(start=lambda job, name, plan, *_, **__: started.append(plan))
     joins: Any = None
     known = RunJobs("run", "")
     config = SchedulerConfig(run_dir="r", slurm=slurm)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setattr(commands, "host_names", lambda _: ["node1", "node2"])
     jobs = Jobs(config, RunFolder(tmp_path), known, {}, joins)
-    jobs.steps = steps
+    monkeypatch.setattr(jobs, "start_step", lambda job, *_, **__: started.append(job.plan))
     [job] = jobs.begin()
     assert (job.job_id, started) == ("5", [job.plan])
     assert job.plan.shares == {Purpose.train: 1, Purpose.rollout: 1}, "one step for both kinds"

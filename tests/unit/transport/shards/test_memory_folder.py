@@ -294,16 +294,6 @@ def test_arenas_are_taken_over_from_the_dead_alone(tmp_path: Path) -> None:
     folder.remove()
 
 
-def test_two_arenas_of_one_incarnation_are_not_guessed_between(tmp_path: Path) -> None:
-    folder = ArenaFolder(tmp_path, "run")
-    made = [folder.create(name, life) for name, life in [("a", "1"), ("b", "1"), ("c", "2")]]
-    assert list(folder.by_incarnation()) == ["2"]
-    for files in made:
-        files.close()
-    folder.remove()
-    assert folder.by_incarnation() == {}
-
-
 def root_of(run_dir: Path, wanted: str = "auto", **limits: Any) -> Path:
     return memory_root(wanted, run_dir, Path("/node/folder"), **limits)
 
