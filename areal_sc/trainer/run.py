@@ -59,7 +59,7 @@ from areal_sc.trainer.resume_checks import check_resumed, compare_with_begin
 from areal_sc.trainer.retreats import Retreats
 from areal_sc.trainer.run_description import run_description
 from areal_sc.trainer.snapshots import SnapshotState, load_latest_snapshot
-from areal_sc.trainer.steps import BareStep, Step, count, rejections_in
+from areal_sc.trainer.steps import BareStep, Step, count_from, rejections_in
 from areal_sc.trainer.stopping import stop_wishes
 
 logger = logging.getLogger(__name__)
@@ -183,16 +183,15 @@ class Run:
             what `start` raises.
         """
         self._adviser = Adviser(self.config, self.folder.path)
-        tell = partial(self._tell_step, rollout)
+
+        def begin() -> Step:
+            return Step(actor, rollout, self._counted, partial(self._tell_step, rollout))
+
         with self._started(actor, rollout, *others):
             if self.config.dry_run:
-                yield iter([Step(actor, rollout, {}, tell)])
+                yield iter([begin()])
                 return
-            now, then = count(actor, rollout), self._counted
-            # those of workers that have lived on; what they did without a script counts
-            self._counted = {name: min(n, then.get(name, n)) for name, n in now.items()}
-            steps = self._steps(actor, rollout, lambda: Step(actor, rollout, self._counted, tell))
-            with closing(steps):
+            with closing(self._steps(actor, rollout, begin)) as steps:
                 yield steps
 
     @contextmanager
@@ -321,10 +320,9 @@ class Run:
 
     def _resume(self, actor: TrainController, rollout: SnapshotState) -> None:
         history = History.read(self.folder.metrics_path)
-        steps = history.steps
         self._health.remember(history)
         step = self._load_newest(actor, rollout)
-        last = steps[-1].step if steps else step
+        last = history.steps[-1].step if history.steps else step
         lost = f"; {last - step} later steps are lost, and trained again" if last > step else ""
         self.display.note(f"resumed after step {step}{lost}")
         self.log.event("resumed", step=step)
@@ -385,6 +383,8 @@ class Run:
     def _steps(
         self, actor: TrainController, rollout: SnapshotState, begin: Callable[[], S]
     ) -> Generator[S, None, None]:
+        if isinstance(rollout, RolloutController):
+            self._counted = count_from(self._counted, actor, rollout)
         total, settings = self.config.total_steps, self.config.checkpoint
         limit_s = settings.stop_within_s if self.checkpoints and settings.every_steps else 0.0
         with (

@@ -48,6 +48,18 @@ def count(actor: TrainController, rollout: RolloutController) -> dict[str, float
     return counters
 
 
+def count_from(
+    before: Mapping[str, float], actor: TrainController, rollout: RolloutController
+) -> dict[str, float]:
+    """`count` to go on from: what workers did while no script recorded it is still to count.
+
+    Args:
+        before: at the end of the newest step that an earlier start has recorded.
+    """
+    counters = count(actor, rollout)
+    return {name: min(n, before.get(name, n)) for name, n in counters.items()}
+
+
 def rejections_in(counters: Mapping[str, float]) -> RejectionCounts:
     """What was rejected when `count` gave these."""
     episodes = {

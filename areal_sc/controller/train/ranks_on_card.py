@@ -68,7 +68,7 @@ class RanksOnCard:
             except ArealError as error:
                 if not await self._calls.lose_hung(error):
                     self._fleet.lose(first, incarnation, f"has kept the card's memory: {error}")
-                # which raises that the ranks were given up
+                # they are up again, or without memory; raises that they were given up
                 await first_of(self._recovery.wait_until_ready(first), left.wait())
             else:
                 self.note_left()
