@@ -107,13 +107,12 @@ class TimeLine:
         )
 
     @property
-    def damage(self) -> list[str]:
-        """What cannot be read, and what is gone, in sentences."""
-        lost = (
-            f"{self._num_lost} records are lost: they came faster than they could be written, or "
-            "while their worker could not reach the run folder"
+    def lost(self) -> list[str]:
+        """How many records no worker had room for, in a sentence, if there are any."""
+        why = (
+            "they came faster than they could be written, or while the run folder was out of reach"
         )
-        return [*self._blocks.damage, *([lost] if self._num_lost else [])]
+        return [f"{self._num_lost} records are lost: {why}"] if self._num_lost else []
 
     def held(self) -> dict[str, int]:
         """Name of a process -> the policy version that it began to sample by last."""
@@ -143,7 +142,7 @@ class TimeLine:
             "first": first,
             "last": last,
             "kinds": list(self._kinds),
-            "damage": self.damage,
+            "damage": [*self._blocks.damage, *self.lost],
         }
         if first is None or last is None or begin is None:
             return {**told, "processes": [], "abouts": [], "num_left_out": 0}

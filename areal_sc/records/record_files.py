@@ -134,15 +134,14 @@ class FilesOfProcess:
 
     def replace_open(self, content: bytes) -> None:
         """Raises: OSError: the file cannot be written."""
-        if content:
-            path = self._open_path = self._open_path or self._begin_open()
-            partial = path.with_name(f".{path.name}.partial")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(partial, flags, _MODE), "wb", buffering=0) as file:
-                file.write(content)
-            partial.replace(path)
-        elif self._open_path is not None:
-            self._open_path.unlink(missing_ok=True)
+        path = self._open_path = self._open_path or self._begin_open()
+        if not content:
+            return path.unlink(missing_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(partial, flags, _MODE), "wb", buffering=0) as file:
+            file.write(content)
+        partial.replace(path)
 
     def close(self) -> None:
         for file in self._open.values():

@@ -30,7 +30,7 @@ async function showRecorded(run, words) {
     ),
   ]);
   const chosen = recorded.rows.find((one) => nameOf(one) === name);
-  if (!chosen) throw new Error(`${recorded.damage.join("; ")} The row ${name} is not recorded (records.keep), gone (records.max_bytes), or lost (see Time line).`.trim());
+  if (!chosen) throw new Error(`${recorded.damage.join("; ")} The row ${name} is not recorded (records.keep), gone (records.max_bytes), or lost.`.trim());
   const to = (one, more) => linkTo("row", { ...asked, ...more, run: run.name, name: nameOf(one) });
   const ofGroup = recorded.rows.filter((one) => one.episode >= 0 && one.attempt === chosen.attempt);
   const place = ofGroup.indexOf(chosen);

@@ -29,6 +29,7 @@ from areal_sc.page.server import STATIC, PageServer
 from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import MetricsLog
 from areal_sc.records.samples import Place
+from areal_sc.records.spans import LOST
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.disk import Disk
 from areal_sc.system.json_lines import JsonLines
@@ -353,6 +354,18 @@ async def test_whatever_lies_in_the_folder_each_view_answers(
     ]
     for view in ("steps", "rows", "groups", "fleet", "time", "recorded/0"):
         assert (await get(session, f"/api/runs/0/{view}"))["damage"], view
+
+
+async def test_views_of_rows_say_how_many_records_are_lost(
+    session: ClientSession, folder: RunFolder
+) -> None:
+    recorder = recorder_of(folder.path, process="rollout/1")
+    for about in ("3", "4"):
+        add_span(recorder, LOST, 1e9, 0.0, about=about)
+    recorder.close()
+    for view in ("recorded", "recorded/0", "time"):
+        [told] = (await get(session, f"/api/runs/0/{view}"))["damage"]
+        assert told.startswith("7 records are lost: "), view
 
 
 @pytest.mark.parametrize("kept", ["run.json", ""])

@@ -80,3 +80,14 @@ def test_what_lives_were_doing_is_kept_apart_and_the_oldest_go(tmp_path: Path) -
     found = record_files(tmp_path)
     assert [it.number for it in found if it.process == "rollout/0"] == [*range(4, MAX_LIVES + 4)]
     assert [it.number for it in found if it.process == "rollout/1"] == [1]
+
+
+def test_who_goes_on_with_a_life_has_its_file_of_what_goes_on(tmp_path: Path) -> None:
+    for _ in range(2):
+        files_of(tmp_path).replace_open(b"goes on")
+    [killed, last] = record_files(tmp_path)
+    successor = FilesOfProcess(tmp_path, "rollout/0", MEBI, goes_on=True)
+    successor.replace_open(b"goes on, too")
+    assert last.path.read_bytes() == b"goes on, too"
+    successor.replace_open(b"")
+    assert record_files(tmp_path) == [killed]

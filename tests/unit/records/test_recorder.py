@@ -269,7 +269,7 @@ def test_the_tokens_that_wait_for_a_slow_disk_are_bounded(
     assert num_lost >= 4
     line = TimeLine(tmp_path / "records")
     line.follow()
-    [told] = line.damage
+    [told] = line.lost
     assert told.startswith(f"{num_lost} records are lost")
 
 
