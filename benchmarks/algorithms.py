@@ -8,7 +8,8 @@ seven. Values are accuracies on 256 held-out prompts at temperature 1. Nothing i
 but the learning rate of `ppo`, which has a critic: how much of the returns' variance that explains
 is told, in the mean of the steps 11 to 40. `distillation` sees no reward: its teacher is what
 decoupled_ppo has learned. With `--staleness` rows are about so many versions old: generation runs
-ahead as far as it may.
+ahead as far as it may. On a busy machine that takes a second worker, `rollout.num_workers=2`: the
+mean staleness is told.
 Where there is a KL to a reference, its mean over the last 10 steps is told. `--folder` keeps the
 runs: the same command goes on with what it has not played yet; one with other settings is refused.
 """

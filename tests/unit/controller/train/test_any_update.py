@@ -76,6 +76,7 @@ def test_an_update_that_was_given_up_is_joined_by_the_same_one_alone() -> None:
         async with TrainingRun(SETTINGS).started() as run:
             (critic,) = run.others
             batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            batch = run.actor.compute_advantages(batch)
             call = critic.update_async(batch, "cross_entropy", advances=False)
             given_up = asyncio.create_task(call)
             # a worker tells nobody that it has begun
