@@ -153,11 +153,11 @@ class RowSearch:
         marks = ", ".join("?" * len(groups))
         with self._index.connected() as database:
             found = database.execute(
-                "SELECT number, prompt FROM groups JOIN rows ON place = groups.id "
+                "SELECT number, prompt, max(episode) FROM groups JOIN rows ON place = groups.id "
                 f"JOIN texts ON texts.id = rows.id WHERE number IN ({marks}) GROUP BY number",
                 tuple(groups),
             )
-            return {number: _text(prompt)[-SHOWN_CHARS:] for number, prompt in found}
+            return {number: _text(prompt)[-SHOWN_CHARS:] for number, prompt, _ in found}
 
     def data_row(self, dataset: int, index: int) -> str | None:
         """A row of a dataset, if one of its groups is recorded.

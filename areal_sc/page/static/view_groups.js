@@ -162,6 +162,6 @@ export async function showGroup({ run, words }) {
       : rows.length
         ? el("div", { class: "rows" }, rows.map((row) => rowCard(run, row)))
         : el("p", { class: "dim" }, finished ? "none: not recorded (records.keep), or gone (records.max_bytes)" : "none: no attempt has come to its end, when its rows are recorded"),
-    finished || kept.attempts.length ? await recorded : null,
+    finished || kept.attempts.some((it) => it.rows.length || it.rejected.length) ? await recorded : null,
   );
 }
