@@ -25,7 +25,7 @@ def fleet_view(folder: RunFolder) -> dict[str, Any]:
     Returns: `state` and `text`, of the verdict; `step`, `total_steps`; `status`, as in
         `status.json` (None: nothing that can be read); `have_workers_ended`; `snapshots`, their
         names; `logs`, with `name`, `num_bytes`, `changed` and `last`, their last line;
-        `warnings`, the newest lines of the script's log; `now`; `damage`.
+        `warnings`, the newest lines of the script's log, equal ones once; `now`; `damage`.
     """
     now, damage = time.time(), list[str]()
     told: dict[str, Any] = {"now": now, "state": "unknown", "text": "", "status": None}
@@ -96,5 +96,10 @@ def _end_of(path: Path, num_bytes: int = LOG_BYTES) -> str:
 def _warnings(path: Path) -> list[str]:
     if not path.exists():
         return []
-    lines = _end_of(path).splitlines()
-    return [line for line in lines if any(word in line for word in _WORDS)][-_WARNINGS:]
+    found: dict[str, list[str]] = {}  # what is said, without its time
+    for line in _end_of(path).splitlines():
+        if any(word in line for word in _WORDS):
+            what = line.partition(" ")[2]
+            found[what] = [*found.pop(what, []), line]
+    told = [f"{its[-1]} ({len(its)} times)" if its[1:] else its[0] for its in found.values()]
+    return told[-_WARNINGS:]

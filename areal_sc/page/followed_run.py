@@ -9,6 +9,7 @@ long, has a lock of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 from pathlib import Path
@@ -101,7 +102,10 @@ class FollowedRun:
         }
 
     def about(self) -> dict[str, Any]:
-        """Its name, folder, and settings; `notes` say what is particular about it."""
+        """Its name, folder and settings; `notes` say what is particular about it.
+
+        `model_folders` are those in which its tokenizer is sought.
+        """
         notes = []
         marker = self.folder.marker()
         if marker is None:
@@ -116,6 +120,7 @@ class FollowedRun:
             "name": self.name,
             "path": str(self.folder.path),
             "settings": settings,
+            "model_folders": [str(path) for path in self._model_folders()],
             "notes": [*notes, failure] if failure else notes,
         }
 
@@ -146,19 +151,31 @@ class FollowedRun:
             return self._rows.row(offset)
 
     def groups(self, query: GroupQuery, at: int, limit: int) -> dict[str, Any]:
-        """Groups, as `GroupBook.found` tells them."""
+        """Groups, as `GroupBook.found` tells them, with the end of each `prompt`, "" unknown."""
         with self._lock_of_groups:
-            return self._groups.found(query, at, limit)
+            found = self._groups.found(query, at, limit)
+        self.index.follow()
+        prompts = self._search.prompts([it["group"] for it in found["groups"]])
+        for account in found["groups"]:
+            account["prompt"] = prompts.get(account["group"], "")
+        return found
 
     def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
-        """What `GroupBook.lives` tells, with the `rows` of each group that were kept as samples."""
+        """What `GroupBook.lives` tells, with the `rows` of each group that were kept as samples.
+
+        `data_row`: the row of the dataset that it is of, None where that is recorded nowhere.
+        """
         with self._lock_of_groups:
             lives = self._groups.lives(groups)
         with self._lock:
             self._rows.follow()
             for group, life in lives.items():
                 life["rows"] = self._rows.of_group(group)
-            return lives
+        self.index.follow()
+        for life in lives.values():
+            account = life["account"]
+            life["data_row"] = self._search.data_row(account["dataset"], account["index"])
+        return lives
 
     def read_rows(self, seconds: float) -> dict[str, Any]:
         """Reads new rows, as `RowIndex.follow` does, and what became of their groups."""
@@ -271,10 +288,19 @@ class FollowedRun:
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the run's model, if that is on this machine."""
+        return tokenizer_of(*self._model_folders())
+
+    def _model_folders(self) -> list[Path]:
+        """Where the run's model may be: as given, seen from the run folder, and as it was saved."""
         settings = self._settings()[0]
-        path = settings.get("actor.path", "")
+        path, run_dir = settings.get("actor.path", ""), settings.get("run_dir", "")
         model = cached_model(path, settings.get("actor.revision", "")) if path else None
-        return tokenizer_of(*filter(None, (model, self.folder.path / "model")))
+        folders = [*filter(None, [model]), self.folder.path / "model"]
+        if path and run_dir and os.path.isabs(path) == os.path.isabs(run_dir):
+            # from where the script was started, which is not known here, both are seen
+            beside = self.folder.path / os.path.relpath(path, run_dir)
+            folders.insert(0, Path(os.path.normpath(beside)))
+        return folders
 
     def _dtype(self) -> Dtype:
         name = self._settings()[0].get("actor.dtype", "")

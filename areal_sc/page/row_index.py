@@ -36,8 +36,10 @@ from areal_sc.records.recorded_rows import (
 
 REJECTED: Final = -1
 """Instead of an episode's number: of episodes that have no rows, for the same cause."""
+UNFINISHED: Final = "unfinished"
+"""What has become of an attempt whose worker recorded that it began, and nothing since."""
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _BATCH_TOKENS: Final = 1 << 20
 """After so many the database is written: they take 0.2 s."""
 _MAX_METRICS: Final = 200
@@ -46,7 +48,7 @@ _BUSY_S: Final = 30.0
 _SCHEMA: Final = """
 CREATE TABLE state (json BLOB);
 CREATE TABLE groups (id INTEGER PRIMARY KEY, number INT, attempt INT, began REAL, file TEXT,
-    begins_at INT, ends_at INT);
+    begins_at INT, ends_at INT, data_row TEXT);
 CREATE INDEX groups_by_number ON groups (number, attempt);
 CREATE INDEX groups_by_file ON groups (file);
 CREATE TABLE rows (id INTEGER PRIMARY KEY, place INT, "group" INT, attempt INT, episode INT,
@@ -54,6 +56,7 @@ CREATE TABLE rows (id INTEGER PRIMARY KEY, place INT, "group" INT, attempt INT, 
     num_tokens INT, num_trained_tokens INT, first_version INT, last_version INT,
     num_interruptions INT, time REAL, step INT, staleness INT, outcome TEXT, cause TEXT);
 CREATE INDEX rows_by_place ON rows (place);
+CREATE INDEX rows_by_data_row ON rows ("index", dataset);
 CREATE TABLE texts (id INTEGER PRIMARY KEY, prompt BLOB, answer BLOB);
 CREATE TABLE metrics (name TEXT PRIMARY KEY, name_of_column TEXT);
 """
@@ -286,13 +289,16 @@ class RowIndex:
         (began,) = database.execute(f"SELECT max(began) {among}", name).fetchone()
         if began is not None:
             # a run that has gone back may have played another group of this number since
-            if began > group.began:
+            if began > group.began or (began == group.began and group.has_only_begun):
                 return
             _delete(database, f"SELECT id {among}", *name)
         place = database.execute(
-            "INSERT INTO groups (number, attempt, began, file, begins_at, ends_at) "
-            "VALUES (?, ?, ?, ?, ?, ?)",
-            (*name, group.began, new.file.path.name, new.block.begin, new.block.end),
+            "INSERT INTO groups (number, attempt, began, file, begins_at, ends_at, data_row) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(*name, group.began, new.file.path.name),
+                *(new.block.begin, new.block.end, group.prompt),
+            ),
         ).lastrowid
         columns = metric_columns(database)
         for metric in sorted({metric for row in group.rows for metric in row.metrics}):
@@ -333,9 +339,11 @@ class RowIndex:
                 ),
                 row.metrics,
             )
+        none = (None,) * 10
         for number, it in enumerate(group.rejected):
-            none = (None,) * 10
             yield (*name, REJECTED, number, *of_group, *none, "rejected", it.cause), {}
+        if group.has_only_begun:
+            yield (*name, REJECTED, 0, *of_group, *none, UNFINISHED, ""), {}
 
     def note_fates(self, fates: Mapping[tuple[int, int], Fate]) -> None:
         """What became of attempts of groups, by the numbers of both.

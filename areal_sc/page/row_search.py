@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sqlite3
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -144,6 +145,33 @@ class RowSearch:
             texts = _texts(database, [number for (number,) in found])
             return _rows(database, [(it, _text(a), _text(b)) for it, a, b in texts], None)
 
+    def prompts(self, groups: Collection[int]) -> dict[int, str]:
+        """Group -> the end of its prompt, of those groups of which one is recorded.
+
+        Raises: RunFolderError: the database cannot be had.
+        """
+        marks = ", ".join("?" * len(groups))
+        with self._index.connected() as database:
+            found = database.execute(
+                "SELECT number, prompt, max(episode) FROM groups JOIN rows ON place = groups.id "
+                f"JOIN texts ON texts.id = rows.id WHERE number IN ({marks}) GROUP BY number",
+                tuple(groups),
+            )
+            return {number: _text(prompt)[-SHOWN_CHARS:] for number, prompt, _ in found}
+
+    def data_row(self, dataset: int, index: int) -> str | None:
+        """A row of a dataset, if one of its groups is recorded.
+
+        Raises: RunFolderError: the database cannot be had.
+        """
+        with self._index.connected() as database:
+            found = database.execute(
+                "SELECT data_row FROM rows JOIN groups ON place = groups.id "
+                'WHERE "index" = ? AND dataset = ? LIMIT 1',
+                (index, dataset),
+            ).fetchone()
+        return found and str(found[0])
+
     def _ids(
         self,
         database: sqlite3.Connection,
@@ -259,8 +287,16 @@ def _rows(
     database: sqlite3.Connection, hits: Sequence[tuple[int, str, str]], wanted: str | None
 ) -> list[dict[str, Any]]:
     """Args: wanted: what a search has found them by: parts of their texts are shown; None: all."""
-    rows = _numbers(database, [number for number, _, _ in hits])
-    for row, (_, prompt, answer) in zip(rows, hits, strict=True):
+    numbers = [number for number, _, _ in hits]
+    rows = _numbers(database, numbers)
+    found = database.execute(
+        "SELECT rows.id, data_row FROM rows JOIN groups ON place = groups.id "
+        f"WHERE rows.id IN ({', '.join('?' * len(numbers))})",
+        numbers,
+    )
+    data_rows = dict(found)
+    for row, (number, prompt, answer) in zip(rows, hits, strict=True):
+        row["right_answer"] = _right_answer(data_rows[number])
         row["prompt_chars"], row["answer_chars"] = len(prompt), len(answer)
         row["prompt"], row["prompt_at"] = prompt, 0
         row["answer"], row["answer_at"] = answer, 0
@@ -271,6 +307,16 @@ def _rows(
             row["prompt"] = prompt[row["prompt_at"] :][:SHOWN_CHARS]
             row["answer"] = answer[row["answer_at"] :][:SHOWN_CHARS]
     return rows
+
+
+def _right_answer(data_row: str) -> str:
+    """What a row of a dataset has as `answer`; "": nothing, or the row is too long to be told."""
+    try:
+        row = ast.literal_eval(data_row)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return ""
+    answer = row.get("answer") if isinstance(row, dict) else None
+    return "" if answer is None else str(answer)[:SHOWN_CHARS]
 
 
 def _beginning(text: str, wanted: str, without: int) -> int:

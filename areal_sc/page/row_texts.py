@@ -48,7 +48,8 @@ class TextReader:
             prompt = group.prompt.encode()
             texts = [(found[first], found[second]) for first, second in of_group]
             texts += [(prompt, b"")] * (len(group.rows) - len(texts))
-            yield texts + [(prompt, rejection.message.encode()) for rejection in group.rejected]
+            texts += [(prompt, rejection.message.encode()) for rejection in group.rejected]
+            yield texts + [(prompt, b"")] * group.has_only_begun
 
     def _read(self, rows: Sequence[np.ndarray]) -> list[bytes]:
         if self.tokenizer is None or not rows:

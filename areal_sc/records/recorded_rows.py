@@ -108,6 +108,11 @@ class RecordedGroup(Struct, frozen=True, kw_only=True):
     rejected: tuple[RecordedRejection, ...] = ()
     num_call_bytes: int = 0
 
+    @property
+    def has_only_begun(self) -> bool:
+        """It is recorded before it runs: what may kill its worker leaves its prompt."""
+        return not self.rows and not self.rejected
+
 
 @dataclass(frozen=True)
 class RecordedTokens:

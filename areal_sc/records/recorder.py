@@ -73,7 +73,8 @@ class PlayedGroup:
 
     @property
     def is_remarkable(self) -> bool:
-        return bool(self.group.rejected) or self.group.group % KEPT_EVERY == 0
+        is_one_of_many = self.group.group % KEPT_EVERY == 0
+        return is_one_of_many or bool(self.group.rejected) or not self.episodes
 
     @property
     def num_tokens(self) -> int:
@@ -111,8 +112,8 @@ class Recorder:
         self.process = process
         self._keeps_all = config.keep is KeepRecords.all
         self.is_on = config.keep is not KeepRecords.none
-        self._waiting = deque[PlayedGroup | _WaitingRow | RecordedSpan]()
-        self._is_closing = threading.Event()
+        self._waiting = deque[PlayedGroup | _WaitingRow | RecordedSpan | threading.Event]()
+        self._is_closing, self._is_wanted = threading.Event(), threading.Event()
         self._store = store
         self._open = dict[object, RecordedSpan]()  # of `span`
         self._goes_on = False  # the store has been told of spans that do
@@ -180,12 +181,21 @@ class Recorder:
             last_version=version,
         )
 
+    def flush(self, limit_s: float = FLUSH_S) -> None:
+        """Blocks until the groups that were added are written, or for `limit_s`."""
+        if self.is_on:
+            is_written = threading.Event()
+            self._waiting.append(is_written)
+            self._is_wanted.set()
+            is_written.wait(limit_s)
+
     def close(self) -> None:
         """Writes what waits. Blocks, but not for a disk that does not answer."""
         with self._starting:
             self.is_on = False
             thread = self._thread
         self._is_closing.set()
+        self._is_wanted.set()
         if thread is not None:
             thread.join(_CLOSE_LIMIT_S)
             if thread.is_alive():
@@ -208,7 +218,9 @@ class Recorder:
     def _write(self) -> None:
         try:
             with closing(self._store):
-                while not self._is_closing.wait(FLUSH_S):
+                while not self._is_closing.is_set():
+                    self._is_wanted.wait(FLUSH_S)
+                    self._is_wanted.clear()
                     self._write_waiting()
                     self._write_open(self._find_open())
                 self._write_waiting()
@@ -236,6 +248,9 @@ class Recorder:
             record = self._waiting.popleft()
             if isinstance(record, RecordedSpan):
                 spans.append(record)
+                continue
+            if isinstance(record, threading.Event):
+                record.set()
                 continue
             if isinstance(record, _WaitingRow):
                 self._append(Series.trained, *pack_trained(record.row, record.tokens))

@@ -189,6 +189,12 @@ class RolloutWorker(Worker):
     async def _play_group(self, run: calls.GroupAttempt, group: calls.RunGroup) -> calls.GroupReply:
         """Episodes of one prompt; cancelled, it seals nothing."""
         began, began_s = time.time(), time.perf_counter()
+        if group.attempt and group.group_id >= 0 and self.recorder.is_on:
+            # it may be what killed the worker before: then only this tells its prompt
+            await self.files.bring_source(group.prompt.dataset)
+            begun = played_group(self.spec.name, group, self._text_of(group.prompt), began, ())
+            self.recorder.add_group(begun)
+            await asyncio.to_thread(self.recorder.flush)
         prefix_group = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
         row, played = await self._episodes(
             group.prompt, group.workflow, prefix_group, group.group_size

@@ -18,6 +18,7 @@ import pytest_asyncio
 from integration.browser import CHROMIUM, Tab, browser_tab
 from integration.run_process import RunProcess, open_gate, tiny_run
 from integration.test_page import OLD_RUN, Page, page_of
+from msgspec import structs
 from page_runs import CODE, EVIL, damage, make_run, row
 from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
@@ -25,7 +26,9 @@ from sample_rows import sample
 from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.page.export import exported
 from areal_sc.page.followed_run import FollowedRun
+from areal_sc.records.metrics_log import MetricsLog
 from areal_sc.records.reading import Row, rows, trained_rows
+from areal_sc.records.recorder import PlayedGroup
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.json_lines import JsonLines
 
@@ -35,8 +38,11 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 40
+KILLING_ROW = str({"prompt": EVIL, "answer": EVIL})
 LONG = "Straße " * 260_000
 """An answer of 2 MB."""
+KILLING, DATA_ROW = 5, 50
+"""A group that kills its worker, and its row of the dataset."""
 WIDTHS = ((390, True), (1280, False), (2560, True))
 
 
@@ -53,11 +59,22 @@ async def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     recorder.add_group(played(30, [trajectory(2, NUM_TOKENS)], [trajectory(1, 30)]))
     recorder.add_group(played(31, [row(("Long?", -1), (LONG, 1))]))
     recorder.add_group(played(32, [row(("Bytes?", -1), (b"\xff\xfe", 1))]))
+    recorder.add_group(killer(KILLING))
     recorder.close()
+    with closing(MetricsLog(RunFolder(path / "sound").metrics_path, clock=lambda: 1001.5)) as log:
+        for duration_s in (0.5, 0.123456789):
+            told = {"duration_s": duration_s, "num_groups": 3, "cause": "SIGKILL"}
+            log.event("workers_restarted", workers=["rollout/0"], **told)
     await make_doubtful(RunFolder(path / "doubtful"))
     with tarfile.open(OLD_RUN) as archive:
         archive.extractall(path, filter="data")
     return [path / name for name in ("sound", "damaged", "tiny", "doubtful")]
+
+
+def killer(number: int) -> PlayedGroup:
+    """The beginning of an attempt that killed its worker."""
+    group = played(number).group
+    return PlayedGroup(structs.replace(group, attempt=1, index=DATA_ROW, prompt=KILLING_ROW), {})
 
 
 async def make_doubtful(folder: RunFolder) -> None:
@@ -296,6 +313,18 @@ async def test_without_a_tokenizer_messages_are_shown(
     with page_of(tmp_path / "run") as page:
         await browser.open(page.link)
         browser.errors.clear()
+        sought = await shows(browser, "#/rows")
+        filtered = await shows(browser, "#/run")
+        assert "not on this machine" in sought
+        assert f"sought in {tmp_path / 'run' / 'model'}" in sought
+        assert "settings" in filtered
+        await browser.value(
+            "document.querySelector('[data-name=settings]').open = true;"
+            "(it => { it.value = 'DTYPE'; it.dispatchEvent(new Event('input')) })"
+            "(document.querySelector('[name=settings]'))"
+        )
+        table = await browser.value("document.querySelector('[aria-label=settings]').innerText")
+        assert table == "setting\tvalue\nactor.dtype\tfloat32"
         shown = await shows(browser, "#/row?name=1.0.0.1")
     assert "Wait: is that right?" in shown
     assert "calls python" in shown
@@ -449,6 +478,40 @@ async def test_the_time_line_is_zoomed_by_keys(runs: list[Path], page: Page, tab
     assert await tab.picture() != before
     await tab.press("Home")
     await tab.wait_for("!/first=/.test(location.hash)")
+    assert tab.errors == []
+
+
+async def test_what_kills_a_worker_is_seen(runs: list[Path], page: Page, tab: Tab) -> None:
+    shown = await shows(tab, f"#/group?group={KILLING}")
+    assert f"Row {DATA_ROW} of the data" in shown
+    assert shown.count(KILLING_ROW) == 2
+    assert f"group {KILLING}, attempt 2 unfinished" in shown
+    await shows(tab, "#/groups")
+    line = f"document.querySelector('[aria-label=groups] a[href*=\"index={DATA_ROW}\"]')"
+    told = await tab.value(f"{line}.closest('tr').innerText")
+    assert "document.title='evil'" in told
+    shown = await shows(tab, "#/rows?outcome=unfinished")
+    assert "right: <script>" in shown
+    shown = await shows(tab, "#/run?hidden=damaged|tiny|doubtful")
+    assert "workers rollout/0, duration 0.123 s to 0.5 s, groups 3, cause SIGKILL" in shown
+    await shows(tab, "#/time")
+    await tab.wait_for("document.querySelector('canvas')?.height > 50")
+    found = await tab.value(
+        "(canvas => { const box = canvas.getBoundingClientRect(), under = "
+        "document.querySelector('.under'); for (let y = 24; y < box.height; y += 4)"
+        "for (let x = 97; x < box.width; x += 2) { canvas.dispatchEvent(new PointerEvent("
+        "'pointermove', {clientX: box.x + x, clientY: box.y + y}));"
+        "if (under.innerText.includes('died')) return under.innerText }"
+        "})(document.querySelector('canvas'))"
+    )
+    assert found.startswith("rollout/0 died: SIGKILL; back after 0.5 s, 3 groups ran again")
+    seen = "(it => it.top >= 0 && it.bottom <= innerHeight)(%s.getBoundingClientRect())"
+    await tab.value("scrollTo(0, document.body.scrollHeight / 3)")
+    assert await tab.value(seen % "document.querySelector('.under')")
+    told = await tab.value(
+        "import('/static/dom.js').then(it => [59.9, 1259.6, 7199, 359999].map(it.duration))"
+    )
+    assert told == ["59.9 s", "21 min 0 s", "2 h 0 min", "100 h 0 min"]
     assert tab.errors == []
 
 

@@ -140,7 +140,7 @@ async function begin() {
   await show();
   live.textContent = isFile ? "a file, not live" : "";
   listen(follow, (isHeard) => {
-    live.textContent = isHeard ? "live" : "not live: the server does not answer";
+    live.textContent = isHeard ? "connected" : "not connected: the server does not answer";
     live.classList.toggle("lost", !isHeard);
   });
 }

@@ -39,7 +39,7 @@ const HEIGHT = 190;
  * title, note: words above it.
  * curves: {label, x, y, color, faint, dash, isPoints, isDerived, low, high}, where x is ascending; a derived one
  * stands in no legend.
- * marks: {x, label}: vertical lines.
+ * marks: {x, label, brief}: vertical lines; `brief` stands there where the label has no room.
  * xLabel: of the axis. max, min: of the values, where they are known.
  */
 export function chart({ title, note, curves, marks = [], xLabel, min = null, max = null }) {
@@ -100,7 +100,7 @@ function plotted(area, { curves, marks, xLabel, min, max }) {
     dash: curve.dash,
     spanGaps: true,
     ...(curve.isPoints && { paths: () => null }),
-    points: { size: curve.isPoints ? 7 : 5, ...((curve.isPoints || curve.x.length < 3) && { show: true }) },
+    points: { size: curve.isPoints ? 7 : 5, ...((curve.isPoints || curve.y.filter((value) => value !== null).length < 3) && { show: true }) },
     value: (_, value) => short(value),
   }));
   const last = Math.max(0, data[0].length - 1);
@@ -182,19 +182,26 @@ function drawMarks(plot, marks) {
   pen.font = `${10 * devicePixelRatio}px system-ui`;
   pen.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
   let free = left;
-  for (const { x, label } of marks) {
-    const at = plot.valToPos(x, "x", true);
-    if (at < left || at > left + width) continue;
-    pen.beginPath();
+  const inside = marks.map((mark) => ({ ...mark, at: plot.valToPos(mark.x, "x", true) })).filter(({ at }) => at >= left && at <= left + width);
+  pen.beginPath();
+  for (const { at } of inside) {
     pen.moveTo(at, top);
     pen.lineTo(at, top + height);
-    pen.stroke();
-    const room = pen.measureText(label).width + 6 * devicePixelRatio;
-    if (at >= free && at + room < left + width) {
-      pen.fillText(label, at + 3 * devicePixelRatio, top + 9 * devicePixelRatio);
-      free = at + room;
-    }
   }
+  pen.stroke();
+  pen.setLineDash([]);
+  pen.strokeStyle = styleOf("--back");
+  pen.lineWidth = 3 * devicePixelRatio;
+  const roomOf = (text) => pen.measureText(text).width + 6 * devicePixelRatio;
+  inside.forEach(({ at, label, brief = label }, place) => {
+    const until = inside[place + 1]?.at ?? left + width;
+    const text = place === 0 || at + roomOf(label) <= until ? label : brief;
+    if (at >= free && at + roomOf(text) < left + width) {
+      pen.strokeText(text, at + 3 * devicePixelRatio, top + 9 * devicePixelRatio); // the next line does not strike it through
+      pen.fillText(text, at + 3 * devicePixelRatio, top + 9 * devicePixelRatio);
+      free = at + roomOf(text);
+    }
+  });
   pen.restore();
 }
 

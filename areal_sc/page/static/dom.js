@@ -108,9 +108,10 @@ export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   if (seconds && seconds < 0.1) return `${Number((1000 * seconds).toPrecision(2))} ms`;
   if (seconds < 100) return `${Number(seconds.toPrecision(3))} s`;
-  if (seconds < 6000) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
-  if (seconds < 360000) return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
-  return `${Math.floor(seconds / 86400)} d ${Math.round((seconds % 86400) / 3600)} h`;
+  const parts = (unit, of, name, small) => `${Math.floor(Math.round(seconds / unit) / of)} ${name} ${Math.round(seconds / unit) % of} ${small}`;
+  if (seconds < 6000) return parts(1, 60, "min", "s");
+  if (seconds < 360000) return parts(60, 60, "h", "min");
+  return parts(3600, 24, "d", "h");
 }
 
 /** What went wrong, or is particular, one line each. */

@@ -106,12 +106,13 @@ function restNames(runs, shownNames) {
 
 function oneChart(spec, runs, xName, isSmooth) {
   const axis = X_AXES[xName];
+  const several = runs.length > 1;
   const curves = [];
+  const silences = [];
   for (const [place, { name, index, told }] of runs.entries()) {
     const { columns } = told;
     const xs = columns.step ? axis.of(columns) : [];
     const names = spec.prefix ? Object.keys(columns).filter((it) => it.startsWith(spec.prefix)) : spec.names;
-    const several = runs.length > 1;
     const ofRows = isOfRows(told);
     for (const [nth, column] of names.entries()) {
       if (!columns[column]?.some((value) => (ofRows ? value : value !== null))) continue; // of rows 0 is what it does not do
@@ -126,11 +127,19 @@ function oneChart(spec, runs, xName, isSmooth) {
       const faint = isSmooth && size > 2;
       curves.push({ label, x: xs, y: values, color: own, faint, dash: several && spec.prefix && nth ? [6, 3] : undefined });
     }
+    const since = spec.prefix ? 0 : silentSince(columns, names);
+    if (since) silences.push(`${several ? `${name}: ` : ""}nothing since step ${since}${columns.signal_share?.at(-1) === 0 ? ": no tokens with signal" : ""}`);
     if (spec.evaluated) curves.push(...evaluationCurves(spec.evaluated, told, xs, several ? name : "", several ? index : place));
   }
   if (!curves.length) return null;
   const { title, note, min, max } = spec;
-  return chart({ title, note, curves, marks: runs.length > 1 ? [] : marksOf(runs[0].told, axis), xLabel: axis.label, min, max });
+  return chart({ title, note: [note, ...silences].filter(Boolean).join("; "), curves, marks: several ? [] : marksOf(runs[0].told, axis), xLabel: axis.label, min, max });
+}
+
+/** The step from which on none of some columns has a value; 0: none, or they never had any. */
+function silentSince(columns, names) {
+  const last = Math.max(...names.map((name) => (columns[name] || []).findLastIndex((value) => value !== null)));
+  return last < 0 ? 0 : (columns.step[last + 1] ?? 0);
 }
 
 /** Results by the name of the set, greedy ones apart, each at the step after which it was made. */
@@ -175,7 +184,11 @@ function xOfStep(step, all, xs) {
 
 function marksOf(told, axis) {
   const xs = told.columns.step ? axis.of(told.columns) : [];
-  return told.events
-    .filter((event) => event.name in MARKED)
-    .map((event) => ({ x: xOfStep(event.after_step, told.columns.step || [], xs), label: MARKED[event.name](event) }));
+  const marks = new Map(); // one for each kind and step
+  for (const event of told.events.filter((it) => it.name in MARKED)) {
+    const key = `${event.name} ${event.after_step}`;
+    const workers = [...(marks.get(key)?.event.workers || []), ...(event.workers || [])];
+    marks.set(key, { event: { ...event, workers }, x: xOfStep(event.after_step, told.columns.step || [], xs) });
+  }
+  return [...marks.values()].map(({ event, x }) => ({ x, label: MARKED[event.name](event), brief: event.workers.length ? String(event.workers.length) : undefined }));
 }

@@ -36,7 +36,7 @@ export async function recordedRows(run, group, wanted = {}) {
     }
   };
   if (first) await show(first.name);
-  const options = rows.map((row) => [row.name, `${row.attempt ? `attempt ${row.attempt + 1}, ` : ""}episode ${row.episode}${row.row ? `, row ${row.row + 1}` : ""}: reward ${short(row.reward)}, ${short(row.num_tokens)} tokens`]);
+  const options = rows.map((row) => [row.name, `${row.attempt ? `attempt ${row.attempt + 1}, ` : ""}answer ${row.episode + 1}${row.row ? `.${row.row + 1}` : ""}: reward ${short(row.reward)}, ${short(row.num_tokens)} tokens`]);
   return el(
     "section",
     {},

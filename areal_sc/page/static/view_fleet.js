@@ -3,7 +3,7 @@
 import { change, linkTo } from "./address.js";
 import { bytes, choice, duration, el, field, notes, number, short, shown, table, tile } from "./dom.js";
 import { control, get, isFile, steps } from "./source.js";
-import { stateBadge } from "./view_run.js";
+import { folded, stateBadge, timesOf } from "./view_run.js";
 
 export const fleetParts = ["fleet", "steps"];
 
@@ -35,7 +35,7 @@ export async function showFleet({ run, words, again }) {
         : null,
       fleet.snapshots.length ? tile("newest snapshot", shown(fleet.snapshots.at(-1))) : null,
       roles.map(([name, role]) => tile(`policy version of ${name}`, number(role.version), role.lineage ? el("span", { class: "dim" }, `  lineage ${role.lineage}`) : "")),
-      roles.filter(([, role]) => role.num_open !== null).map(([, role]) => tile("groups", `${short(role.num_open - (role.num_running || 0))} queued, ${short(role.num_running)} running, ${short(role.num_finished)} finished`)),
+      roles.filter(([, role]) => role.num_open !== null).map(([, role]) => tile("groups", `${short(role.num_open - (role.num_running || 0))} queued, ${short(role.num_running)} running, ${short(role.num_finished)} ended since the script began`)),
     ),
     run.can_control && !isFile ? controls(run, fleet, roles, again) : null,
     waits(roles, ago),
@@ -140,19 +140,20 @@ function nodes(roles, ago) {
 }
 
 function restarts(events) {
-  const found = events.filter((event) => event.name === "workers_restarted").reverse();
+  const found = folded(events.filter((event) => event.name === "workers_restarted").reverse());
   return found.length
     ? [
         el("h2", {}, "Restarts"),
         table(
-          ["at", "after step", "workers", "back after", "groups that ran again", "cause"],
-          found.slice(0, 50).map((event) => [
-            new Date(1000 * event.time).toLocaleString(),
-            number(event.after_step),
-            shown((event.workers || []).join(", ")),
-            duration(event.duration_s),
-            number(event.num_groups),
-            shown(String(event.cause)),
+          ["workers", "times", "after step", "back after", "groups that ran again", "cause", "at"],
+          found.slice(0, 50).map(({ events: its, first, of }) => [
+            shown((first.workers || []).join(", ")),
+            number(its.length),
+            of("after_step", short),
+            of("duration_s", duration),
+            of("num_groups", short),
+            shown(String(first.cause)),
+            timesOf(its),
           ]),
           { label: "restarts" },
         ),

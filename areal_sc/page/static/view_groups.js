@@ -1,7 +1,7 @@
 // What became of each prompt: from its admission to the step that trained it, or why it was not.
 
 import { change, linkTo } from "./address.js";
-import { choice, el, field, notes, number, short, shown, table, tile } from "./dom.js";
+import { choice, el, field, notes, number, short, shown, table, textBox, tile } from "./dom.js";
 import { get, isFile } from "./source.js";
 import { recordedRows } from "./tokens.js";
 import { recordedCard, rowCard } from "./view_rows.js";
@@ -36,7 +36,7 @@ export async function showGroups({ run, words }) {
       el(
         "table",
         {},
-        el("thead", {}, el("tr", {}, ["group", "outcome", "step", "admitted at", "sampled by", "rows", "attempts", "worker", "row of the data"].map((head) => el("th", { scope: "col" }, head)))),
+        el("thead", {}, el("tr", {}, ["group", "outcome", "step", "admitted at", "sampled by", "rows", "attempts", "worker", "row of the data", "prompt"].map((head) => el("th", { scope: "col" }, head)))),
         body,
       ),
     ),
@@ -101,7 +101,8 @@ function groupLine(run, account) {
     number(account.num_rows),
     number(account.attempt + 1),
     shown(account.worker || "–"),
-    String(account.index),
+    isFile ? String(account.index) : el("a", { href: linkTo("rows", { run: run.name, dataset: account.dataset, index: account.index }) }, String(account.index)),
+    el("span", { class: "line prompt" }, shown(account.prompt)),
   ];
   return el("tr", {}, cells.map((cell) => el("td", {}, cell)));
 }
@@ -122,7 +123,7 @@ const SAID = {
 export async function showGroup({ run, words }) {
   const recorded = recordedRows(run, encodeURIComponent(words.group || "")).catch((error) => el("p", { class: "dim" }, shown(error.message)));
   const group = encodeURIComponent(words.group || "");
-  const [{ account, events, rows }, kept] = await Promise.all([get(`/api/runs/${run.index}/groups/${group}`), get(`/api/runs/${run.index}/recorded/${group}`)]);
+  const [{ account, events, rows, data_row: dataRow }, kept] = await Promise.all([get(`/api/runs/${run.index}/groups/${group}`), get(`/api/runs/${run.index}/recorded/${group}`)]);
   const finished = events.filter((event) => event.what === "finished").at(-1);
   return el(
     "article",
@@ -135,13 +136,17 @@ export async function showGroup({ run, words }) {
     ),
     el("h2", {}, `Group ${short(account.group)}: `, shown(outcomeOf(account))),
     el("ol", { class: "life" }, events.map((event) => el("li", {}, shown((SAID[event.what] || JSON.stringify)(event))))),
+    el("h2", {}, `Row ${short(account.index)} of the data`),
+    dataRow === null
+      ? el("p", { class: "dim" }, "Its content is recorded nowhere: none of its attempts has come to its end, or an earlier areal_sc made this run.")
+      : textBox(dataRow, "row of the data"),
     finished
       ? [
           el("h2", {}, "Rows"),
           table(
-            ["episode", "reward", "tokens", "trained", "sampled by version (tokens)"],
+            ["answer", "reward", "tokens", "trained", "sampled by version (tokens)"],
             finished.rows.map((row) => [
-              number(row.episode),
+              number(row.episode + 1),
               number(row.reward),
               number(row.num_tokens),
               number(row.versions.reduce((sum, [, count]) => sum + count, 0)),
@@ -157,6 +162,6 @@ export async function showGroup({ run, words }) {
       : rows.length
         ? el("div", { class: "rows" }, rows.map((row) => rowCard(run, row)))
         : el("p", { class: "dim" }, finished ? "none: not recorded (records.keep), or gone (records.max_bytes)" : "none: no attempt has come to its end, when its rows are recorded"),
-    finished || kept.attempts.length ? await recorded : null,
+    finished || kept.attempts.some((it) => it.rows.length || it.rejected.length) ? await recorded : null,
   );
 }

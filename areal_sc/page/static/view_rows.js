@@ -83,7 +83,7 @@ export async function showRows({ run, words, again }) {
       missing -= found.rows.length;
       const { next } = found;
       said.textContent = asked.text
-        ? `${short(listed.links.length)} found in ${next === null ? "" : `the first ${short(next)} of `}${short(found.num_fitting)} rows; ${short(found.num_rows)} in all`
+        ? `${short(listed.links.length)} found in ${next === null ? "" : `the first ${short(next)} of `}${short(found.num_fitting)} rows; ${short(found.num_rows)} in all${next === null ? "" : missing > 0 ? "; the search goes on" : "; “more” searches the rest"}`
         : `${short(listed.links.length)} shown of ${short(found.num_fitting)} that fit; ${short(found.num_rows)} rows in all`;
       more.hidden = next === null;
       more.onclick = () => go(next, 50).catch((error) => said.replaceChildren(error.message));
@@ -120,7 +120,7 @@ export async function showRows({ run, words, again }) {
     notes(first.damage, "damage"),
     isFile ? el("p", { class: "dim" }, "The newest rows of the run; the command `page` searches all of them.") : filters(run, words, table, first),
     table === RECORDED && !first.has_texts
-      ? el("p", { class: "complaint" }, "The tokenizer of the run's model is not on this machine: of the texts only the prompts of the data set are here.")
+      ? el("p", { class: "complaint" }, "The tokenizer of the run's model is not on this machine: of the texts only the rows of the data set are here. It was sought in ", shown(run.model_folders.join(", ")), ".")
       : null,
     reading,
     el("p", { class: "found" }, said, fresh),
@@ -211,7 +211,7 @@ export function recordedCard(run, row, asked = {}, stars = new Set()) {
   const name = nameOf(row);
   const isRejected = row.episode < 0;
   const link = isRejected ? linkTo("group", { run: run.name, group: row.group }) : linkTo("row", { ...asked, run: run.name, name });
-  const title = [`group ${short(row.group)}`, isRejected ? "" : `, answer ${row.episode + 1}${row.row ? `.${row.row + 1}` : ""}`];
+  const title = [`group ${short(row.group)}`, isRejected ? `, attempt ${row.attempt + 1}` : `, answer ${row.episode + 1}${row.row ? `.${row.row + 1}` : ""}`];
   const outcome = row.outcome ? el("span", { class: `outcome ${row.outcome}` }, shown(row.cause ? `${row.outcome}: ${row.cause}` : row.outcome)) : "";
   const rest = [row.step ? ` step ${short(row.step)} ` : " ", outcome];
   return card(row, link, title, rest, asked.text, isRejected || isFile ? null : star(run, name, stars));
@@ -252,6 +252,7 @@ function card(row, href, title, rest, wanted, button = null) {
     el("span", { class: "head" }, el("a", { href }, title), rest, " ", row.episode < 0 ? "" : rowNumbers(row)),
     el("span", { class: "line prompt" }, promptAt > 0 ? "…" : "", marked(row.prompt, wanted)),
     el("span", { class: "line" }, answerAt > 0 ? "…" : "", marked(row.answer, wanted), row.answer_chars > answerAt + row.answer.length ? "…" : ""),
+    row.right_answer ? el("span", { class: "line" }, el("span", { class: "dim" }, "right: "), shown(row.right_answer)) : null,
     button,
   );
 }

@@ -85,6 +85,7 @@ function summary(run, several) {
   const step = told.num_steps ? last("step") : 0;
   const results = newestResults(told.evaluations);
   const ofRows = isOfRows(told);
+  const newestSteps = `last ${Math.min(NEWEST, told.num_steps)} steps`;
   return el(
     "section",
     { class: "summary" },
@@ -97,9 +98,9 @@ function summary(run, several) {
       ofRows ? tile("loss", number(last("train/loss"))) : tile("reward", number(last("reward"))),
       columns.accuracy?.some((value) => value !== null) ? tile("accuracy", number(last("accuracy"))) : null,
       results.map((result) => tile(`${result.name}, step ${result.step}`, ...score(result))),
-      ofRows ? null : tile("tokens/s generated", number(last("generated_tokens_per_s"))),
-      tile("tokens/s trained", number(last("trained_tokens_per_s"))),
-      told.num_steps && !ofRows ? tile(`bound by, last ${Math.min(NEWEST, told.num_steps)} steps`, ...bound(columns)) : null,
+      ofRows ? null : tile(`tokens/s generated, ${newestSteps}`, number(meanOf(columns.generated_tokens_per_s))),
+      tile(`tokens/s trained, ${newestSteps}`, number(meanOf(columns.trained_tokens_per_s))),
+      told.num_steps && !ofRows ? tile(`bound by, ${newestSteps}`, ...bound(columns)) : null,
       told.num_steps && !ofRows ? episodeTile(run) : null,
       told.num_steps ? tile("newest step", duration(fleet.now - last("time")), " ago") : tile("steps", "none yet"),
     ),
@@ -127,6 +128,11 @@ function episodeTile({ name, index, told }) {
   return tile("an episode's time", el("a", { href: linkTo("time", { run: name }) }, box));
 }
 
+function meanOf(column = []) {
+  const told = column.slice(-NEWEST).filter((value) => value !== null);
+  return told.length ? Number((told.reduce((sum, value) => sum + value, 0) / told.length).toPrecision(3)) : null;
+}
+
 /** What most of the newest steps are bound by, and where their time went. */
 function bound(columns) {
   const newest = (name) => (columns[name] || []).slice(-NEWEST);
@@ -151,7 +157,7 @@ function newestResults(evaluations) {
 
 function score(result) {
   if (result.accuracy === null || result.accuracy === undefined) return [number(result.reward ?? result.workflow.loss)];
-  const interval = result.accuracy_low === null ? "" : ` ${short(result.accuracy_low)} to ${short(result.accuracy_high)}`;
+  const interval = result.accuracy_low === null ? "" : ` (95 %: ${[result.accuracy_low, result.accuracy_high].map((it) => Number(it.toPrecision(2))).join(" to ")})`;
   return [number(result.accuracy), el("span", { class: "dim", title: "95 % confidence" }, interval)];
 }
 
@@ -197,32 +203,70 @@ export function span(first, last) {
 
 const PLAIN = new Set(["kind", "name", "time", "after_step"]);
 
+/** Events that come one after another and are equal but for their numbers, together; `of` tells from where to where a number goes. */
+export function folded(events) {
+  const found = [];
+  for (const event of events) {
+    const key = JSON.stringify([event.name, ...Object.entries(event).filter(([name, value]) => !PLAIN.has(name) && typeof value !== "number")]);
+    if (found.at(-1)?.key === key) found.at(-1).events.push(event);
+    else found.push({ key, first: event, events: [event] });
+  }
+  for (const it of found) {
+    it.of = (name, told) => {
+      const values = it.events.map((event) => event[name] ?? null).filter((value) => value !== null);
+      if (!values.length) return "–";
+      const [low, high] = [told(Math.min(...values)), told(Math.max(...values))];
+      return low === high ? low : `${low} to ${high}`;
+    };
+  }
+  return found;
+}
+
+/** From when to when; the newest event comes first. */
+export function timesOf(events) {
+  const [from, to] = [events.at(-1), events[0]].map((event) => new Date(1000 * event.time));
+  const isOneDay = from.toDateString() === to.toDateString();
+  return events.length > 1 ? `${from.toLocaleString()} to ${isOneDay ? to.toLocaleTimeString() : to.toLocaleString()}` : to.toLocaleString();
+}
+
 function eventsTable(told, several) {
-  const rows = told.flatMap((run) => run.told.events.map((event) => ({ run, event }))).sort((a, b) => b.event.time - a.event.time);
+  const rows = told
+    .flatMap((run) => folded([...run.told.events].reverse()).map((it) => ({ run, ...it })))
+    .sort((a, b) => b.first.time - a.first.time);
   if (!rows.length) return null;
-  const words = (event) =>
-    Object.entries(event)
+  const words = ({ first, of }) =>
+    Object.entries(first)
       .filter(([name]) => !PLAIN.has(name))
-      .map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`)
+      .map(([name, value]) => {
+        if (typeof value === "number") return name.endsWith("_s") ? `${name.slice(0, -2)} ${of(name, duration)}` : `${name.replace("num_", "")} ${of(name, threeDigits)}`;
+        return `${name} ${Array.isArray(value) ? value.join(", ") : typeof value === "object" ? JSON.stringify(value) : value}`;
+      })
       .join(", ");
   return el(
     "section",
     {},
     el("h2", {}, "Events"),
     table(
-      [...(several ? ["run"] : []), "after step", "what", "details", "at"],
-      rows.slice(0, 50).map(({ run, event }) => [
-        ...(several ? [[dot(run.index), shown(run.name)]] : []),
-        number(event.after_step),
-        shown(String(event.name).replaceAll("_", " ")),
-        shown(words(event)),
-        new Date(1000 * event.time).toLocaleString(),
+      [...(several ? ["run"] : []), "after step", "what", "times", "details", "at"],
+      rows.slice(0, 50).map((row) => [
+        ...(several ? [[dot(row.run.index), shown(row.run.name)]] : []),
+        row.of("after_step", short),
+        shown(String(row.first.name).replaceAll("_", " ")),
+        number(row.events.length),
+        shown(words(row)),
+        timesOf(row.events),
       ]),
       { label: "events" },
     ),
     rows.length > 50 ? el("p", { class: "dim" }, `and ${rows.length - 50} earlier ones`) : null,
   );
 }
+
+function threeDigits(value) {
+  return Number.isInteger(value) ? short(value) : short(Number(value.toPrecision(3)));
+}
+
+let wantedSetting = ""; // kept when the view is made anew
 
 /** Of several runs the settings that differ; of one all, folded. */
 function settingsTable(told) {
@@ -240,10 +284,17 @@ function settingsTable(told) {
     );
   }
   if (!names.length) return null;
+  const all = table(["setting", "value"], names.map((name) => [name, shown(value(told[0], name))]), { label: "settings" });
+  const filter = (text) => {
+    wantedSetting = text;
+    for (const row of all.querySelectorAll("tbody tr")) row.hidden = !row.textContent.toLowerCase().includes(text.toLowerCase());
+  };
+  filter(wantedSetting);
   return el(
     "details",
     { "data-name": "settings" },
     el("summary", {}, `${names.length} settings`),
-    table(["setting", "value"], names.map((name) => [name, shown(value(told[0], name))]), { label: "settings" }),
+    field("only those with", el("input", { type: "search", name: "settings", value: wantedSetting, on: { input: (event) => filter(event.target.value) } })),
+    all,
   );
 }

@@ -1,8 +1,8 @@
 // What each process did when: a lane a line, interruptions as crosses, publications as lines.
 
 import { address, goTo, linkTo } from "./address.js";
-import { choice, duration, el, field, notes, number, shown, table } from "./dom.js";
-import { get, isFile } from "./source.js";
+import { choice, duration, el, field, notes, number, short, shown, table } from "./dom.js";
+import { get, isFile, steps } from "./source.js";
 import { NUM_HUES } from "./tokens.js";
 
 const GUTTER = 96; // pixels for the names of processes
@@ -17,7 +17,9 @@ export const timeParts = ["records", "steps"];
 
 export async function showTime({ run, words }) {
   const asked = { first: words.first, last: words.last, width: Math.round(innerWidth * Math.min(devicePixelRatio, 2)) };
-  let told = await get(`/api/runs/${run.index}/time`, asked);
+  const [first, { events }] = await Promise.all([get(`/api/runs/${run.index}/time`, asked), steps(run.index)]);
+  let told = first;
+  const deaths = deathsIn(events);
   if (told.begin === null) return el("p", { class: "dim" }, "Nothing is recorded of this run: it has not begun, or an earlier areal_sc made it.");
   const whole = { first: told.begin, last: told.end + SHORTEST_S };
   let view = { first: Number(words.first) || whole.first, last: Number(words.last) || whole.last };
@@ -27,7 +29,7 @@ export async function showTime({ run, words }) {
   let settling = 0;
 
   const canvas = el("canvas", { tabindex: "0", role: "img", "aria-label": "what each process did when; the table below has the sums" });
-  const under = el("p", { class: "under", role: "status" }, "point at something; drag to zoom, double-click for all; keys: + − ← → Home");
+  const under = el("p", { class: "under above", role: "status" }, "point at something; drag to zoom, double-click for all; keys: + − ← → Home");
   const range = el("span", { class: "dim" });
   const totals = el("div", {});
   const legend = el("p", { class: "legend" });
@@ -40,12 +42,13 @@ export async function showTime({ run, words }) {
     if (!width) return;
     const ratio = devicePixelRatio;
     canvas.style.height = `${layout.height}px`;
+    under.style.top = `${document.querySelector("header").offsetHeight}px`; // it stays in sight
     canvas.width = Math.floor(width * ratio);
     canvas.height = Math.floor(layout.height * ratio);
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     const scale = (width - GUTTER) / (view.last - view.first);
     const x = (time) => GUTTER + (time - view.first) * scale;
-    drawAll(pen, { told, layout, view, whole, by, width, x, drag });
+    drawAll(pen, { told, deaths, layout, view, whole, by, width, x, drag });
     range.textContent = `${duration(view.last - view.first)}, from ${clock(view.first - whole.first, (view.last - view.first) / 10)} on after the begin`;
   };
 
@@ -90,7 +93,7 @@ export async function showTime({ run, words }) {
       draw();
       return;
     }
-    const found = spanAt(told, layout, timeAt(event.offsetX), event.offsetY, (view.last - view.first) / canvas.clientWidth);
+    const found = spanAt(told, deaths, layout, timeAt(event.offsetX), event.offsetY, (view.last - view.first) / canvas.clientWidth);
     canvas.style.cursor = found?.group ? "pointer" : "default";
     if (found) under.replaceChildren(...found.words);
   });
@@ -102,7 +105,7 @@ export async function showTime({ run, words }) {
       return;
     }
     draw();
-    const found = spanAt(told, layout, timeAt(event.offsetX), event.offsetY, (view.last - view.first) / canvas.clientWidth);
+    const found = spanAt(told, deaths, layout, timeAt(event.offsetX), event.offsetY, (view.last - view.first) / canvas.clientWidth);
     if (found?.group) goTo("group", { run: run.name, group: found.group });
   });
   canvas.addEventListener("dblclick", all);
@@ -135,8 +138,8 @@ export async function showTime({ run, words }) {
       isFile ? null : el("a", { href: `/api/runs/${run.index}/trace`, download: `${run.name}.trace.json` }, "trace for Perfetto"),
     ),
     legend,
-    el("div", { class: "timeline" }, canvas),
     under,
+    el("div", { class: "timeline" }, canvas),
     el("h2", {}, "Sums of what is seen"),
     totals,
   );
@@ -173,15 +176,22 @@ function laidOut({ processes }) {
   return { places, lane, height: top };
 }
 
+/** Of each worker that died: when, until it was back, why, and how many groups ran again. */
+function deathsIn(events) {
+  return events
+    .filter((event) => event.name === "workers_restarted")
+    .flatMap(({ workers, time, duration_s: took, cause, num_groups: numGroups }) => (workers || []).map((worker) => ({ worker, at: time - (took || 0), back: time, cause: String(cause), numGroups })));
+}
+
 /** Whether a span is of an agent, which does an episode's work. */
 export function isAgent(kind) {
   return /^(the|an) agent\b/.test(kind);
 }
 
-function drawAll(pen, { told, layout, view, whole, by, width, x, drag }) {
+function drawAll(pen, { told, deaths, layout, view, whole, by, width, x, drag }) {
   const style = getComputedStyle(document.documentElement);
   const named = (name) => style.getPropertyValue(name).trim();
-  const [text, dim, grid, box, mark, back] = ["--text", "--dim", "--grid", "--box", "--mark", "--back"].map(named);
+  const [text, dim, grid, box, mark, back, bad] = ["--text", "--dim", "--grid", "--box", "--mark", "--back", "--bad"].map(named);
   pen.fillStyle = back;
   pen.fillRect(0, 0, width, layout.height);
   pen.font = "11px system-ui";
@@ -217,6 +227,10 @@ function drawAll(pen, { told, layout, view, whole, by, width, x, drag }) {
           pen.fillRect(x(began), top, Math.max(process.took[index] ? 1 : 2, x(ended) - x(began)), height);
         }
       }
+    }
+    pen.fillStyle = bad;
+    for (const { worker, at, back: until } of deaths) {
+      if (worker === process.name) pen.fillRect(x(at), place.top, Math.max(3, x(until) - x(at)), LINE);
     }
     pen.strokeStyle = text;
     pen.lineWidth = 1;
@@ -286,7 +300,7 @@ function drawPublications(pen, { told, layout, view, x, mark }) {
 /** What each colour stands for, among what is seen. */
 function legendOf({ processes }, by) {
   const kinds = new Set(processes.flatMap(({ totals }) => Object.keys(totals).filter((kind) => kind !== "episode" && totals[kind][1] > 0)));
-  const ofVersions = by === "version" ? el("span", { class: "dim" }, "answers and weights in the colour of their version, other work of an episode grey; × new weights came; ") : null;
+  const ofVersions = by === "version" ? el("span", { class: "dim" }, "answers and weights in the colour of their version, other work of an episode grey; × new weights came; red: the worker died; ") : null;
   const named = [...kinds].filter((kind) => by === "kind" || !isAgent(kind) && !/generation|weights|^(wait|train|sync|update|pulling rows|computing.*)$/.test(kind));
   return [
     ofVersions,
@@ -348,11 +362,13 @@ function clock(seconds, step) {
 }
 
 /** The shortest span at a place, with what is known of it; `room`: seconds that a pixel stands for. */
-function spanAt(told, layout, time, y, room) {
+function spanAt(told, deaths, layout, time, y, room) {
   const place = layout.places.find((it) => y >= it.top && y < it.end);
   if (!place) return null;
   const { process } = place;
   const lane = y < place.top + LINE ? -1 : Math.floor((y - place.top - LINE) / layout.lane);
+  const death = lane < 0 && deaths.find((it) => it.worker === process.name && it.at - 2 * room <= time && time <= it.back + 2 * room);
+  if (death) return { words: [el("b", {}, `${death.worker} died`), ": ", ...shown(death.cause), `; back after ${duration(death.back - death.at)}, ${short(death.numGroups)} groups ran again`] };
   let best = -1;
   for (const index of place.lanes.get(lane) || []) {
     const began = told.first + process.began[index];

@@ -372,6 +372,50 @@ def test_of_a_group_that_was_played_again_the_later_one_counts(tmp_path: Path) -
     assert all_rows(RowSearch(index), {})[0]["time"] == 3000.25
 
 
+def test_what_an_attempt_that_has_no_end_was_given_is_known(tmp_path: Path) -> None:
+    data_row = "{'prompt': 'q=', 'answer': '<script>'}"
+    given = [group_of(n, 1000.0, prompt=data_row, index=90 + n) for n in range(3)]
+    recorder = recorder_of(tmp_path)
+    for it in given:
+        recorder.add_group(PlayedGroup(it, {}))
+    recorder.flush()  # of what kills its process now, this is there
+    index = index_of(tmp_path, tmp_path / "db")
+    index.follow(1.0)
+    search = RowSearch(index)
+    (row,) = search.found(recorded_query({"outcome": "unfinished", "group": "1"}))["rows"]
+    assert (row["episode"], row["prompt"], row["right_answer"]) == (-1, data_row, "<script>")
+    recorder.add_group(PlayedGroup(given[1], {0: [a_row(random.Random(0))]}))
+    recorder.add_group(PlayedGroup(given[1], {}))  # as if its file was read later
+    recorder.close()
+    index.follow(1.0)
+    assert search.found(recorded_query({}))["outcome"] == {"unfinished": 2}
+    assert [it["episode"] for it in search.of_group(1)] == [0]
+    prompts = search.prompts([0, 1, 2, 3])
+    assert prompts == {0: data_row, 1: search.of_group(1)[0]["prompt"], 2: data_row}
+    assert [search.data_row(0, number) for number in (90, 91, 99)] == [data_row, data_row, None]
+
+
+@pytest.mark.parametrize(
+    ("data_row", "answer"),
+    [
+        ("{'answer': 7}", "7"),
+        ("{'answer': None}", ""),
+        ("{'prompt': 'cut [...]", ""),
+        ("[1]", ""),
+        ("(" * 1000, ""),
+        ("__import__('os').getpid()", ""),
+    ],
+)
+def test_the_right_answer_is_that_of_the_data(tmp_path: Path, data_row: str, answer: str) -> None:
+    recorder = recorder_of(tmp_path)
+    recorder.add_group(PlayedGroup(group_of(0, 1000.0, prompt=data_row), {}))
+    recorder.close()
+    index = index_of(tmp_path, tmp_path / "db")
+    index.follow(1.0)
+    (row,) = RowSearch(index).found(recorded_query({}))["rows"]
+    assert row["right_answer"] == answer
+
+
 def test_a_tokenizer_that_comes_later_gives_the_texts(tmp_path: Path) -> None:
     record(tmp_path, 1)
     index = index_of(tmp_path, tmp_path / "rows.sqlite", lambda: None)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from aiohttp import ClientError, ClientResponse, ClientSession, CookieJar, web
 from ledger_history import History, a_run
+from page_runs import tokenizer
 from recorded_groups import add_span, played, recorder_of, trajectory
 from sample_rows import sample
 
@@ -25,6 +26,7 @@ from areal_sc.page import row_index
 from areal_sc.page.access import Access
 from areal_sc.page.answers import answer
 from areal_sc.page.followed_run import FollowedRun
+from areal_sc.page.row_search import recorded_query
 from areal_sc.page.server import STATIC, PageServer
 from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import MetricsLog
@@ -61,7 +63,9 @@ async def folder(
     a_run(history)
     await history.journal.close()
     (folder.logs / "rollout-0.log").write_bytes(b"first\n" * 20_000 + b"\x1b[2J last\xff\n")
-    (folder.logs / "controller.log").write_text("10:00 WARNING controller x: slow disk\nINFO\n")
+    (folder.logs / "controller.log").write_text(
+        "9:59 WARNING controller x: slow disk\n10:00 WARNING controller x: slow disk\nINFO\n"
+    )
     return folder
 
 
@@ -200,6 +204,18 @@ async def test_files_of_the_page_are_served(session: ClientSession) -> None:
             assert_safe(response)
 
 
+async def test_the_tokenizer_is_found_from_the_run_folder(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    (tmp_path / "warm").mkdir()
+    tokenizer().save(str(tmp_path / "warm" / "tokenizer.json"))
+    folder.config_path.write_text("run_dir: runs/run\nactor:\n  path: runs/warm\n")
+    run = FollowedRun(folder.path, "run", tmp_path / "cache")
+    assert run.recorded_rows(recorded_query({}), 0, 1)["has_texts"]
+    folders = [str(tmp_path / "warm"), str(folder.path / "model")]
+    assert run.about()["model_folders"] == folders
+
+
 async def test_answers_are_what_the_files_say(session: ClientSession, folder: RunFolder) -> None:
     (about,) = await get(session, "/api/runs")
     assert about["settings"] == {"actor.dtype": "bfloat16", "actor.lr": "0.001"}
@@ -230,7 +246,7 @@ async def test_answers_are_what_the_files_say(session: ClientSession, folder: Ru
     fleet = await get(session, "/api/runs/0/fleet")
     assert fleet["state"] == "dead"
     assert [log["name"] for log in fleet["logs"]] == ["controller.log", "rollout-0.log"]
-    assert fleet["warnings"] == ["10:00 WARNING controller x: slow disk"]
+    assert fleet["warnings"] == ["10:00 WARNING controller x: slow disk (2 times)"]
     log = (await get(session, "/api/runs/0/logs/rollout-0.log"))["text"]
     assert log.endswith("first\n\x1b[2J last\ufffd\n")
     assert log.startswith("first\n")
