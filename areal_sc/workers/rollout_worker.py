@@ -192,7 +192,7 @@ class RolloutWorker(Worker):
         if group.attempt and group.group_id >= 0 and self.recorder.is_on:
             # it may be what killed the worker before: then only this tells its prompt
             await self.files.bring_source(group.prompt.dataset)
-            begun = played_group(self.spec.name, group, self._text_of(group.prompt), began, ())
+            begun = played_group(self.spec.name, group, self._text_of(group.prompt), began, {}, {})
             self.recorder.add_group(begun)
             await asyncio.to_thread(self.recorder.flush)
         prefix_group = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
