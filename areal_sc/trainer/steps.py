@@ -88,12 +88,12 @@ class BareStep:
 
     @property
     def held_s(self) -> float:
-        """Of its seconds, those of a pause."""
+        """Seconds of a pause since it began."""
         return self._standstill.held_s - self._held_before_s
 
     @property
     def seconds(self) -> float:
-        """That it took so far; the time of a pause does not count."""
+        """Seconds since it began, without those of a pause."""
         return time.monotonic() - self._began - self.held_s
 
     def lose(self, error: StepLost) -> None:

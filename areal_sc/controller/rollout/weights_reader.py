@@ -83,7 +83,7 @@ class WeightsReader(Controller):
 
     @property
     def updates(self) -> WeightUpdates:
-        """Of the workers' weights."""
+        """Updates of the workers' weights."""
         return self._workers.updates
 
     async def wait_for_weights_async(self) -> None:

@@ -16,7 +16,6 @@ from integration.run_process import TINY_YAML
 from integration.sglang.policies import Generating, Policies
 from integration.sglang.test_sglang_failures import LONG, PROMPTS, set_scene
 from integration.sglang.test_sglang_generation import (  # noqa: F401
-    test_a_cancelled_group_returns_what_it_has,
     test_a_cancelled_task_is_ended_on_its_server,
     test_a_pause_holds_answers_and_requests,
     test_a_string_ends_an_answer,
