@@ -18,16 +18,12 @@ from hypothesis import settings
 settings.register_profile("areal_sc", deadline=None)
 settings.load_profile("areal_sc")
 
-SERVER_TESTS = (
-    "tests/integration/sglang/",
-    "tests/integration/vllm/",
-    "tests/integration/ray/",
-)
-FIRST = (
-    *("tests/integration/sglang/", "tests/integration/slurm/", "tests/integration/ray/"),
-    "tests/integration/",
-)
-"""The longest first: the many short files of the rest keep all processes busy to the end."""
+TOGETHER = tuple(f"tests/integration/{name}/" for name in ("sglang", "vllm", "slurm", "ray"))
+FIRST = (*TOGETHER[:3], "tests/integration/test_", TOGETHER[3])
+"""The longest first: the many short files of the rest keep all processes busy to the end.
+
+In the folders much is waited for: beside them others compute.
+"""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -88,8 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several processes (`-n 2`) a file's tests stay together: fixtures are made once a file.
 
-    Those of a kind of server share two servers, and those of Ray a cluster: so their whole folder
-    stays together.
+    Those of a kind of server share two servers, and those of SLURM, or Ray, a cluster: so their
+    whole folder stays together.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -98,7 +94,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            together = (folder for folder in SERVER_TESTS if path.startswith(folder))
+            together = (folder for folder in TOGETHER if path.startswith(folder))
             return next(together, path)
 
     return ByFile(config, log)

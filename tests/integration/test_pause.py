@@ -137,13 +137,14 @@ def test_a_loop_of_ones_own_stays_paused_when_it_is_killed(
 
 def test_a_run_is_scaled_from_a_shell(tmp_path: Path, tiny_model_folder: Path) -> None:
     stores = "rollout.store_bytes=6000"  # two of them hold a batch
-    settings = (*SETTINGS, "total_steps=5", "rollout.num_workers=2", stores)
+    held = "task.num_free_episodes=1"  # each worker plays one: the first step is held
+    settings = (*SETTINGS, "total_steps=5", "rollout.num_workers=2", stores, held)
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as run:
 
         def states() -> list[str]:
             return [worker.state for worker in status(run).roles["rollout"].workers]
 
-        run.wait_until(lambda: num_open(run)[1] == 4, "a step to be held")
+        run.wait_until(lambda: num_open(run) == (0, 4), "the first step to be held")
         with pytest.raises(CommandError, match=r"refused: .* room for a batch"):
             told("scale", run.run_dir, "rollout=1")
         assert "refused: " in told("status", run.run_dir)
@@ -154,7 +155,7 @@ def test_a_run_is_scaled_from_a_shell(tmp_path: Path, tiny_model_folder: Path) -
         run.wait_until(lambda: states() == ["ready"] * 2, "two workers")
         assert not (run.run_dir / ".scale").exists()
         told("resume", run.run_dir)
-        gate_of(run.run_dir).write_bytes(b"." * 8)
+        gate_of(run.run_dir).write_bytes(b"." * 99)
         run.finish()
     changes = [(event["before"], event["num_workers"]) for event in run.events("scaled")]
     assert changes == [(2, 3), (3, 2)]
