@@ -159,13 +159,13 @@ def run_command(
         raise SchedulerSilent(f"{words[0]} gave no answer in {COMMAND_TIMEOUT_S:g} s") from error
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        if _UNKNOWN_JOB in said:
-            return ""  # it has ended
         _silence.note(is_silent=bool(_SILENT.search(said)))
         if _silence.is_silent:
             raise SchedulerSilent(f"{words[0]}: {said}")
         if _silence.is_just_over:
             raise SchedulerSilent(f"{words[0]}, of a slurmctld that has just come back: {said}")
+        if _UNKNOWN_JOB in said:
+            return ""  # it has ended
         raise ConfigError(f"SLURM refuses `{' '.join(words)}`: {said}{advice(text)}")
     _silence.note(is_silent=False)
     return done.stdout

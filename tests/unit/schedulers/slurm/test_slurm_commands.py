@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -133,11 +134,16 @@ def test_a_refusal_and_a_missing_command_say_what_to_do(
 
 
 def test_a_job_that_is_forgotten_has_ended(bin_folder: Path) -> None:
-    stand_in(
-        bin_folder, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; false"
-    )
+    for command in ("squeue", "scancel"):
+        says = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; false"
+        stand_in(bin_folder, command, says)
     assert commands.look_at(["17"])["17"].has_ended
     assert commands.steps_of("17", "one") == []
+    assert commands.num_restarts("17") == 0
+    commands.cancel(["17"])
+    commands._silence.back_s = time.monotonic()  # it may not have read its jobs yet
+    with pytest.raises(SchedulerSilent, match="just come back: slurm_load_jobs error"):
+        commands.look_at(["17"])
 
 
 def test_a_look_tells_state_nodes_and_reason(bin_folder: Path) -> None:
