@@ -187,7 +187,7 @@ def test_a_wish_for_workers_is_answered_once(monkeypatch: pytest.MonkeyPatch) ->
     def answer(wish: ScaleWish, refusal: str) -> None:
         answers.append((wish.num_workers, refusal))
 
-    monkeypatch.setattr(run.rollout._scaling, "_answer", answer)
+    monkeypatch.setattr(run.rollout._scaling, "answer", answer)
 
     def wish(num_workers: int) -> RunWishes:
         return RunWishes(scale=ScaleWish(num_workers, f"of {num_workers}", "a test"))
