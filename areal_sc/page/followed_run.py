@@ -151,19 +151,19 @@ class FollowedRun:
             return self._rows.row(offset)
 
     def groups(self, query: GroupQuery, at: int, limit: int) -> dict[str, Any]:
-        """Groups, as `GroupBook.found` tells them, with the end of each `prompt`, "" unknown."""
+        """Groups, as `GroupBook.found` tells them.
+
+        `data_row`: what each is of in its dataset, None where that is recorded nowhere.
+        """
         with self._lock_of_groups:
             found = self._groups.found(query, at, limit)
-        self.index.follow()
-        prompts = self._search.prompts([it["group"] for it in found["groups"]])
-        for account in found["groups"]:
-            account["prompt"] = prompts.get(account["group"], "")
+        self._add_data_rows(found["groups"])
         return found
 
     def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
         """What `GroupBook.lives` tells, with the `rows` of each group that were kept as samples.
 
-        `data_row`: the row of the dataset that it is of, None where that is recorded nowhere.
+        Accounts have a `data_row` as those of `groups`.
         """
         with self._lock_of_groups:
             lives = self._groups.lives(groups)
@@ -171,11 +171,14 @@ class FollowedRun:
             self._rows.follow()
             for group, life in lives.items():
                 life["rows"] = self._rows.of_group(group)
-        self.index.follow()
-        for life in lives.values():
-            account = life["account"]
-            life["data_row"] = self._search.data_row(account["dataset"], account["index"])
+        self._add_data_rows([life["account"] for life in lives.values()])
         return lives
+
+    def _add_data_rows(self, accounts: Sequence[dict[str, Any]]) -> None:
+        self.index.follow()
+        found = self._search.data_rows([(it["index"], it["dataset"]) for it in accounts])
+        for it in accounts:
+            it["data_row"] = found.get((it["index"], it["dataset"]))
 
     def read_rows(self, seconds: float) -> dict[str, Any]:
         """Reads new rows, as `RowIndex.follow` does, and what became of their groups."""
