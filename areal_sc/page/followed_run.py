@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -291,7 +292,9 @@ class FollowedRun:
         """Where the run's model may be: as given, seen from the run folder, and as it was saved."""
         settings = self._settings()[0]
         path, run_dir = settings.get("actor.path", ""), settings.get("run_dir", "")
-        model = cached_model(path, settings.get("actor.revision", "")) if path else None
+        model = None
+        with suppress(ValueError):  # it looks like a name of the hub, which has no such names
+            model = cached_model(path, settings.get("actor.revision", "")) if path else None
         folders = [*filter(None, [model]), self.folder.path / "model"]
         if path and run_dir and os.path.isabs(path) == os.path.isabs(run_dir):
             # from where the script was started, which is not known here, both are seen
