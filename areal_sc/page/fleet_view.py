@@ -101,5 +101,5 @@ def _warnings(path: Path) -> list[str]:
         if any(word in line for word in _WORDS):
             what = line.partition(" ")[2]
             found[what] = [*found.pop(what, []), line]
-    told = [f"{its[-1]} ({len(its)} times)" if its[1:] else its[0] for its in found.values()]
-    return told[-_WARNINGS:]
+    newest = [*found.values()][-_WARNINGS:]
+    return [f"{its[-1]} ({len(its)} times)" if its[1:] else its[0] for its in newest]

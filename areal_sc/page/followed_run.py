@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -151,19 +152,19 @@ class FollowedRun:
             return self._rows.row(offset)
 
     def groups(self, query: GroupQuery, at: int, limit: int) -> dict[str, Any]:
-        """Groups, as `GroupBook.found` tells them, with the end of each `prompt`, "" unknown."""
+        """Groups, as `GroupBook.found` tells them.
+
+        `data_row`: what each is of in its dataset, None where that is recorded nowhere.
+        """
         with self._lock_of_groups:
             found = self._groups.found(query, at, limit)
-        self.index.follow()
-        prompts = self._search.prompts([it["group"] for it in found["groups"]])
-        for account in found["groups"]:
-            account["prompt"] = prompts.get(account["group"], "")
+        self._add_data_rows(found["groups"])
         return found
 
     def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
         """What `GroupBook.lives` tells, with the `rows` of each group that were kept as samples.
 
-        `data_row`: the row of the dataset that it is of, None where that is recorded nowhere.
+        Accounts have a `data_row` as those of `groups`.
         """
         with self._lock_of_groups:
             lives = self._groups.lives(groups)
@@ -171,11 +172,14 @@ class FollowedRun:
             self._rows.follow()
             for group, life in lives.items():
                 life["rows"] = self._rows.of_group(group)
-        self.index.follow()
-        for life in lives.values():
-            account = life["account"]
-            life["data_row"] = self._search.data_row(account["dataset"], account["index"])
+        self._add_data_rows([life["account"] for life in lives.values()])
         return lives
+
+    def _add_data_rows(self, accounts: Sequence[dict[str, Any]]) -> None:
+        self.index.follow()
+        found = self._search.data_rows([(it["index"], it["dataset"]) for it in accounts])
+        for it in accounts:
+            it["data_row"] = found.get((it["index"], it["dataset"]))
 
     def read_rows(self, seconds: float) -> dict[str, Any]:
         """Reads new rows, as `RowIndex.follow` does, and what became of their groups."""
@@ -294,7 +298,9 @@ class FollowedRun:
         """Where the run's model may be: as given, seen from the run folder, and as it was saved."""
         settings = self._settings()[0]
         path, run_dir = settings.get("actor.path", ""), settings.get("run_dir", "")
-        model = cached_model(path, settings.get("actor.revision", "")) if path else None
+        model = None
+        with suppress(ValueError):  # it looks like a name of the hub, which has no such names
+            model = cached_model(path, settings.get("actor.revision", "")) if path else None
         folders = [*filter(None, [model]), self.folder.path / "model"]
         if path and run_dir and os.path.isabs(path) == os.path.isabs(run_dir):
             # from where the script was started, which is not known here, both are seen

@@ -292,13 +292,11 @@ class RowIndex:
             if began > group.began or (began == group.began and group.has_only_begun):
                 return
             _delete(database, f"SELECT id {among}", *name)
+        its_place = new.file.path.name, new.block.begin, new.block.end
         place = database.execute(
             "INSERT INTO groups (number, attempt, began, file, begins_at, ends_at, data_row) "
             "VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                *(*name, group.began, new.file.path.name),
-                *(new.block.begin, new.block.end, group.prompt),
-            ),
+            (*name, group.began, *its_place, group.prompt),
         ).lastrowid
         columns = metric_columns(database)
         for metric in sorted({metric for row in group.rows for metric in row.metrics}):

@@ -145,32 +145,19 @@ class RowSearch:
             texts = _texts(database, [number for (number,) in found])
             return _rows(database, [(it, _text(a), _text(b)) for it, a, b in texts], None)
 
-    def prompts(self, groups: Collection[int]) -> dict[int, str]:
-        """Group -> the end of its prompt, of those groups of which one is recorded.
+    def data_rows(self, wanted: Collection[tuple[int, int]]) -> dict[tuple[int, int], str]:
+        """(number, dataset) -> a row of a dataset, of those of which a group is recorded.
 
         Raises: RunFolderError: the database cannot be had.
         """
-        marks = ", ".join("?" * len(groups))
+        among = ", ".join(["(?, ?)"] * len(wanted)) or "(NULL, NULL)"
         with self._index.connected() as database:
             found = database.execute(
-                "SELECT number, prompt, max(episode) FROM groups JOIN rows ON place = groups.id "
-                f"JOIN texts ON texts.id = rows.id WHERE number IN ({marks}) GROUP BY number",
-                tuple(groups),
+                'SELECT DISTINCT "index", dataset, data_row FROM rows JOIN groups '
+                f'ON place = groups.id WHERE ("index", dataset) IN (VALUES {among})',
+                [number for it in wanted for number in it],
             )
-            return {number: _text(prompt)[-SHOWN_CHARS:] for number, prompt, _ in found}
-
-    def data_row(self, dataset: int, index: int) -> str | None:
-        """A row of a dataset, if one of its groups is recorded.
-
-        Raises: RunFolderError: the database cannot be had.
-        """
-        with self._index.connected() as database:
-            found = database.execute(
-                "SELECT data_row FROM rows JOIN groups ON place = groups.id "
-                'WHERE "index" = ? AND dataset = ? LIMIT 1',
-                (index, dataset),
-            ).fetchone()
-        return found and str(found[0])
+            return {(index, dataset): text for index, dataset, text in found}
 
     def _ids(
         self,
@@ -271,14 +258,17 @@ def _numbers(database: sqlite3.Connection, numbers: Sequence[int]) -> list[dict[
     names = ", ".join(f'"{name}"' for name in (*_SHOWN, *columns.values()))
     marks = ", ".join("?" * len(numbers))
     found = database.execute(
-        f"SELECT id, {names} FROM rows WHERE id IN ({marks})", tuple(numbers)
+        f"SELECT id, (SELECT data_row FROM groups WHERE groups.id = place), {names} FROM rows "
+        f"WHERE id IN ({marks})",
+        tuple(numbers),
     ).fetchall()
     known = {}
-    for number, *values in found:
+    for number, data_row, *values in found:
         metrics = zip(columns, values[len(_SHOWN) :], strict=True)
         known[number] = {
             **dict(zip(_SHOWN, values, strict=False)),
             "metrics": {name: value for name, value in metrics if value is not None},
+            "right_answer": _right_answer(data_row),
         }
     return [known[number] for number in numbers]
 
@@ -287,16 +277,8 @@ def _rows(
     database: sqlite3.Connection, hits: Sequence[tuple[int, str, str]], wanted: str | None
 ) -> list[dict[str, Any]]:
     """Args: wanted: what a search has found them by: parts of their texts are shown; None: all."""
-    numbers = [number for number, _, _ in hits]
-    rows = _numbers(database, numbers)
-    found = database.execute(
-        "SELECT rows.id, data_row FROM rows JOIN groups ON place = groups.id "
-        f"WHERE rows.id IN ({', '.join('?' * len(numbers))})",
-        numbers,
-    )
-    data_rows = dict(found)
-    for row, (number, prompt, answer) in zip(rows, hits, strict=True):
-        row["right_answer"] = _right_answer(data_rows[number])
+    rows = _numbers(database, [number for number, _, _ in hits])
+    for row, (_, prompt, answer) in zip(rows, hits, strict=True):
         row["prompt_chars"], row["answer_chars"] = len(prompt), len(answer)
         row["prompt"], row["prompt_at"] = prompt, 0
         row["answer"], row["answer_at"] = answer, 0

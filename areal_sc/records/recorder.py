@@ -73,8 +73,7 @@ class PlayedGroup:
 
     @property
     def is_remarkable(self) -> bool:
-        is_one_of_many = self.group.group % KEPT_EVERY == 0
-        return is_one_of_many or bool(self.group.rejected) or not self.episodes
+        return bool(self.group.rejected or not self.episodes) or self.group.group % KEPT_EVERY == 0
 
     @property
     def num_tokens(self) -> int:

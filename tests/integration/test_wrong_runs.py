@@ -42,7 +42,7 @@ def shows_slow_reward(run: FollowedRun) -> bool:
 def shows_dying_worker(run: FollowedRun) -> bool:
     restarts = [it for it in run.steps()["events"] if it["name"] == "workers_restarted"]
     groups = run.groups(GroupQuery(cause="worker_died"), 0, 100)["groups"]
-    is_told = all(it["prompt"].startswith("{'prompt': 'q") for it in groups)
+    is_told = all((it["data_row"] or "").startswith("{'prompt': 'q") for it in groups)
     return len(restarts) > 3 and "SIGKILL" in restarts[0]["cause"] and len(groups) > 0 and is_told
 
 

@@ -36,7 +36,7 @@ export async function showGroups({ run, words }) {
       el(
         "table",
         {},
-        el("thead", {}, el("tr", {}, ["group", "outcome", "step", "admitted at", "sampled by", "rows", "attempts", "worker", "row of the data", "prompt"].map((head) => el("th", { scope: "col" }, head)))),
+        el("thead", {}, el("tr", {}, ["group", "outcome", "step", "admitted at", "sampled by", "rows", "attempts", "worker", "row of the data", "its content"].map((head) => el("th", { scope: "col" }, head)))),
         body,
       ),
     ),
@@ -102,7 +102,7 @@ function groupLine(run, account) {
     number(account.attempt + 1),
     shown(account.worker || "–"),
     isFile ? String(account.index) : el("a", { href: linkTo("rows", { run: run.name, dataset: account.dataset, index: account.index }) }, String(account.index)),
-    el("span", { class: "line prompt" }, shown(account.prompt)),
+    el("span", { class: "line prompt" }, shown(account.data_row || "–", 400)),
   ];
   return el("tr", {}, cells.map((cell) => el("td", {}, cell)));
 }
@@ -123,7 +123,7 @@ const SAID = {
 export async function showGroup({ run, words }) {
   const recorded = recordedRows(run, encodeURIComponent(words.group || "")).catch((error) => el("p", { class: "dim" }, shown(error.message)));
   const group = encodeURIComponent(words.group || "");
-  const [{ account, events, rows, data_row: dataRow }, kept] = await Promise.all([get(`/api/runs/${run.index}/groups/${group}`), get(`/api/runs/${run.index}/recorded/${group}`)]);
+  const [{ account, events, rows }, kept] = await Promise.all([get(`/api/runs/${run.index}/groups/${group}`), get(`/api/runs/${run.index}/recorded/${group}`)]);
   const finished = events.filter((event) => event.what === "finished").at(-1);
   return el(
     "article",
@@ -137,9 +137,9 @@ export async function showGroup({ run, words }) {
     el("h2", {}, `Group ${short(account.group)}: `, shown(outcomeOf(account))),
     el("ol", { class: "life" }, events.map((event) => el("li", {}, shown((SAID[event.what] || JSON.stringify)(event))))),
     el("h2", {}, `Row ${short(account.index)} of the data`),
-    dataRow === null
+    account.data_row === null
       ? el("p", { class: "dim" }, "Its content is recorded nowhere: none of its attempts has come to its end, or an earlier areal_sc made this run.")
-      : textBox(dataRow, "row of the data"),
+      : textBox(account.data_row, "row of the data"),
     finished
       ? [
           el("h2", {}, "Rows"),

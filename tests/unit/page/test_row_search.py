@@ -390,9 +390,11 @@ def test_what_an_attempt_that_has_no_end_was_given_is_known(tmp_path: Path) -> N
     index.follow(1.0)
     assert search.found(recorded_query({}))["outcome"] == {"unfinished": 2}
     assert [it["episode"] for it in search.of_group(1)] == [0]
-    prompts = search.prompts([0, 1, 2, 3])
-    assert prompts == {0: data_row, 1: search.of_group(1)[0]["prompt"], 2: data_row}
-    assert [search.data_row(0, number) for number in (90, 91, 99)] == [data_row, data_row, None]
+    assert search.data_rows([(90, 0), (91, 0), (99, 0), (90, 1)]) == {
+        (90, 0): data_row,
+        (91, 0): data_row,
+    }
+    assert search.data_rows([]) == {}
 
 
 @pytest.mark.parametrize(
