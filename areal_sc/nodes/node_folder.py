@@ -8,8 +8,10 @@ agent    reads it there ──► `NodeFolder`, `WorkerFiles`: the folder is sha
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,12 +85,14 @@ class WorkerFiles:
 
     Attributes:
         are_shared: whether they are those of the script.
+        loop: on which the worker serves, once it does.
     """
 
     are_shared = True
 
     def __init__(self, run_dir: str) -> None:
         self._here = RunFolder(run_dir)
+        self.loop = Future[asyncio.AbstractEventLoop]()
 
     def placed(self, order: WorkerOrder) -> WorkerOrder:
         """What a worker is to do, with paths of this machine."""
@@ -129,7 +133,7 @@ class WorkerFiles:
         """
 
     def record_store(self, process: str, max_bytes: int) -> RecordStore:
-        """Where the worker's records go; called on its event loop.
+        """Where the worker's records go.
 
         Args:
             max_bytes: of its files, about.

@@ -195,12 +195,7 @@ class FollowedRun:
         self.index.follow()
         marked = self._bookmarks.read() if query.choices.get(MARKED) else {}
         found = self._search.found(query, at, limit, marked)
-        return {**found, "damage": [*found["damage"], *self._lost()]}
-
-    def _lost(self) -> list[str]:
-        with self._lock_of_records:
-            self._time_line.follow()
-            return self._time_line.lost
+        return {**found, "damage": [*found["damage"], *self._time_line.lost]}
 
     def every_recorded_row(self, query: RowQuery) -> Iterator[list[dict[str, Any]]]:
         """Recorded rows, as `RowSearch.every` gives them, once all that are there are read."""
@@ -222,7 +217,7 @@ class FollowedRun:
         """`attempts`, as `RecordedGroups.of_group` tells them, `rows` with texts, and `damage`."""
         # the ledger, whose reading may take long, is read anew when the list of rows is seen
         progress = self.index.follow(READ_S) if self._fates_of else self.read_rows(READ_S)
-        damage = [*self.index.damage, *self._trained.damage, *self._lost()]
+        damage = [*self.index.damage, *self._trained.damage, *self._time_line.lost]
         if not progress["is_whole"]:
             share = progress["num_read_bytes"] / progress["num_bytes"]
             damage = [*damage, f"the rows are still being read: {share:.0%} so far"]

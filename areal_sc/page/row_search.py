@@ -295,7 +295,7 @@ def _right_answer(data_row: str) -> str:
     """What a row of a dataset has as `answer`; "": nothing, or the row is too long to be told."""
     try:
         row = ast.literal_eval(data_row)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return ""
     answer = row.get("answer") if isinstance(row, dict) else None
     return "" if answer is None else str(answer)[:SHOWN_CHARS]

@@ -100,14 +100,10 @@ class FilesOfProcess:
 
     Args:
         max_bytes: of all files of the process together, about.
-        goes_on: another object has written for this life before.
     """
 
-    def __init__(
-        self, folder: Path, process: str, max_bytes: int, *, goes_on: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, process: str, max_bytes: int) -> None:
         self._folder = folder
-        self._goes_on = goes_on
         self._process = process
         self._name = process.replace("/", "-")
         self._max_bytes = max_bytes
@@ -132,9 +128,14 @@ class FilesOfProcess:
             append_or_undo(file, content)
         self._sizes[series] = size + len(content)
 
-    def replace_open(self, content: bytes) -> None:
-        """Raises: OSError: the file cannot be written."""
-        path = self._open_path = self._open_path or self._begin_open()
+    def replace_open(self, content: bytes, *, is_there: bool = False) -> None:
+        """Writes the file of what goes on, or deletes it.
+
+        Args:
+            is_there: this life has one, of which this object may not know.
+        Raises: OSError: the file cannot be written.
+        """
+        path = self._open_path = self._open_path or self._begin_open(is_there)
         if not content:
             return path.unlink(missing_ok=True)
         partial = path.with_name(f".{path.name}.partial")
@@ -143,19 +144,27 @@ class FilesOfProcess:
             file.write(content)
         partial.replace(path)
 
+    def ends_with(self, series: Series, content: bytes) -> bool:
+        """Whether this is the end of the newest file of a series. Raises: OSError."""
+        for newest in [it for it in self._own_files() if it.series is series][-1:]:
+            with open(newest.path, "rb") as file:
+                file.seek(-min(len(content), newest.path.stat().st_size), os.SEEK_END)
+                return file.read() == content
+        return False
+
     def close(self) -> None:
         for file in self._open.values():
             os.close(file)
         self._open.clear()
 
-    def _begin_open(self) -> Path:
+    def _begin_open(self, is_there: bool) -> Path:
         own = [it for it in self._own_files() if it.series is Series.open]
         for old in own[: -MAX_LIVES + 1]:
             old.path.unlink(missing_ok=True)
         name = f"{self._name}.{Series.open}"
         for unfinished in self._folder.glob(f".{name}.*.partial"):  # by a life that was killed
             unfinished.unlink(missing_ok=True)
-        number = own[-1].number + (not self._goes_on) if own else 1
+        number = own[-1].number + (not is_there) if own else 1
         return self._folder / f"{name}.{number:06d}"
 
     def _own_files(self) -> list[RecordFile]:

@@ -16,11 +16,20 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from areal_sc.errors import NotPermitted, PeerLost, RpcTimeout, RunFolderError, ServerBusy
+from areal_sc.errors import (
+    NotPermitted,
+    PeerLost,
+    RpcTimeout,
+    RunFolderError,
+    ServerBusy,
+    StaleCall,
+)
 from areal_sc.records.record_files import FilesOfProcess, Series
 from areal_sc.shipping.calls import PIECE_BYTES, SEND_RECORDS, SentRecords
 from areal_sc.shipping.client import RETRY_S
@@ -36,29 +45,40 @@ logger = logging.getLogger(__name__)
 
 
 class RecordSender:
-    """Sends the records of a worker. A `RecordStore`, constructed on the worker's event loop.
+    """Sends the records of a worker. A `RecordStore`; nothing is sent before the loop is there.
 
     Args:
+        loop: of the worker.
         connect: to where the process beside the script is now.
         max_bytes: of the files that they become.
     """
 
-    def __init__(self, connect: Callable[[], Connection], max_bytes: int) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(
+        self,
+        loop: Future[asyncio.AbstractEventLoop],
+        connect: Callable[[], Connection],
+        max_bytes: int,
+    ) -> None:
+        self._loop = loop
         self._connect = connect
         self._connection: Connection | None = None
         self._max_bytes = max_bytes
         self._num_sent = 0
+        self._has_open = False
 
     def append(self, series: Series, content: bytes) -> None:
         """Blocks until it is there. Raises: ArealError: it is refused, or cannot be written."""
-        for at in range(0, len(content), PIECE_BYTES):
-            self._send(series, content[at : at + PIECE_BYTES], 0 if at else len(content))
+        while True:
+            with suppress(StaleCall):  # the process that had the beginning is gone
+                for at in range(0, len(content), PIECE_BYTES):
+                    self._send(series, content[at : at + PIECE_BYTES], 0 if at else len(content))
+                return
 
     def replace_open(self, content: bytes) -> None:
         """Raises: as `append`."""
         if len(content) <= PIECE_BYTES:
-            self._send(Series.open, content)
+            self._send(Series.open, content, int(self._has_open))
+            self._has_open = bool(content)
 
     def close(self) -> None:
         """The connection ends with the worker's transport."""
@@ -66,7 +86,7 @@ class RecordSender:
     def _send(self, series: Series, content: bytes, block_bytes: int = 0) -> None:
         self._num_sent += 1
         sent = SentRecords(self._num_sent, series, content, block_bytes, self._max_bytes)
-        asyncio.run_coroutine_threadsafe(self._until_there(sent), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._until_there(sent), self._loop.result()).result()
 
     async def _until_there(self, sent: SentRecords) -> None:
         while True:
@@ -107,14 +127,19 @@ class _Writer:
         with self._one_writes:
             if sent.number <= self._newest:
                 return  # it comes again, as its answer was lost
-            if self._files is None:
-                place, goes_on = (self._folder, self._name), sent.number > 1
-                self._files = FilesOfProcess(*place, sent.max_bytes, goes_on=goes_on)
+            files = self._files or FilesOfProcess(self._folder, self._name, sent.max_bytes)
             if sent.series is Series.open:
-                self._files.replace_open(sent.content)
-            else:
-                self._files.append(sent.series, sent.content, sent.block_bytes)
-            self._newest = sent.number
+                files.replace_open(sent.content, is_there=bool(sent.block_bytes))
+            elif self._files is None and not sent.block_bytes:
+                raise StaleCall("the beginning of this block went to another process")
+            elif self._files is not None or not self._came_before(files, sent):
+                files.append(sent.series, sent.content, sent.block_bytes)
+            self._files, self._newest = files, sent.number
+
+    def _came_before(self, files: FilesOfProcess, sent: SentRecords) -> bool:
+        """Whether a process before this one has written a whole block, and has not answered."""
+        is_whole = sent.block_bytes == len(sent.content)
+        return is_whole and files.ends_with(sent.series, sent.content)
 
     def close(self) -> None:
         with self._one_writes:

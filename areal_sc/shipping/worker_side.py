@@ -150,7 +150,9 @@ class ShippedFiles(WorkerFiles):
 
     def record_store(self, process: str, max_bytes: int) -> RecordStore:
         return RecordSender(
-            lambda: self._transport.connect(self._address, "files", ANY_INCARNATION), max_bytes
+            self.loop,
+            lambda: self._transport.connect(self._address, "files", ANY_INCARNATION),
+            max_bytes,
         )
 
     def _opened(self) -> Any:

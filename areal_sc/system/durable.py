@@ -82,7 +82,10 @@ class _PathWithoutPipes(PosixPath):
 
 
 def _open_no_pipe(path: str, flags: int, mode: int = _MODE) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
+    except BlockingIOError:  # no pipe: another machine has a lease of it, and gives it back
+        descriptor = os.open(path, flags, mode)
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is a named pipe, not a file", path)

@@ -50,8 +50,6 @@ class Worker:
     The engine computes in one thread of its own, one call after the other, so the event loop
     answers calls and pulls during a long step.
 
-    Constructed on the event loop that it serves on.
-
     Args:
         agent: socket to the agent of the node, a file descriptor; the keys come first.
 
@@ -106,6 +104,7 @@ class Worker:
 
     async def serve(self) -> None:
         """Binds the sockets, reports, and serves until the end."""
+        self.files.loop.set_result(asyncio.get_running_loop())
         server = self._server = RpcServer(
             [*self.methods(), *await self.plane.start()],
             node_id=self.spec.name,

@@ -78,9 +78,5 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = RolloutWorker if is_rollout else TrainWorker
-
-    async def serve() -> None:
-        await kind(spec, agent).serve()
-
-    run_worker_loop(serve())
+    run_worker_loop(kind(spec, agent).serve())  # made before there is a loop, since it forks
     return 0

@@ -58,6 +58,7 @@ from areal_sc.shipping.calls import (
 from areal_sc.shipping.client import ScriptFiles
 from areal_sc.shipping.node_cache import NodeCache
 from areal_sc.shipping.node_side import FolderInPlace
+from areal_sc.shipping.sent_records import ReceivedRecords
 from areal_sc.shipping.worker_side import ShippedFiles
 from areal_sc.sources import session
 from areal_sc.sources.prompts import JsonlPrompts
@@ -438,12 +439,14 @@ def files_on_node(script: Script, tmp_path: Path, **settings: Any) -> ShippedFil
 
 
 @pytest.fixture
-def shipped(script: Script, tmp_path: Path) -> ShippedFiles:
+async def shipped(script: Script, tmp_path: Path) -> ShippedFiles:
     cache_in(tmp_path / "node")
     (tmp_path / "here" / "sources").mkdir(parents=True)
     (tmp_path / "here" / "checkpoints").mkdir()
     (tmp_path / "here" / ".files").write_text(script.where)
-    return files_on_node(script, tmp_path)
+    files = files_on_node(script, tmp_path)
+    files.loop.set_result(asyncio.get_running_loop())
+    return files
 
 
 async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(
@@ -694,8 +697,8 @@ async def test_records_go_on_where_another_process_takes_them(
     with closing(record(store, range(1, 3))) as recorder:
         recorder.find_open = lambda until: [RecordedSpan(process="", kind="x", began=1.0, took_s=0)]
         await until(lambda: [it.kind for it in unended(script.folder.path)] == ["x"])
-        assert beside.pid is not None
-        os.kill(beside.pid, signal.SIGKILL)
+        assert beside._process is not None
+        os.kill(beside._process.pid, signal.SIGKILL)
         recorder.find_open = lambda until: ()
         large = trajectory(0, 10_000)
         for number in range(3, 60):
@@ -752,6 +755,26 @@ async def test_records_are_taken_of_workers_alone_in_pieces_that_are_small(scrip
         await connection.call(SEND_RECORDS, sent, timeout_s=LIMIT_S)
     [file] = record_files(script.folder.records)
     assert (file.process, file.path.read_bytes()) == ("train/0", b"x")
+
+
+def test_what_a_process_that_is_gone_had_written_is_neither_doubled_nor_torn(
+    tmp_path: Path,
+) -> None:
+    def process() -> ReceivedRecords:
+        return ReceivedRecords(tmp_path, lambda key: "train/0")
+
+    block = SentRecords(1, Series.rows, b"block", 5, MEBI)
+    process().write(block, "key")
+    process().write(block, "key")  # its answer went with the first process
+    beginning = SentRecords(2, Series.rows, b"begin", 8, MEBI)
+    process().write(beginning, "key")
+    successor, rest = process(), SentRecords(3, Series.rows, b"end", 0, MEBI)
+    with pytest.raises(StaleCall):
+        successor.write(rest, "key")
+    successor.write(replace(beginning, number=4), "key")
+    successor.write(replace(rest, number=5), "key")
+    contents = [it.path.read_bytes() for it in record_files(tmp_path)]
+    assert contents == [b"block", b"begin", b"beginend"]
 
 
 async def test_each_life_of_a_worker_writes_files_of_its_own(

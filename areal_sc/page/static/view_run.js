@@ -201,7 +201,7 @@ export function span(first, last) {
   return first === last ? short(first) : `${short(first)} to ${short(last)}`;
 }
 
-const PLAIN = new Set(["kind", "name", "time", "after_step"]);
+const PLAIN = new Set(["kind", "name", "time", "after_step", "since"]);
 
 /** Events that come one after another and are equal but for their numbers, together; `of` tells from where to where a number goes. */
 export function folded(events) {

@@ -86,8 +86,8 @@ def test_who_goes_on_with_a_life_has_its_file_of_what_goes_on(tmp_path: Path) ->
     for _ in range(2):
         files_of(tmp_path).replace_open(b"goes on")
     [killed, last] = record_files(tmp_path)
-    successor = FilesOfProcess(tmp_path, "rollout/0", MEBI, goes_on=True)
-    successor.replace_open(b"goes on, too")
+    successor = files_of(tmp_path)
+    successor.replace_open(b"goes on, too", is_there=True)
     assert last.path.read_bytes() == b"goes on, too"
     successor.replace_open(b"")
     assert record_files(tmp_path) == [killed]
