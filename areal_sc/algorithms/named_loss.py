@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.config.fields import RANGE, Range
 from areal_sc.config.ppo_settings import POLICY_GRADIENT, PPOConfig
+from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.errors import ConfigError
 from areal_sc.user_code import user_function
 
@@ -125,6 +126,15 @@ class NamedLoss:
         self.check()
         path = BUILT_IN.get(self.name, self.name)
         return user_function(path, "tokens", self.settings, what="loss", expected=_EXPECTED)
+
+
+def is_tried(config: ActorConfig) -> bool:
+    """Whether a model's loss is tried when it starts: it trains, and its settings name its loss.
+
+    A value head has none by default: that of policies says nothing of values.
+    """
+    names_none = config.head == ModelHead.value and config.ppo.loss == POLICY_GRADIENT
+    return not (config.is_frozen or names_none)
 
 
 def folder_of_module(path: str, what: str, expected: str) -> str:

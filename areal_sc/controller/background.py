@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import ArealError, WaitTimeout
 from areal_sc.run.run_status import PAUSE_END, SCRIPT, Wait
-from areal_sc.system.waiting import first_of
+from areal_sc.system.waiting import cancel_all, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +157,7 @@ class Background:
         self.is_closing = True
         try:
             while self._tasks:
-                tasks = list(self._tasks)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await cancel_all(self._tasks)
         finally:
             self.is_closing = False
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
-from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.algorithms.named_loss import NamedLoss, is_tried
 from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
 from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSource
@@ -72,12 +72,12 @@ def end() -> SystemExit:
 def look_at_model(
     role: str, handle: TrainHandle, loss: NamedLoss, *, is_on_this_machine: bool
 ) -> None:
-    """Tries the loss, unless the model is frozen; shows what a further model takes of this machine.
+    """Tries the loss, if the model has one; shows what a further model takes of this machine.
 
     Raises: ConfigError: the loss cannot be used. ModelError: the model's folder is there, and
         cannot be read, or has no layers of the names that an adapter is to go beside.
     """
-    if not handle.config.is_frozen:
+    if is_tried(handle.config):
         from areal_sc.algorithms.loss_trial import try_loss
 
         try_loss(loss, handle.config.head)

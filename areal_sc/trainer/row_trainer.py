@@ -129,11 +129,15 @@ class RowTrainer(Run):
                     best.begin()
                 best.note([self._tell_evaluation(name, actor.version, judge(actor))])
 
-        steps = self._steps(actor, rollout, lambda: BareStep(actor, actor.standstill))
-        with self._started(actor, rollout), closing(steps):
-            best.remember(History.read(self.folder.metrics_path).evaluations, actor.version)
+        def begin() -> BareStep:  # where wishes to stop are heard
             if actor.version == 0:
                 evaluate("before")
+                done.add(("before", 0))
+            return BareStep(actor, actor.standstill)
+
+        steps = self._steps(actor, rollout, begin)
+        with self._started(actor, rollout), closing(steps):
+            best.remember(History.read(self.folder.metrics_path).evaluations, actor.version)
             for step in steps:
                 version = actor.version
                 best.remember(best.results, version)  # the run may have gone back

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, is_tried, loss_of
 from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.config.schema import ActorConfig
 from areal_sc.config.slurm_settings import SchedulerType
@@ -140,7 +140,7 @@ class TrainController(Controller):
         await self._launch([self._order(rank, self.config) for rank in ranks])
         left, ledger = self.place.read(), ledger_on_disk(self._folder.ledger, self._runtime.disk)
         version = left.newest_version(ledger) if left else None
-        loss = None if self.config.is_frozen else self._work.begin_losses(self._loss)
+        loss = self._work.begin_losses(self._loss) if is_tried(self.config) else None
         self.found = None
         if left is not None and version is not None:
             self.found = await find_ranks(self.fleet, left.lineage, version)

@@ -72,7 +72,7 @@ class TrainStep:
                 "update_rows), got a batch, whose rows go to different minibatches and ranks"
             )
         read = set(loss.fields or ()) - {"staleness"}
-        if self._is_one_forward(num_minibatches):
+        if self._is_one_forward(min(num_minibatches, len(batch.episodes))):
             read -= {"proximal_logprobs"}
         if all(row.advantage is not None for row in batch.rows):
             read -= {"advantages"}

@@ -19,6 +19,7 @@ from areal_sc.engines.servers.replica import Replica
 from areal_sc.engines.servers.replicas import ReplicaSet
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import ArealError, EngineFailed, PeerLost, ProtocolError, ServerBusy
+from areal_sc.system.waiting import cancel_all
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +84,7 @@ class Completer:
         return completion
 
     async def close(self) -> None:
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await cancel_all(self._background)
 
     async def _complete(self, request: CompletionRequest) -> Completion:
         dispatcher = self._replicas.dispatcher
@@ -217,8 +216,7 @@ class Completer:
         except (ArealError, TimeoutError) as error:
             logger.info("abandoned request=%s %s", request.request_id, error)
         finally:
-            attempt.cancel()
-            await asyncio.gather(attempt, return_exceptions=True)
+            await cancel_all([attempt])
 
     async def _wait_while_busy(self, request: CompletionRequest, error: ServerBusy) -> None:
         """A server that is full for the moment, or a router before it, has lost nothing.

@@ -30,9 +30,10 @@ def seal(text: bytes, public: bytes) -> bytes:
     """
     try:
         owner = X25519PublicKey.from_public_bytes(z85.decode(public))
+        sealed = _SUITE.encrypt(text, owner, _PURPOSE)
     except (ValueError, KeyError, IndexError) as error:
         raise TransportError("expected a public key of 40 characters of Z85") from error
-    return base64.urlsafe_b64encode(_SUITE.encrypt(text, owner, _PURPOSE))
+    return base64.urlsafe_b64encode(sealed)
 
 
 def unseal(sealed: bytes, own: KeyPair) -> bytes:

@@ -11,9 +11,9 @@ import torch
 from loss_rows import made_tokens
 
 from areal_sc.algorithms.loss_trial import try_loss
-from areal_sc.algorithms.named_loss import BUILT_IN, NamedLoss, loss_of
+from areal_sc.algorithms.named_loss import BUILT_IN, NamedLoss, is_tried, loss_of
 from areal_sc.config.ppo_settings import KLPlace, PPOConfig
-from areal_sc.config.schema import ModelHead
+from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.errors import ConfigError, WorkflowError
 
 SHAPE = [(3, 0, 0), (2, 0, 1)]
@@ -79,6 +79,15 @@ def test_numbers_that_a_loss_cannot_have(
 ) -> None:
     with pytest.raises(ConfigError, match=f"loss {name}, {setting}: expected {expected}"):
         NamedLoss(name, {setting: value}).load()
+
+
+def test_a_value_head_without_a_loss_of_its_own_may_start() -> None:
+    """Each of its updates may name one."""
+    own = ActorConfig(path="x", head=ModelHead.value)
+    assert not is_tried(own)
+    assert is_tried(replace(own, ppo=PPOConfig(loss="value")))
+    assert is_tried(replace(own, head=ModelHead.lm))
+    assert not is_tried(replace(own, head=ModelHead.lm, is_frozen=True))
 
 
 def test_fields_of_a_loss_of_the_users_own_are_not_known() -> None:
