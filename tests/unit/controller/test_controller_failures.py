@@ -129,6 +129,7 @@ def test_a_lost_rank_ends_the_training_step(rank: int) -> None:
         async with TrainingRun(settings).started() as run:
             batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
             batch = await run.actor.compute_proximal_logprobs_async(batch)
+            batch = run.actor.compute_advantages(batch)
             worker = run.cluster.workers[f"train/{rank}"]
             asyncio.get_running_loop().call_later(20.0, worker.end, "exit code 1")
             error = await fails_within(21.0, run.actor.ppo_update_async(batch), WorkerLost)
