@@ -223,7 +223,7 @@ def raises(tokens): return 1 / 0
     [
         ("scaled", "missing a required argument: 'scale'"),
         ("alone", "expected a scalar tensor and a dict of metrics, got tensor"),
-        ("constant", "expected a scalar loss that depends on the tokens"),
+        ("constant", "expected a scalar loss that depends on log-probabilities or entropies"),
         ("plain", "metric mean: expected a Metric of one number, got 1.0"),
         ("raises", r"tried on two rows, .* raised ZeroDivisionError: .* at losses_of_a_user.py:8"),
         ("absent", "has no attribute 'absent'"),
