@@ -205,8 +205,9 @@ async def test_files_of_the_page_are_served(session: ClientSession) -> None:
 
 
 async def test_the_tokenizer_is_found_from_the_run_folder(
-    folder: RunFolder, tmp_path: Path
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where there is no `runs`
     (tmp_path / "warm").mkdir()
     tokenizer().save(str(tmp_path / "warm" / "tokenizer.json"))
     folder.config_path.write_text("run_dir: runs/run\nactor:\n  path: runs/warm\n")
