@@ -16,8 +16,8 @@ MakeEvaluation = Callable[..., EvaluationResult]
     [
         (0.0, 1.0, 0.1, "training"),
         (0.1, 1.0, 0.1, "training"),
-        (0.4, 0.5, 0.1, "generation"),  # it waits, so faster training would not help
-        (2.0, 0.5, 0.1, "generation"),
+        (0.4, 0.5, 0.1, "rollout"),  # it waits, so faster training would not help
+        (2.0, 0.5, 0.1, "rollout"),
         (0.1, 0.4, 0.6, "synchronisation"),
         (0.0, 0.0, 0.0, "training"),
     ],
