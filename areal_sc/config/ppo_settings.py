@@ -17,6 +17,9 @@ from areal_sc.config.sharing import Section
 BASELINES: Final = ("group", "leave_one_out", "batch", "none")
 """What is subtracted from a reward: the mean of these."""
 
+BASELINES_OF_OTHERS: Final = ("batch", "none")
+"""Those of BASELINES to which a prompt's own answers give little or nothing."""
+
 GAE: Final = "gae"
 """Advantages from a critic's values."""
 
@@ -186,6 +189,17 @@ class PPOConfig(Section):
     kl_estimator: KLEstimator = setting(KLEstimator.k3)
     kl_place: KLPlace = setting(KLPlace.loss)
     entropy_coefficient: float = setting(0.0, "the weight of the mean entropy, a bonus", ge=0)
+
+    @property
+    def tried_staleness(self) -> int:
+        """The largest rollout.max_staleness that runs with such settings have learned with.
+
+        Measured (benchmarks/RESULTS.md, "What each preset learns"); 0 for a loss or an advantage of
+        the user's own, of which nothing is known.
+        """
+        if ":" in self.loss or ":" in self.advantage:
+            return 0
+        return 2 if self.advantage in BASELINES_OF_OTHERS else 16
 
     @property
     def loss_kl_coefficient(self) -> float:

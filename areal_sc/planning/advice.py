@@ -31,8 +31,6 @@ SPARE_BOUND: Final = 1
 MIN_GAIN: Final = 0.03
 """Another split has to make a step shorter by this share: forecasts of it are worse than those of
 the present one, and what changes nothing is not worth a restart."""
-MAX_BOUND: Final = 32
-"""A larger one than the present is not advised beyond this."""
 MAX_EARLIER: Final = 4
 """The newest earlier operating points whose forecasts are judged."""
 NUM_LOOKS: Final = 6
@@ -130,7 +128,7 @@ def make_plan(
     num_cores = None if cores is None else cores.number
     splits = _Splits.of(config, figures.point, num_devices, num_cores)
     tried = _tried(forecaster, splits)
-    advised = _advised(forecaster, tried, present)
+    advised = _advised(forecaster, tried, present, splits.most_bound)
     return Plan(
         figures,
         splits.ranks_per_data,
@@ -154,6 +152,7 @@ class _Splits:
         of_worker: devices that a rollout worker has.
         num_cores: as of `cores_of`: the number of ranks stays.
         is_fixed: there is one split alone.
+        most_bound: the largest bound that may be advised.
     """
 
     present: OperatingPoint
@@ -163,6 +162,7 @@ class _Splits:
     ranks_per_data: int
     num_cores: int | None
     is_fixed: bool
+    most_bound: int
 
     @classmethod
     def of(
@@ -188,7 +188,10 @@ class _Splits:
         is_fixed = num_devices is None and (
             bool(config.rollout.autoscale.max) or (num_cores is None and shares_devices(config))
         )
-        return cls(present, total, num_used, of_worker, ranks_per_data, num_cores, is_fixed)
+        most_bound = max(present.max_staleness, config.actor.ppo.tried_staleness)
+        return cls(
+            present, total, num_used, of_worker, ranks_per_data, num_cores, is_fixed, most_bound
+        )
 
     def forecasts(self, forecaster: Forecaster, bound: int) -> list[Forecast]:
         """Forecasts of splits with that bound, the best among them; none for a fixed split."""
@@ -218,23 +221,26 @@ def _tried(forecaster: Forecaster, splits: _Splits) -> list[Forecast]:
     present = forecaster.at(splits.present)
     tried = [present] if splits.num_devices >= splits.num_used else []
     bound, ample = -1, max(_ample_bound(present), splits.present.max_staleness)
-    while ample > bound:
+    while (ample := min(ample, splits.most_bound)) > bound:
         bound = ample
         tried += splits.forecasts(forecaster, bound)
         # another split may have so short steps that a group takes more of them
         best = _best_split(tried, present)
         ample = _ample_bound(best)
-    most = min(math.ceil(best.group_s / best.step_s) + 1, MAX_BOUND)
-    most = max(most, splits.present.max_staleness)
+    most = max(math.ceil(best.group_s / best.step_s) + 1, splits.present.max_staleness)
+    most = min(most, splits.most_bound)
     tried += [forecaster.at(replace(best.point, max_staleness=bound)) for bound in range(most + 1)]
     return sorted(set(tried), key=_step_s)
 
 
-def _advised(forecaster: Forecaster, tried: Sequence[Forecast], present: Forecast) -> Forecast:
+def _advised(
+    forecaster: Forecaster, tried: Sequence[Forecast], present: Forecast, most_bound: int
+) -> Forecast:
     """Little more than the smallest bound with a step that is hardly longer than the shortest one.
 
     Args:
         tried: the shortest step first.
+        most_bound: as of `_Splits`.
     """
     best = _best_split(tried, present)
     limit_s = SUFFICES * best.step_s
@@ -242,7 +248,7 @@ def _advised(forecaster: Forecaster, tried: Sequence[Forecast], present: Forecas
         (it for it in tried if it.point.split == best.point.split and it.step_s <= limit_s),
         key=lambda forecast: (forecast.point.max_staleness, forecast.step_s),
     )
-    bound = least.point.max_staleness + SPARE_BOUND
+    bound = min(least.point.max_staleness + SPARE_BOUND, most_bound)
     with_spare = forecaster.at(replace(least.point, max_staleness=bound))
     suffices = present in tried and present.step_s <= limit_s
     suffices &= present.point.max_staleness >= bound
@@ -268,7 +274,7 @@ def _step_s(forecast: Forecast) -> float:
 
 def _ample_bound(forecast: Forecast) -> int:
     """Nobody waits for a group that takes so many steps, even if they were half as long."""
-    return min(2 * math.ceil(forecast.group_s / forecast.step_s) + 1, MAX_BOUND)
+    return 2 * math.ceil(forecast.group_s / forecast.step_s) + 1
 
 
 def _fewer_data(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from areal_sc.config.schema import GRPOConfig, OverBound, RolloutConfig
+from areal_sc.config.schema import GRPOConfig, OverBound
 from areal_sc.engines.handles import make_generator
 from areal_sc.planning.advice import make_plan, shares_devices
 from areal_sc.planning.cores import cores_of, shared_cores
@@ -49,7 +49,7 @@ class Adviser:
     def on_step(self, metrics: StepMetrics) -> Iterator[str]:
         """What a step gives reason for."""
         self._newest.append(metrics)
-        if not self._has_told_tail and (text := tail_advice(self._config.rollout, metrics)):
+        if not self._has_told_tail and (text := tail_advice(self._config, metrics)):
             self._has_told_tail = True
             yield text
         if not self._has_told_balance and (text := self._balance()):
@@ -116,13 +116,13 @@ class Adviser:
         return 1 - busy_share if 0 <= busy_share < MIN_BUSY_SHARE else None
 
 
-def tail_advice(config: RolloutConfig, metrics: StepMetrics) -> str | None:
+def tail_advice(config: GRPOConfig, metrics: StepMetrics) -> str | None:
     """What to change when the step's slowest groups do not fit the run's staleness bound.
 
     Returns: one sentence, or None while the tail is acceptable.
     """
-    bound = config.max_staleness
-    match config.over_bound:
+    bound = config.rollout.max_staleness
+    match config.rollout.over_bound:
         case OverBound.train if metrics.group_staleness_max > MAX_TAIL * max(bound, 1):
             found = (
                 f"groups were trained up to {metrics.group_staleness_max} policy versions old, "
@@ -143,8 +143,9 @@ def tail_advice(config: RolloutConfig, metrics: StepMetrics) -> str | None:
             choice = "train or mask"
         case _:  # with `wait` no group is over the bound; the price shows as waiting time
             return None
+    raising = "raise rollout.max_staleness, " if bound < config.actor.ppo.tried_staleness else ""
     return (
-        f"{found}: raise rollout.max_staleness, give generation more workers "
+        f"{found}: {raising}give generation more workers "
         f"(rollout.num_workers) or shorter answers (generation.max_new_tokens), or choose "
         f"rollout.over_bound={choice}"
     )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from areal_sc.config.parallel_settings import ParallelConfig
+from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.schema import ActorConfig, AdmissionMode, GRPOConfig, RolloutConfig
 from areal_sc.engines.busy_time import TurnSums
 from areal_sc.errors import ConfigError
@@ -349,6 +350,21 @@ def test_a_bound_that_just_suffices_is_raised_by_one_to_spare(make_steps: MakeSt
     plan = plan_of(make_steps(range(1, 61), max_staleness=1), config_of(max_staleness=1))
     assert plan.settings == "rollout.max_staleness=2"
     assert plan.advised.step_s == pytest.approx(plan.present.step_s, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "most"), [("group", 16), ("batch", 2), ("none", 2), ("mine:advantage", 1)]
+)
+def test_no_bound_is_advised_that_the_algorithm_was_not_seen_to_bear(
+    advantage: str, most: int, make_steps: MakeSteps
+) -> None:
+    """A group takes fifty steps: nothing waits for it at bound 50 alone."""
+    steps = make_steps(range(1, 61), step_time_s=0.4, train_s=0.02, sync_s=0.0, group_time_s=20.0)
+    config = config_of(max_staleness=1)
+    config.actor = ActorConfig(ppo=PPOConfig(advantage=advantage))
+    plan = plan_of(steps, config)
+    assert max(it.point.max_staleness for it in plan.tried) == most
+    assert plan.advised.point.max_staleness == most
 
 
 def test_earlier_forecasts_are_judged(make_steps: MakeSteps) -> None:

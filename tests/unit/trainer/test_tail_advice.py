@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from areal_sc.config.schema import OverBound, RolloutConfig
+from areal_sc.config.ppo_settings import PPOConfig
+from areal_sc.config.schema import ActorConfig, GRPOConfig, OverBound, RolloutConfig
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.trainer.advice import tail_advice
 
@@ -14,10 +15,15 @@ MakeStep = Callable[..., StepMetrics]
 
 @pytest.fixture
 def advice(make_step: MakeStep) -> Callable[..., str | None]:
-    """On a step that differs in so much, of a run with that bound."""
+    """On a step that differs in so much, of a run with that bound and that advantage."""
 
-    def of(over_bound: OverBound, max_staleness: int = 4, **changes: Any) -> str | None:
-        config = RolloutConfig(over_bound=over_bound, max_staleness=max_staleness)
+    def of(
+        over_bound: OverBound, max_staleness: int = 4, advantage: str = "group", **changes: Any
+    ) -> str | None:
+        config = GRPOConfig(
+            actor=ActorConfig(ppo=PPOConfig(advantage=advantage)),
+            rollout=RolloutConfig(over_bound=over_bound, max_staleness=max_staleness),
+        )
         return tail_advice(config, make_step(num_trained_tokens=1000, **changes))
 
     return of
@@ -48,3 +54,16 @@ def test_masked_and_wasted_tokens(advice: Callable[..., str | None]) -> None:
     for over_bound in (OverBound.mask, OverBound.regenerate, OverBound.wait):
         few = {"num_masked_tokens": 60, "num_wasted_tokens": 60}
         assert advice(over_bound, group_staleness_max=27, **few) is None
+
+
+def test_a_larger_bound_is_advised_only_where_the_algorithm_bears_it(
+    advice: Callable[..., str | None],
+) -> None:
+    for max_staleness, advantage, is_raised in (
+        *((4, "group", True), (15, "gae", True), (16, "group", False)),
+        *((4, "batch", False), (4, "none", False), (4, "mine:advantage", False)),
+    ):
+        found = advice(OverBound.train, max_staleness, advantage, group_staleness_max=99)
+        assert found is not None
+        assert ("raise rollout.max_staleness" in found) == is_raised, (max_staleness, advantage)
+        assert "rollout.num_workers" in found
