@@ -123,31 +123,48 @@ def load_config(
     if arguments.print_config:
         sys.stdout.write(config_text(config))
         raise SystemExit(0)
-    if isinstance(config, GRPOConfig):
-        other = _other_machine(arguments)
-        if other is not None:
-            count_devices = lambda: other.num_cuda_devices  # noqa: E731
+    if not isinstance(config, GRPOConfig):
+        return config
+    machine = _other_machine(arguments)
+    if machine is not None:
+        count_devices = lambda: machine.num_cuda_devices  # noqa: E731
+    _check(config, machine, count_devices, makes_model=makes_model, generates=generates)
+    if not config.dry_run:
+        return config
+    # reads run folders, which needs more modules than a script waits for
+    from areal_sc.preflight.dry_run import dry_run, without_traces
+
+    lines = dry_run(config, makes_model=makes_model, generates=generates)
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+    return without_traces(config)
+
+
+def _check(
+    config: GRPOConfig,
+    other: Machine | None,
+    count_devices: Callable[[], int],
+    *,
+    makes_model: bool,
+    generates: bool,
+) -> None:
+    """Completes the settings by what is known of the model and the machine, and tells of doubts.
+
+    Args:
+        other: a machine that the run is only planned for: the plan is shown, and the process ends.
+    """
+    take_context(config)
+    warnings = check_config(config, count_devices, generates=generates)
+    if other is not None:
+        _show_plan(config, other, warnings, generates=generates)
+    if not makes_model and fetch_models(config):  # now more is known of the model
         take_context(config)
         warnings = check_config(config, count_devices, generates=generates)
-        if other is not None:
-            _show_plan(config, other, warnings, generates=generates)
-        if not makes_model and fetch_models(config):  # now more is known of the model
-            take_context(config)
-            warnings = check_config(config, count_devices, generates=generates)
-        if generates:
-            settle_placement(config, this_machine)
-        for warning in warnings:
-            _logger.warning("%s", warning)
-        shown_before.update(warnings)
-        if config.dry_run:
-            # reads run folders, which needs more modules than a script waits for
-            from areal_sc.preflight.dry_run import dry_run, without_traces
-
-            lines = dry_run(config, makes_model=makes_model, generates=generates)
-            sys.stdout.write("\n".join(lines) + "\n")
-            sys.stdout.flush()
-            return without_traces(config)
-    return config
+    if generates:
+        settle_placement(config, this_machine)
+    for warning in warnings:
+        _logger.warning("%s", warning)
+    shown_before.update(warnings)
 
 
 def _other_machine(arguments: argparse.Namespace) -> Machine | None:
