@@ -10,7 +10,7 @@ target: trained rows, sampled tokens and seconds until held-out prompts are solv
     evaluation takes place every 5 steps, and its seconds count.
 lengths: nothing is learned (lr 0). Groups with signal of `all` are cut into quartiles by the tokens
     of their answers, and compared with what `kept` has of each, as a ratio. Each rule has prompts
-    and samples of its own, so that a ratio is not 1 by construction.
+    of its own, so that a ratio is not 1 by construction.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def until_target(
     }
 
 
-def lengths(job: LetterSortJob, rule: str, seed: int, num_groups: int) -> list[int]:
+def lengths(job: LetterSortJob, rule: str, prompts_seed: int, num_groups: int) -> list[int]:
     """Tokens of the answers of so many trained groups with signal, of one policy."""
     config = job.config(
-        seed=seed,
+        seed=0,
         total_steps=100_000,
         actor__optimizer__lr=0.0,
         actor__ppo__num_minibatches=1,
@@ -107,7 +107,7 @@ def lengths(job: LetterSortJob, rule: str, seed: int, num_groups: int) -> list[i
         steps = training_steps(
             workers,
             config.total_steps,
-            MostlyUnsolvable(seed, **LENGTHS),
+            MostlyUnsolvable(prompts_seed, **LENGTHS),
             SingleTurnWorkflow(letter_sort_reward),
             before_publication=note,
         )

@@ -30,7 +30,8 @@ else:
     SystemCallFilter(hides_files=True, own_signals_alone=True, truncates=False).install()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print(outcome(lambda: os.kill(os.getpid(), 15)), outcome(lambda: os.kill(os.getppid(), 0)),
-          outcome(lambda: os.truncate(sys.argv[2], 0)), outcome(lambda: os.chmod(sys.argv[2], 0)))
+          outcome(lambda: os.truncate(sys.argv[2], 0)), outcome(lambda: os.chmod(sys.argv[2], 0)),
+          flush=True)
     os.abort()
 """
 
