@@ -36,10 +36,13 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
 def left_open() -> Iterator[None]:
     """What a file's tests leave open is told as an error of the last of them, and of no other's.
 
-    Garbage that refers to itself warns of its sockets, say, when it is collected.
+    Garbage that refers to itself warns of its sockets, say, when it is collected. What is left is
+    mostly imported modules, a second's work for a collection: it is frozen after each file, as
+    what starts controllers thaws it.
     """
     yield
     gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
