@@ -36,11 +36,21 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
 def left_open() -> Iterator[None]:
     """What a file's tests leave open is told as an error of the last of them, and of no other's.
 
-    Garbage that refers to itself warns of its sockets, say, when it is collected. What is left is
-    mostly imported modules, a second's work for a collection: it is frozen after each file, as
-    what starts controllers thaws it.
+    Garbage that refers to itself warns of its sockets, say, when it is collected. A collection of
+    all that is imported takes most of a second, and each start of controllers collects: so what
+    earlier files left is frozen, and no end of a run thaws it before the file's end.
     """
-    yield
+    has_run = False
+
+    def note_run() -> None:
+        nonlocal has_run
+        has_run = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", note_run)
+        yield
+    if has_run:
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
 
