@@ -19,11 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from integration.agent_forks import environment_of_scripts, start_script
+from integration.agent_forks import TINY_YAML, environment_of_scripts, start_script
 
 SCRIPTS = Path(__file__).with_name("scripts")
 TINY_RUN = SCRIPTS / "tiny_run.py"
-TINY_YAML = SCRIPTS / "tiny_run.yaml"
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 LETTER_SORT = REPOSITORY / "examples" / "letter_sort.py"
