@@ -43,6 +43,7 @@ ROOM: Final = "AREAL_SC_TEST_ROOM"
 AFTER_IMPORTS: Final = {
     *(ADDRESS, ROOM, "AREAL_SC_SCRIPT", "AREAL_SC_TEST_RUN", "PYTEST_CURRENT_TEST", "PYTHONPATH"),
     *("TOKENIZERS_PARALLELISM", "MEGATRON_ON_CPU", "PATH", "COLUMNS", "DIE_AT"),
+    *("_", "PWD", "OLDPWD", "SHLVL"),
     *("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "RAY_CLIENT_MODE", "TORCHINDUCTOR_CACHE_DIR"),
 }
 """Variables in which a fork may differ from the process: nothing reads them while it imports."""
@@ -349,6 +350,7 @@ def run_agent(*arguments: str) -> None:
 def run_script(path: str, *arguments: str) -> None:
     """What `python FILE ARGUMENT ...` does."""
     sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
     if ADDRESS in os.environ:
         fork_agents(sys.modules["areal_sc.schedulers.agent_process"], lambda: os.environ[ADDRESS])
     sys.path.insert(0, str(Path(path).parent))
