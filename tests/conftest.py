@@ -55,6 +55,12 @@ def left_open() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """What the last test of a file was given ends with it, and is not kept beyond `left_open`."""
+    getattr(item, "funcargs", {}).clear()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Modules make hardly any garbage, and are there to the end: its collections pass over them."""

@@ -19,11 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from integration.agent_forks import environment_of_scripts, start_script
+from integration.agent_forks import TINY_YAML, environment_of_scripts, start_script
 
 SCRIPTS = Path(__file__).with_name("scripts")
 TINY_RUN = SCRIPTS / "tiny_run.py"
-TINY_YAML = SCRIPTS / "tiny_run.yaml"
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 LETTER_SORT = REPOSITORY / "examples" / "letter_sort.py"
@@ -199,16 +198,17 @@ def started(run_dir: Path, script: Path, *arguments: str) -> Iterator[RunProcess
 def run_example(name: str, folder: Path, *overrides: str) -> str:
     """Runs an example to its end, as a user does in that folder, and returns what it says."""
     example, settings = (REPOSITORY / it for it in (f"examples/{name}.py", f"configs/{name}.yaml"))
-    done = subprocess.run(
-        [sys.executable, str(example), "--config", str(settings), *overrides],
-        cwd=folder,
-        env=environment_of_scripts(),
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    command = [sys.executable, str(example), "--config", str(settings), *overrides]
+    said = folder / f"{name}.txt"
+    with said.open("wb") as output:
+        process = start_script(command, folder, environment_of_scripts(), output)
+    try:
+        code = process.wait(560)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert code == 0, said.read_text()
+    return said.read_text()
 
 
 def assert_nothing_was_started(run: RunProcess) -> None:

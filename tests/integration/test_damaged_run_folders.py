@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from small_disk import small_disk
 
 from areal_sc import FSDPPPOActor, GRPOConfig, load_config
 from areal_sc.__main__ import main
+from areal_sc.config.loading import differences
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.rollout.rollout_state import RolloutState
 from areal_sc.errors import ArealError, RunFolderError
@@ -31,6 +33,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.run.status_board import StatusBoard
 from areal_sc.trainer import run as run_module
+from areal_sc.trainer import run_description
 from areal_sc.trainer.resume_checks import describe_resume
 from areal_sc.trainer.run import Run
 
@@ -187,7 +190,9 @@ def killed_run(
         patch.setattr(run_module, "take_context", lambda _: None)
         patch.setattr(run_module, "check_config", lambda _, **__: [])
         text = (path / "config.yaml").read_text()
-        patch.setattr(run_module, "config_text", lambda _: text)
+        for module in (run_module, run_description):
+            patch.setattr(module, "config_text", lambda _: text)
+        patch.setattr(differences, "settings_of", cache(differences.settings_of))
         killed = KilledRun(path, tiny_model_folder)
         assert sorted(killed.digests) == [NEWEST - 1, NEWEST]
         with closing(killed.ranks.engine):

@@ -188,7 +188,11 @@ def documents() -> list[str]:
 def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder in which the guides were followed, with two steps a run, and what was shown."""
     folder, shown = tmp_path_factory.mktemp("first_hour"), ""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    programs = tmp_path_factory.mktemp("programs")
+    python, forked = programs / "python", Path(__file__).with_name("forked_python.py")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {forked} "$@"\n')
+    python.chmod(0o755)
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     for block in blocks(*TRIED):
         if name := re.match(r"# (\S+\.(?:py|yaml))\n", block.text):
             text = re.sub("(?m)^total_steps: .*", "total_steps: 2", block.text)
