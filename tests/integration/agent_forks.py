@@ -42,7 +42,7 @@ ROOM: Final = "AREAL_SC_TEST_ROOM"
 
 AFTER_IMPORTS: Final = {
     *(ADDRESS, ROOM, "AREAL_SC_SCRIPT", "AREAL_SC_TEST_RUN", "PYTEST_CURRENT_TEST", "PYTHONPATH"),
-    *("TOKENIZERS_PARALLELISM", "MEGATRON_ON_CPU", "PATH", "COLUMNS", "DIE_AT"),
+    *("TOKENIZERS_PARALLELISM", "MEGATRON_ON_CPU", "PATH", "COLUMNS", "DIE_AT", "SLURM_CONF"),
     *("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "RAY_CLIENT_MODE", "TORCHINDUCTOR_CACHE_DIR"),
 }
 """Variables in which a fork may differ from the process: nothing reads them while it imports."""

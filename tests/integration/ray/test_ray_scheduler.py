@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from areal_sc.schedulers.join_server import JoinServer
 
 ORPHANS_S = 4.0
 REFUSED_LIMIT_S = 60.0
+CHUNK_BYTES = 1 << 20
+"""Of memory that is read at once; most of Ray's has never been written."""
 
 
 def config_of(hosts: RayHosts, run_dir: Path, **settings: object) -> SchedulerConfig:
@@ -108,9 +111,10 @@ class TestRayScheduler(Conformance):
         assert len([it for it in processes.values() if it == "ray::AgentActor"]) == len(NODES)
         assert {"gcs_server", "raylet", "ray::Keeper"} <= set(processes.values())
         run_id = keys.run_id.encode()
-        knows = [name for pid, name in processes.items() if is_in_memory(pid, [run_id])]
+        found = {pid: found_in_memory(pid, [run_id, *secrets]) for pid in processes}
+        knows = [name for pid, name in processes.items() if run_id in found[pid]]
         assert {"gcs_server", "ray::Keeper"} <= set(knows), "what is no secret is found"
-        assert [name for pid, name in processes.items() if is_in_memory(pid, secrets)] == []
+        assert [name for pid, name in processes.items() if found[pid] - {run_id}] == []
         logs = [path for path in ray_hosts.root.rglob("*") if path.is_file()]
         assert len(logs) > 10
         texts = {path: path.read_bytes() for path in logs}
@@ -131,25 +135,30 @@ def ray_processes(hosts: RayHosts) -> dict[int, str]:
     return found
 
 
-def is_in_memory(pid: int, texts: list[bytes]) -> bool:
+def found_in_memory(pid: int, texts: Sequence[bytes]) -> set[bytes]:
+    """Which of the texts are in what the process can write."""
+    overlap = max(map(len, texts)) - 1
+    found: set[bytes] = set()
+    zeros = bytes(CHUNK_BYTES + overlap)
     try:  # an idle process of Ray may have ended meanwhile
         maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    with suppress(FileNotFoundError), open(f"/proc/{pid}/mem", "rb") as memory:
+        return found
+    try:
         for line in maps:
             places, rights, *_ = line.split()
             begin, end = (int(place, 16) for place in places.split("-"))
             if not rights.startswith("rw"):
                 continue
-            try:
-                memory.seek(begin)
-                content = memory.read(end - begin)
-            except (OSError, ValueError):
-                continue  # a device, say
-            if any(text in content for text in texts):
-                return True
-    return False
+            with suppress(OSError, OverflowError):  # a device, say
+                for place in range(begin, end, CHUNK_BYTES):
+                    content = os.pread(memory, len(zeros), place)
+                    if content != zeros:
+                        found |= {text for text in texts if text in content}
+    finally:
+        os.close(memory)
+    return found
 
 
 async def test_agents_of_a_killed_script_go_on_and_a_lost_node_is_replaced(

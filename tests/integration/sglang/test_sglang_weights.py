@@ -22,9 +22,9 @@ from areal_sc.errors import EngineFailed, ModelError
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
-LONG = GenerationConfig(max_new_tokens=900)
+LONG = GenerationConfig(max_new_tokens=500)
 PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
-NUM_UPDATES = 20
+NUM_UPDATES = 10
 MIN_UPDATES = 3
 
 
