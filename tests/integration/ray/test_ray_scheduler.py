@@ -8,10 +8,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from integration.ray.conftest import RayHosts
 from integration.scheduler_conformance import LIMIT_S, Conformance, Lent, environment, until
@@ -27,8 +28,11 @@ from areal_sc.schedulers.join_server import JoinServer
 
 ORPHANS_S = 4.0
 REFUSED_LIMIT_S = 60.0
-CHUNK_BYTES = 1 << 20
-"""Of memory that is read at once; most of Ray's has never been written."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+CHUNK_BYTES = 256 * PAGE_BYTES
+"""Of memory that is looked at together; most of Ray's has never been written."""
+IN_MEMORY_OR_SWAP = np.uint64(62)
+"""The bits of a page's entry in /proc/PID/pagemap from that one on say so."""
 
 
 def config_of(hosts: RayHosts, run_dir: Path, **settings: object) -> SchedulerConfig:
@@ -136,28 +140,27 @@ def ray_processes(hosts: RayHosts) -> dict[int, str]:
 
 
 def found_in_memory(pid: int, texts: Sequence[bytes]) -> set[bytes]:
-    """Which of the texts are in what the process can write."""
-    overlap = max(map(len, texts)) - 1
+    """Which of the texts are in what the process can write, and has."""
     found: set[bytes] = set()
-    zeros = bytes(CHUNK_BYTES + overlap)
-    try:  # an idle process of Ray may have ended meanwhile
-        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
-    except (FileNotFoundError, ProcessLookupError):
-        return found
-    try:
-        for line in maps:
+    num_bytes = CHUNK_BYTES + max(map(len, texts)) - 1  # a text may lie across an end
+    with suppress(FileNotFoundError, ProcessLookupError), ExitStack() as stack:
+        # an idle process of Ray may have ended meanwhile
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        memory, pages = (
+            stack.enter_context(open(f"/proc/{pid}/{name}", "rb")).fileno()
+            for name in ("mem", "pagemap")
+        )
+        for line in lines:
             places, rights, *_ = line.split()
             begin, end = (int(place, 16) for place in places.split("-"))
             if not rights.startswith("rw"):
                 continue
-            with suppress(OSError, OverflowError):  # a device, say
-                for place in range(begin, end, CHUNK_BYTES):
-                    content = os.pread(memory, len(zeros), place)
-                    if content != zeros:
+            for place in range(begin, end, CHUNK_BYTES):
+                entries = os.pread(pages, CHUNK_BYTES // PAGE_BYTES * 8, place // PAGE_BYTES * 8)
+                if (np.frombuffer(entries, np.uint64) >> IN_MEMORY_OR_SWAP).any():
+                    with suppress(OSError):  # a device, say
+                        content = os.pread(memory, num_bytes, place)
                         found |= {text for text in texts if text in content}
-    finally:
-        os.close(memory)
     return found
 
 

@@ -24,7 +24,7 @@ from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.records.reading import rows, spans, trained_rows
 
 ROOT = Path(__file__).parents[3]
-NUM_STEPS = 6
+NUM_STEPS = 8
 KILLED_AFTER = 3
 """A step that no snapshot has."""
 
