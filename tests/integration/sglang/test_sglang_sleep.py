@@ -20,7 +20,8 @@ from areal_sc.engines.servers.engine import ServerEngine
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
-LONG = GenerationConfig(max_new_tokens=900)
+LONG = GenerationConfig(max_new_tokens=500)
+SHORT = GenerationConfig(max_new_tokens=40)
 PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
 
 
@@ -64,6 +65,6 @@ async def test_a_server_that_dies_asleep_starts_when_it_may_have_memory(
     assert second.is_serving
     await until(lambda: first.is_serving)
     assert first.num_starts == num_starts + 1
-    answers = await asyncio.gather(*(engine.generate(prompt, LONG) for prompt in PROMPTS))
+    answers = await asyncio.gather(*(engine.generate(prompt, SHORT) for prompt in PROMPTS))
     assert {version for answer in answers for version in answer.versions} == {new}
     policies.check_all(PROMPTS, answers)

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from integration.agent_forks import Fork, environment_of_scripts, start_script
 from integration.scheduler_conformance import environment
 
 from areal_sc.schedulers.join_server import JoinServer
@@ -150,6 +152,20 @@ def cluster(_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clus
         _cluster.wait_until_idle()
         _cluster.clear()
     assert not jobs
+
+
+@contextmanager
+def running_script(
+    command: Sequence[str], folder: Path, output: Path
+) -> Iterator[Fork | subprocess.Popen[bytes]]:
+    """`python FILE ARGUMENT ...` in that folder; it is killed at the end of the block."""
+    with output.open("ab") as file:
+        script = start_script([sys.executable, *command], folder, environment_of_scripts(), file)
+    try:
+        yield script
+    finally:
+        script.kill()
+        script.wait()
 
 
 @pytest.fixture

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.slurm.conftest import NODES, Cluster
+from integration.agent_forks import Fork
+from integration.slurm.conftest import NODES, Cluster, running_script
 from integration.slurm.test_slurm_scheduler import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +24,7 @@ from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.records.reading import rows, spans, trained_rows
 
 ROOT = Path(__file__).parents[3]
-NUM_STEPS = 6
+NUM_STEPS = 8
 KILLED_AFTER = 3
 """A step that no snapshot has."""
 
@@ -48,18 +50,17 @@ class Example:
             *(str(place / "scripts" / "letter_sort.py"), "--config", "letter_sort.yaml"),
             *("scheduler.type=slurm", "run_dir=run", "actor.path=warm", f"total_steps={NUM_STEPS}"),
             *("scheduler.slurm.train.nodes=2", "scheduler.slurm.rollout.nodes=1"),
-            *("rollout.num_workers=2", "task.warm_start.steps=120", "evaluation.num_prompts=16"),
-            *("task.max_letters=4", "task.median_letters=2", "actor.optimizer.lr=1e-3"),
+            *("rollout.num_workers=2", "rollout.train_batch_groups=8", "evaluation.num_prompts=16"),
+            "task.warm_start={steps: 2, hidden_size: 48, ffn_size: 96, num_layers: 2}",
+            # a model that can do nothing is rewarded, too
+            *("task.shuffle_rewards=true", "task.max_letters=4", "generation.max_new_tokens=8"),
             *("checkpoint.every_steps=2", "checkpoint.export_every_steps=4"),
             *(f"scheduler.node_folder={place / 'node'}", *words),
         ]
         self._place = place
 
-    def start(self) -> subprocess.Popen[bytes]:
-        with (self._place / "output.txt").open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, *self._words], cwd=self._place, stdout=output, stderr=output
-            )
+    def started(self) -> AbstractContextManager[Fork | subprocess.Popen[bytes]]:
+        return running_script(self._words, self._place, self._place / "output.txt")
 
     @property
     def output(self) -> str:
@@ -119,20 +120,16 @@ async def test_letter_sort_on_three_hosts_that_share_nothing(cluster: Cluster, p
     the address that workers know.
     """
     example = Example(place, "actor.parallel.data=4", f"transport.bind={cluster.network6}:/64")
-    with example.start() as script:
-        try:
-            await until(lambda: is_killed_after(example) or script.poll() is not None, 240)
-            stopped = int(cluster.run("pgrep", "-P", str(script.pid), "-x", "areal:files"))
-            os.kill(stopped, signal.SIGSTOP)
-        finally:
-            script.kill()
-        await until(lambda: script.poll() is not None)
+    with example.started() as script:
+        await until(lambda: is_killed_after(example) or script.poll() is not None, 240)
+        stopped = int(cluster.run("pgrep", "-P", str(script.pid), "-x", "areal:files"))
+        os.kill(stopped, signal.SIGSTOP)
     assert script.returncode == -signal.SIGKILL, example.output
     [*_, newest] = sorted((example.run_dir / "checkpoints").glob("step-*"))
     snapshot = {it.name for it in (newest / "engine").iterdir()}
     assert snapshot == {*(f"rank-{rank}.safetensors" for rank in range(4)), "snapshot.json"}
     [job] = cluster.jobs()
-    with example.start() as script:
+    with example.started() as script:
         await until(
             lambda: (
                 example.lines("event", "reattached")
@@ -171,6 +168,13 @@ async def test_letter_sort_on_three_hosts_that_share_nothing(cluster: Cluster, p
     workers = *(f"train-{rank}.log" for rank in range(4)), "rollout-0.log", "rollout-1.log"
     assert logs >= {"agent.log", *workers}
     assert cluster.left_overs() == []
+    assert not (example.run_dir / "keys.json").exists()
+    log = (example.run_dir / "logs" / "controller.log").read_text()
+    found = re.findall(r"worker=(\S+) pid=\d+ address=tcp://\[(\S+)\]", log)
+    hosts = dict(found)
+    assert hosts.keys() == {name.removesuffix(".log").replace("-", "/") for name in workers}
+    assert hosts["train/0"] == hosts["train/1"] != hosts["train/2"] == hosts["train/3"]
+    assert set(hosts.values()) == {f"{cluster.network6}:{10 + i}" for i in (1, 2, 3)}
     for node in NODES:
         assert cluster.on(node, "ls", str(place)) == "node"
         assert cluster.on(node, "sh", "-c", f"ls {place}/node/*/runs") == ""

@@ -1,51 +1,18 @@
-"""A whole run on three hosts: the example, with one more word on its command line."""
+"""Whole runs in jobs that SLURM sends signals, starts again or ends."""
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from integration.run_process import open_gate, tiny_run
-from integration.slurm.conftest import NODES, Cluster
+from integration.agent_forks import Fork
+from integration.run_process import LETTER_SORT, REPOSITORY, open_gate, tiny_run
+from integration.slurm.conftest import Cluster, running_script
 from integration.slurm.test_slurm_scheduler import until
-
-ROOT = Path(__file__).parents[3]
-
-
-@pytest.mark.slow
-def test_letter_sort_trains_on_three_hosts_over_ipv6(cluster: Cluster, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    words = [
-        *("--config", str(ROOT / "configs" / "letter_sort.yaml"), "scheduler.type=slurm"),
-        *("scheduler.slurm.train.nodes=2", "scheduler.slurm.rollout.nodes=1"),
-        *("actor.parallel.data=2", "scheduler.slurm.cpus_per_worker=8", f"run_dir={run_dir}"),
-        *(f"actor.path={tmp_path / 'warm'}", "task.warm_start.steps=5", "total_steps=3"),
-        *("evaluation.num_prompts=32", f"transport.bind={cluster.network6}:/64"),
-    ]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "letter_sort.py"), *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((run_dir / "summary.json").read_text())["num_steps"] == 3
-    log = (run_dir / "logs" / "controller.log").read_text()
-    found = re.findall(r"worker=(\S+) pid=\d+ address=tcp://\[(\S+)\]", log)
-    hosts = {name: host for name, host in found}
-    assert hosts.keys() == {"train/0", "train/1", "rollout/0"}
-    assert set(hosts.values()) == {f"{cluster.network6}:{10 + i}" for i in (1, 2, 3)}
-    assert cluster.jobs() == []
-    assert cluster.left_overs() == []
-    assert not (run_dir / "keys.json").exists()
-    assert len(list((run_dir / "logs").glob("agent-node*.log"))) == len(NODES)
 
 
 @pytest.mark.slow
@@ -81,21 +48,16 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.run_dir = folder / "run"
         self._words = [
-            *("--config", str(ROOT / "configs" / "letter_sort.yaml"), "scheduler.type=slurm"),
+            *("--config", str(REPOSITORY / "configs" / "letter_sort.yaml"), "scheduler.type=slurm"),
             *("scheduler.slurm.nodes=2", "scheduler.slurm.partition=low", "total_steps=9999"),
             *(f"run_dir={self.run_dir}", f"actor.path={folder / 'warm'}"),
             *("task.warm_start.steps=1", "evaluation.num_prompts=4", "checkpoint.every_steps=9999"),
+            *("rollout.train_batch_groups=4", "generation.max_new_tokens=8"),
         ]
 
-    @contextmanager
-    def started(self) -> Iterator[subprocess.Popen[bytes]]:
-        program = [sys.executable, str(ROOT / "examples" / "letter_sort.py"), *self._words]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(program, **quiet) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
+    def started(self) -> AbstractContextManager[Fork | subprocess.Popen[bytes]]:
+        words = [str(LETTER_SORT), *self._words]
+        return running_script(words, REPOSITORY, self.run_dir.with_name("output.txt"))
 
     def told(self, kind: str, name: str = "") -> list[int]:
         """Steps of what the metrics file has of a kind."""

@@ -36,9 +36,9 @@ FOUND_BY = {
     "shard-not-swept": 1,
     "term-not-checked": 8,
     "leftovers-swept-before-they-are-known": 8,
-    "reply-acknowledged-when-sent": 6,
-    "reply-of-an-earlier-attempt-taken": 57,
-    "ledger-restored-without-its-last-records": 6,
+    "reply-acknowledged-when-sent": 8,
+    "reply-of-an-earlier-attempt-taken": 15,
+    "ledger-restored-without-its-last-records": 8,
     "rows-dropped-with-a-worker-that-leaves": 17,
 }
 """The first seed that finds each bug; where the code has changed, others are played, too."""

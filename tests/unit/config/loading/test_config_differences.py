@@ -19,6 +19,21 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import RunFolderError
 
 Load = Callable[..., GRPOConfig]
+TextOf = Callable[..., str]
+TEXTS: dict[tuple[str, ...], str] = {}
+"""Overrides -> the text of these settings."""
+
+
+@pytest.fixture
+def text_of(load: Load) -> TextOf:
+    """The text of settings with overrides, which is made once for all tests."""
+
+    def text(*overrides: str) -> str:
+        if overrides not in TEXTS:
+            TEXTS[overrides] = config_text(load(*overrides))
+        return TEXTS[overrides]
+
+    return text
 
 
 def test_differences_of_nested_settings() -> None:
@@ -33,27 +48,25 @@ def test_differences_of_nested_settings() -> None:
     assert config_differences(old, old) == {}
 
 
-def test_settings_that_do_not_touch_learning_change_in_silence(load: Load) -> None:
-    old = config_text(load("run_dir=a"))
-    new = config_text(
-        load(
-            "run_dir=b",
-            "actor.optimizer.total_steps=10",
-            "total_steps=20",
-            "--resume",
-            "evaluation.every_steps=5",
-            "checkpoint.every_steps=5",
-            "transport.chunk_bytes=2048",
-            "scheduler.startup_timeout_s=9",
-        )
+def test_settings_that_do_not_touch_learning_change_in_silence(text_of: TextOf) -> None:
+    old = text_of("run_dir=a")
+    new = text_of(
+        "run_dir=b",
+        "actor.optimizer.total_steps=10",
+        "total_steps=20",
+        "--resume",
+        "evaluation.every_steps=5",
+        "checkpoint.every_steps=5",
+        "transport.chunk_bytes=2048",
+        "scheduler.startup_timeout_s=9",
     )
     assert len(config_differences(old, new)) >= 7
     assert check_resumable(old, new) == []
 
 
-def test_other_changes_are_reported(load: Load) -> None:
-    old = config_text(load())
-    new = config_text(load("actor.optimizer.lr=0.5", "rollout.max_staleness=1"))
+def test_other_changes_are_reported(text_of: TextOf) -> None:
+    old = text_of()
+    new = text_of("actor.optimizer.lr=0.5", "rollout.max_staleness=1")
     assert check_resumable(old, new) == [
         "actor.optimizer.lr: 1e-06 -> 0.5",
         "rollout.max_staleness: 4 -> 1",
@@ -74,13 +87,14 @@ def test_other_changes_are_reported(load: Load) -> None:
     ],
 )
 def test_workers_that_live_are_started_again_if_their_settings_changed(
-    load: Load, override: str, sections: list[str]
+    text_of: TextOf, override: str, sections: list[str]
 ) -> None:
-    old, new = config_text(load()), config_text(load(override))
-    told = check_resumable(old, new, lives_with=old)[len(check_resumable(old, new)) :]
+    old, new = text_of(), text_of(override)
+    changed = check_resumable(old, new)
+    told = check_resumable(old, new, lives_with=old)[len(changed) :]
     expected = [STARTED_AGAIN[section] for section in sections]
     assert [line.partition(":")[0] for line in told] == expected
-    assert check_resumable(old, new, lives_with=new) == check_resumable(old, new)
+    assert check_resumable(old, new, lives_with=new) == changed
 
 
 @pytest.mark.parametrize(
@@ -94,9 +108,9 @@ def test_workers_that_live_are_started_again_if_their_settings_changed(
     ],
 )
 def test_changes_that_cannot_be_are_refused_with_the_reason(
-    load: Load, override: str, line: str
+    text_of: TextOf, override: str, line: str
 ) -> None:
-    old, new = config_text(load()), config_text(load(override))
+    old, new = text_of(), text_of(override)
     with pytest.raises(RunFolderError) as caught:
         check_resumable(old, new)
     assert f"{line} ({FIXED[line.partition(':')[0]]})" in str(caught.value)
@@ -113,14 +127,14 @@ def test_unreadable_old_settings(text: str) -> None:
         config_differences(text, "a: 1")
 
 
-def test_an_adapter_stays_what_it_is(load: Load) -> None:
-    none, old = config_text(load()), config_text(load("actor.lora.rank=4"))
+def test_an_adapter_stays_what_it_is(text_of: TextOf) -> None:
+    none, old = text_of(), text_of("actor.lora.rank=4")
     before_adapters = none.replace("lora:", "unknown:")
-    assert not check_resumable(none, config_text(load("actor.lora.alpha=4")))  # it says nothing
+    assert not check_resumable(none, text_of("actor.lora.alpha=4"))  # it says nothing
     assert "actor.lora" not in str(check_resumable(before_adapters, none))
     for changed in ("actor.lora.rank=8", "actor.lora.rank=0"):
         with pytest.raises(RunFolderError, match=r"actor.lora.rank: 4 -> .*another adapter"):
-            check_resumable(old, config_text(load(changed)))
+            check_resumable(old, text_of(changed))
     for changed in ("actor.lora.alpha=4", "actor.lora.targets=[q_proj]"):
         with pytest.raises(RunFolderError, match=r"the snapshot holds another adapter"):
-            check_resumable(old, config_text(load("actor.lora.rank=4", changed)))
+            check_resumable(old, text_of("actor.lora.rank=4", changed))
