@@ -17,9 +17,9 @@ quickstart: $(RUNS)  ## train the letter-sorting model on two CPU cores
 	$(VENV)/bin/python examples/letter_sort.py --config configs/letter_sort.yaml \
 		run_dir=runs/quickstart $(ARGS)
 
-# -n 3 on two cores: what starts processes waits about as often as it computes
+# -n 4 on two cores: what starts processes waits about as often as it computes
 test: test-needs  ## everything that has to be green
-	$(VENV)/bin/python -m pytest -n 3 -m "not long" $(ARGS)
+	$(VENV)/bin/python -m pytest -n 4 -m "not long" $(ARGS)
 
 test-long: test-needs vllm  ## what `make test` leaves out: quick benchmarks, vLLM, repeats
 	$(VENV)/bin/python -m pytest -n 2 -m long $(ARGS)

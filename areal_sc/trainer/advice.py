@@ -12,6 +12,7 @@ from areal_sc.config.schema import GRPOConfig, OverBound
 from areal_sc.engines.handles import make_generator
 from areal_sc.planning.advice import make_plan, shares_devices
 from areal_sc.planning.cores import cores_of, shared_cores
+from areal_sc.planning.figures import newest_figures
 from areal_sc.quantities import percent, short_duration
 from areal_sc.records.metrics import StepMetrics
 
@@ -66,6 +67,8 @@ class Adviser:
         if rollout.train_batch_groups * rollout.group_size > MAX_ANSWERS:
             return None
         try:
+            if newest_figures(steps, self._config) is None:
+                return None  # before cores are tried out, for a second
             plan = make_plan(steps, self._config, cores=shared_cores(self._config))
         except Exception:  # the run has ended, and well
             logger.exception("nothing can be said of other operating points")
