@@ -73,6 +73,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """What has become garbage in a later file than its own is told at the very end."""
+    gc.unfreeze()
+
+
 def pytest_configure() -> None:
     """Ctrl-C works in the tests and in what they start, also where a shell ignores it.
 

@@ -18,7 +18,7 @@ BASELINES: Final = ("group", "leave_one_out", "batch", "none")
 """What is subtracted from a reward: the mean of these."""
 
 BASELINES_OF_OTHERS: Final = ("batch", "none")
-"""Those of BASELINES to which a prompt's own answers give little or nothing."""
+"""Baselines to which a prompt's own answers give little or nothing."""
 
 GAE: Final = "gae"
 """Advantages from a critic's values."""
@@ -192,12 +192,14 @@ class PPOConfig(Section):
 
     @property
     def tried_staleness(self) -> int:
-        """The largest rollout.max_staleness that runs with such settings have learned with.
+        """The largest rollout.max_staleness with which such a preset was seen to learn.
 
-        Measured (benchmarks/RESULTS.md, "What each preset learns"); 0 for a loss or an advantage of
-        the user's own, of which nothing is known.
+        Measured (benchmarks/RESULTS.md, "What each preset learns"). 0 where nothing is known: a
+        loss or an advantage of the user's own, or stale rows that nothing corrects.
         """
-        if ":" in self.loss or ":" in self.advantage:
+        is_own = ":" in self.loss or ":" in self.advantage
+        is_weighed = self.behavior_weight != "none" or self.clip_center == "behavior"
+        if is_own or not is_weighed:
             return 0
         return 2 if self.advantage in BASELINES_OF_OTHERS else 16
 

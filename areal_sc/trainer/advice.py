@@ -146,7 +146,8 @@ def tail_advice(config: GRPOConfig, metrics: StepMetrics) -> str | None:
             choice = "train or mask"
         case _:  # with `wait` no group is over the bound; the price shows as waiting time
             return None
-    raising = "raise rollout.max_staleness, " if bound < config.actor.ppo.tried_staleness else ""
+    most = config.actor.ppo.tried_staleness
+    raising = f"raise rollout.max_staleness, to {most} at most, " if bound < most else ""
     return (
         f"{found}: {raising}give generation more workers "
         f"(rollout.num_workers) or shorter answers (generation.max_new_tokens), or choose "

@@ -268,7 +268,8 @@ def main(number: int) -> list[str]:
             except (OSError, ValueError):  # it was killed or stopped, or asks for too much
                 command, env, folder, limits = [], {}, "", []  # nothing is forked for it
             changed = {name for name, _ in env.items() ^ around.items()}
-            if may_fork and changed <= AFTER_IMPORTS | set_by_imports.keys():
+            is_alike = changed <= AFTER_IMPORTS | set_by_imports.keys()
+            if may_fork and is_alike and not is_customized(env.get("PYTHONPATH", "")):
                 if (pid := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -297,6 +298,16 @@ def warm_up() -> None:
     loader.config_text(loader.compose_config(TINY_YAML, TINY_PATHS, areal_sc.GRPOConfig))
     cores._tried_out = cache(cores._tried_out)
     cores._tried_out(len(os.sched_getaffinity(0)))
+
+
+def is_customized(path: str) -> bool:
+    """Whether a folder of the path has a `sitecustomize`, which Python runs and a fork does not.
+
+    What `forked_agent` has is done by `run_script`.
+    """
+    own = Path(__file__).with_name("forked_agent")
+    folders = {Path(it) for it in path.split(os.pathsep) if it} - {own}
+    return any((folder / "sitecustomize.py").exists() for folder in folders)
 
 
 def ended_children() -> Iterator[tuple[int, int]]:

@@ -15,9 +15,12 @@ from agent_forks import ADDRESS, ONE_THREAD, Fork
 def main(words: list[str]) -> int:
     command = [sys.executable, *words]
     if words[0].endswith(".py"):
+        fork = None
         with suppress(RuntimeError, OSError):
             env = ONE_THREAD | os.environ
-            code = Fork(os.environ[ADDRESS], command, os.getcwd(), env, [0, 1, 2]).wait()
+            fork = Fork(os.environ[ADDRESS], command, os.getcwd(), env, [0, 1, 2])
+        if fork is not None:
+            code = fork.wait()
             return code if code >= 0 else 128 - code
     os.execv(sys.executable, command)
 

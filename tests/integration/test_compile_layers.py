@@ -35,8 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
     """Scenario name -> what each rank left."""
-    sizes = SIZES | {"num_hidden_layers": 1}  # each is compiled for itself, which takes seconds
-    model = save_model(folder / "model", hf.Qwen2Config(**sizes, tie_word_embeddings=True))
+    model = save_model(folder / "model", hf.Qwen2Config(**SIZES, tie_word_embeddings=True))
     alone = {"steps": [0, 1, 2], "minibatches": minibatches(1)}
     scenarios = {
         "uncompiled": scenario(model, "one", **alone),

@@ -1,10 +1,10 @@
-"""Answers of real servers that are told while they are sampled.
-
-`test_sglang_failures.py` has those across updates and the death of a server.
-"""
+"""Answers of real servers that are told while they are sampled."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)
+PROMPTS = [[5 + i, 6, 7 + i] for i in range(6)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}])
@@ -58,3 +59,36 @@ async def test_what_a_callback_raises_ends_the_answer_on_its_server(
     with pytest.raises(LookupError, match="enough"):
         await engine.generate([5, 6], LONG, on_tokens=refuse)
     await until(lambda: engine.stats()["occupied_places"] == 0)
+
+
+async def test_answers_are_told_across_an_update_and_the_death_of_a_server(
+    engine: ServerEngine, policies: Policies, until: Until
+) -> None:
+    """Each token's log-probability is that of the version which the answer names for it."""
+    told: list[list[int]] = [[] for _ in PROMPTS]
+    old, new = engine.version, policies.add()
+    before, victim = engine.stats(), engine.replicas[0]
+    tasks = [
+        asyncio.create_task(engine.generate(prompt, LONG, on_tokens=own.extend))
+        for prompt, own in zip(PROMPTS, told, strict=True)
+    ]
+    await until(lambda: all(len(own) > 20 for own in told))
+    going = [number for number, task in enumerate(tasks) if not task.done()]
+    await engine.update_weights(new, policies.source(new))
+    lengths = [len(told[number]) for number in going]
+    await until(
+        lambda: all(
+            len(told[number]) > length or tasks[number].done()
+            for number, length in zip(going, lengths, strict=True)
+        )
+    )
+    running = victim.num_running
+    assert victim.server
+    os.kill(victim.server.pid, signal.SIGKILL)
+    answers = await asyncio.gather(*tasks)
+    assert told == [answer.token_ids for answer in answers]
+    assert all(len(own) == LONG.max_new_tokens for own in told)
+    assert all({old, new} == set(answers[number].versions) for number in going)
+    policies.check_all(PROMPTS, answers)
+    assert engine.stats()["lost_requests"] - before["lost_requests"] >= running
+    await until(lambda: victim.is_open)

@@ -157,7 +157,7 @@ async def test_32_answers_across_many_updates(
     answers = await asyncio.gather(*tasks)
     policies.check_all(prompts, answers)
     assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
-    assert max(len(set(answer.versions)) for answer in answers) >= num_updates // 2
+    assert max(len(set(answer.versions)) for answer in answers) >= max(2, num_updates // 2)
     after = engine.stats()
     sampled = sum(len(answer.token_ids) for answer in answers)
     assert after["generated_tokens"] - before["generated_tokens"] == sampled

@@ -50,6 +50,7 @@ class Run:
         self._words = [
             *("--config", str(REPOSITORY / "configs" / "letter_sort.yaml"), "scheduler.type=slurm"),
             *("scheduler.slurm.nodes=2", "scheduler.slurm.partition=low", "total_steps=9999"),
+            "scheduler.slurm.cpus_per_worker=2",
             *(f"run_dir={self.run_dir}", f"actor.path={folder / 'warm'}"),
             *("task.warm_start.steps=1", "evaluation.num_prompts=4", "checkpoint.every_steps=9999"),
             *("rollout.train_batch_groups=4", "generation.max_new_tokens=8"),

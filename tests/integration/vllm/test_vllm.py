@@ -30,6 +30,7 @@ from integration.sglang.test_sglang_generation import (  # noqa: F401
 from integration.sglang.test_sglang_run import train_and_compare
 from integration.sglang.test_sglang_streams import (  # noqa: F401
     test_a_string_ends_a_stream,
+    test_answers_are_told_across_an_update_and_the_death_of_a_server,
     test_what_a_callback_raises_ends_the_answer_on_its_server,
     test_what_is_told_is_the_answer,
 )
@@ -143,7 +144,6 @@ async def lose_server(
     await engine.update_weights(version, policies.source(version))
     answers = await asyncio.gather(*scene.tasks)
     policies.check_all(PROMPTS, answers)
-    assert scene.told == [answer.token_ids for answer in answers]
     assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
     assert engine.stats()["lost_requests"] - scene.before["lost_requests"] >= running
     assert not any(read_process(pid) for pid in processes)  # nothing of it is left

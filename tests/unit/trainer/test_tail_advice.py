@@ -65,5 +65,5 @@ def test_a_larger_bound_is_advised_only_where_the_algorithm_bears_it(
     ):
         found = advice(OverBound.train, max_staleness, advantage, group_staleness_max=99)
         assert found is not None
-        assert ("raise rollout.max_staleness" in found) == is_raised, (max_staleness, advantage)
+        assert ("raise rollout.max_staleness, to 16 at most" in found) == is_raised, advantage
         assert "rollout.num_workers" in found
