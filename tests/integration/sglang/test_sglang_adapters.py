@@ -23,7 +23,7 @@ from areal_sc.errors import ModelError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
-LONG = GenerationConfig(max_new_tokens=400)
+LONG = GenerationConfig(max_new_tokens=500)
 SHORT = GenerationConfig(max_new_tokens=20)
 PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -20,7 +20,7 @@ from areal_sc.engines.servers.engine import ServerEngine
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
-LONG = GenerationConfig(max_new_tokens=500)
+LONG = GenerationConfig(max_new_tokens=900)
 SHORT = GenerationConfig(max_new_tokens=40)
 PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
 

@@ -22,10 +22,9 @@ from areal_sc.errors import EngineFailed, ModelError
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
-LONG = GenerationConfig(max_new_tokens=500)
-SHORT = GenerationConfig(max_new_tokens=20)
+LONG = GenerationConfig(max_new_tokens=900)
 PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
-NUM_UPDATES = 10
+NUM_UPDATES = 20
 MIN_UPDATES = 3
 
 
@@ -38,12 +37,6 @@ def start_answers(
 def check_span_both(answers: Sequence[Completion], old: int, new: int) -> None:
     assert all(set(answer.versions) == {old, new} for answer in answers)
     assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
-
-
-async def check_serves(engine: ServerEngine, policies: Policies, version: int) -> None:
-    answers = await asyncio.gather(*(engine.generate(prompt, SHORT) for prompt in PROMPTS))
-    assert all(set(answer.versions) == {version} for answer in answers)
-    policies.check_all(PROMPTS, answers)
 
 
 async def test_tensors_replace_weights_in_the_middle_of_answers(
@@ -84,18 +77,17 @@ async def test_a_broadcast_replaces_weights_in_the_middle_of_answers(
     trainer = Trainer(policies, "group-a", num_ranks=1 + engine.count_ranks())
     await trainer.meet(engine)
     assert engine.has_whole_group("group-a")
-    old, new = engine.version, policies.add()
-    tasks = await generating(lambda: start_answers(engine))
-    num_bytes, _ = await asyncio.gather(trainer.send(new), trainer.receive(engine, new))
-    answers = await asyncio.gather(*tasks)
-    check_span_both(answers, old, new)
-    policies.check_all(PROMPTS, answers)
-    assert num_bytes == sum(tensor.nbytes for _, tensor in policies.named_tensors(new))
-    # a group serves more than one update
-    new = policies.add()
-    await asyncio.gather(trainer.send(new), trainer.receive(engine, new))
-    await check_serves(engine, policies, new)
-    assert engine.has_whole_group("group-a")
+    for _ in range(2):  # a group serves more than one update
+        old, new = engine.version, policies.add()
+        tasks = await generating(lambda: start_answers(engine))
+        num_bytes, _ = await asyncio.gather(
+            trainer.send(new),
+            trainer.receive(engine, new),
+        )
+        answers = await asyncio.gather(*tasks)
+        check_span_both(answers, old, new)
+        policies.check_all(PROMPTS, answers)
+        assert num_bytes == sum(tensor.nbytes for _, tensor in policies.named_tensors(new))
     await engine.leave_group("group-a")
     assert not engine.has_whole_group("group-a")
     trainer.broadcaster.close()
@@ -121,7 +113,11 @@ async def test_a_refused_broadcast_leaves_nobody_waiting(
     trainer.broadcaster.close()
     assert engine.stats()["lost_servers"] == lost
     assert engine.version == new != old
-    await check_serves(engine, policies, new)
+    answers = await asyncio.gather(
+        *(engine.generate(prompt, GenerationConfig(max_new_tokens=20)) for prompt in PROMPTS)
+    )
+    assert all(set(answer.versions) == {new} for answer in answers)
+    policies.check_all(PROMPTS, answers)
 
 
 async def test_a_broadcast_of_other_parameters_is_refused_beforehand(
@@ -157,7 +153,7 @@ async def test_32_answers_across_many_updates(
     answers = await asyncio.gather(*tasks)
     policies.check_all(prompts, answers)
     assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
-    assert max(len(set(answer.versions)) for answer in answers) >= max(2, num_updates // 2)
+    assert max(len(set(answer.versions)) for answer in answers) >= num_updates // 2
     after = engine.stats()
     sampled = sum(len(answer.token_ids) for answer in answers)
     assert after["generated_tokens"] - before["generated_tokens"] == sampled
