@@ -126,9 +126,9 @@ def test_no_key_is_in_the_memory_of_a_reward(
     monkeypatch.setattr(Passes, "issue", issue)
     copy = tmp_path / "copy"
     row = {"prompt": "a=", "answer": "a", "copy": str(copy), "known": "a row's own text"}
-    for reward in (episodes.right, episodes.copies_its_memory):
+    for _ in range(2):
         with start_rollout() as rollout:
-            rollout.rollout_batch([row], SingleTurnWorkflow(reward))
+            rollout.rollout_batch([row], SingleTurnWorkflow(episodes.copies_its_memory))
     memory = copy.read_bytes()
     assert row["known"].encode() in memory
     assert len(given) == 2

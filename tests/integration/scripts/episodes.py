@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,11 @@ def not_a_number(prompt: dict[str, Any], completion: str) -> float:
 
 
 def copies_its_memory(prompt: dict[str, Any], completion: str) -> float:
-    """All that this process can write, which is wherever Python has its objects, to a file.
-
-    The first process that is asked does it.
-    """
+    """All that this process can write, which is wherever Python has its objects, to a file."""
     with (
-        suppress(FileExistsError),
-        open(prompt["copy"], "xb") as copy,
         open("/proc/self/maps") as maps,
         open("/proc/self/mem", "rb", 0) as memory,
+        open(prompt["copy"], "ab") as copy,
     ):
         for line in maps:
             first, last = (int(end, 16) for end in line.split()[0].split("-"))
