@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="most steps of a run")
     parser.add_argument("--groups", type=int, default=6400, help="with signal, for lengths")
     parser.add_argument("--warm-steps", type=int, default=600)
-    arguments = report.parse(parser, seeds=[0], target=0.0, steps=5, groups=32, warm_steps=60)
+    arguments = report.parse(parser, seeds=[0], target=0.0, steps=5, groups=32, warm_steps=400)
     metrics: report.Metrics = {}
     with letter_sort_job(arguments.warm_steps) as job:
         records: dict[tuple[str | int, ...], report.Metrics] = {}
@@ -159,7 +159,8 @@ def main() -> None:
             report.print_records("Groups with signal", settings, ("rule", "seed"), records)
             metrics |= report.flat(records)
         if arguments.part != "target":
-            job.warm_start(0, MODEL, LENGTHS)
+            if arguments.part == "lengths" or 0 not in arguments.seeds:
+                job.warm_start(0, MODEL, LENGTHS)
             rules = enumerate(("all", "kept"))
             expected, kept = (lengths(job, rule, seed, arguments.groups) for seed, rule in rules)
             ratios = quartile_ratios(expected, kept)
