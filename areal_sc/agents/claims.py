@@ -29,7 +29,7 @@ from areal_sc.agents.calls import CallRefused
 from areal_sc.agents.http import answer_of, decoded, key_in, read_body, refusing
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.rows import Rewards
-from areal_sc.agents.session import Session
+from areal_sc.agents.session import Session, given_up
 from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.errors import AgentError, WorkflowError
 from areal_sc.rejection import RejectionKind
@@ -200,6 +200,9 @@ class Claims:
                 offer.name = self._rename(offer.name)
                 self._offers[offer.name] = offer
             return await offer.reward(config, self._clock)
+        except BaseException as error:
+            offer.session.end(given_up(error))  # the session stays open for a moment
+            raise
         finally:
             del self._offers[offer.name]
 
@@ -252,7 +255,7 @@ class Claims:
         check_run_key(self._keys, request)
         name = named_by(request.match_info["id"])
         if (offer := self._offers.get(name)) is None:
-            self._session_of(name)  # which says how it ended
+            self._session_of(name).check_open()  # which say how it ended
             raise _has_ended()
         offer.confirm()
         return offer

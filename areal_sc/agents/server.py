@@ -49,7 +49,7 @@ from areal_sc.agents.http import (
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt
 from areal_sc.agents.rows import Rewards
-from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, anew
+from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, anew, given_up
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkerError
@@ -162,7 +162,7 @@ class AgentServer:
             with session.raising():
                 yield OpenSession(url, self._keys.key_of(name), session)
         except BaseException as error:
-            lost = CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
+            lost = given_up(error)
             raise
         finally:
             with self._naming:

@@ -26,7 +26,8 @@ from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, ro
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings, special_token_in
-from areal_sc.errors import PromptTooLong, WorkflowError
+from areal_sc.errors import AgentError, PromptTooLong, WorkflowError
+from areal_sc.rejection import RejectionKind
 from areal_sc.workflows.chat import checked_message
 from areal_sc.workflows.chat_turn import (
     OTHER_TOOLS,
@@ -128,8 +129,7 @@ class Session:
         Raises: CallRefused: the session has ended, or takes no more calls now, or at all; or the
             key is of a call with another digest.
         """
-        if self._ended:
-            raise anew(self._ended)
+        self.check_open()
         self.note_activity()
         same = self._by_key.setdefault(key, []) if key else []
         if same and same[0].digest != digest:
@@ -161,6 +161,11 @@ class Session:
         self._tasks.add(task)
         task.add_done_callback(self._note_done)
         return begun
+
+    def check_open(self) -> None:
+        """Raises: CallRefused: the session has ended."""
+        if self._ended:
+            raise anew(self._ended)
 
     @property
     def quiet_s(self) -> float:
@@ -387,6 +392,13 @@ def _stop_of(node: TurnNode, stop: Sequence[str]) -> str:
 
 def _too_long(message: str) -> CallRefused:
     return CallRefused(400, "context_length_exceeded", message)
+
+
+def given_up(error: BaseException) -> CallRefused:
+    """What clients are told of an episode that ended by this: 409 if they rejected it, or 410."""
+    if isinstance(error, AgentError) and error.kind == RejectionKind.agent_rejected:
+        return SESSION_ENDED
+    return CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
 
 
 def anew(refused: CallRefused) -> CallRefused:

@@ -365,6 +365,7 @@ async def test_an_episode_is_claimed_and_ended_once(router: RouterProcess) -> No
         with pytest.raises(AgentError, match="out of paper") as rejected:
             await waits["rollout/1"]
         assert rejected.value.kind == "agent_rejected"
+        assert await ends("rollout/1", "reward", {"reward": 1}) == (409, "session_ended")
 
 
 @pytest.mark.parametrize(
@@ -381,8 +382,11 @@ async def test_an_agent_outside_has_limits_from_its_claim_on(
         )
         await asyncio.sleep(0.5)
         assert not waiting.done()  # nobody has claimed it
-        status, _ = await run.post("/episodes", {}, KEYS.run_key)
+        status, claimed = await run.post("/episodes", {}, KEYS.run_key)
         assert status == 200
         with pytest.raises(AgentError) as rejected:
             await waiting
         assert rejected.value.kind == kind
+        path = f"/episodes/{claimed['id']}/reward"  # the session itself is still open
+        for call in (path, {"reward": 1}, KEYS.run_key), (CHAT, ASKED, session.api_key):
+            assert await run.post(*call) == (410, "session_lost")

@@ -190,7 +190,7 @@ def test_nobody_comes_for_long_and_the_run_waits(
         while (told := outside.end(left, "reward", {"reward": "x"})) == (400, "invalid_reward"):
             assert time.monotonic() < give_up_s
             time.sleep(0.05)
-        assert told in ((410, "session_lost"), (0, ""))  # the batch is there, so the run ends
+        assert told == (410, "session_lost")
 
     limits = "rollout.group_timeout_s=1", "agents.idle_timeout_s=10"
     settings = f"actor.path={chat_model}", "rollout.group_size=2", *limits
@@ -202,7 +202,7 @@ def test_nobody_comes_for_long_and_the_run_waits(
             batch = rollout.rollout_batch([{"question": "a"}] * 2, OnlineWorkflow())
             assert [row.reward for row in batch.rows] == [1.0] * 3
             assert rollout.rejections.by_cause() == {"agent_idle": 1}
-        collecting.result()
+            collecting.result()
 
 
 def test_an_address_that_another_process_has_is_named(
