@@ -194,15 +194,12 @@ def test_nobody_comes_for_long_and_the_run_waits(
 
     limits = "rollout.group_timeout_s=1", "agents.idle_timeout_s=10"
     settings = f"actor.path={chat_model}", "rollout.group_size=2", *limits
-    with ThreadPoolExecutor(1) as outside:
-        with start_rollout(
-            f"actor.path={chat_model}", "rollout.group_size=2", *settings
-        ) as rollout:
-            collecting = outside.submit(collect)
-            batch = rollout.rollout_batch([{"question": "a"}] * 2, OnlineWorkflow())
-            assert [row.reward for row in batch.rows] == [1.0] * 3
-            assert rollout.rejections.by_cause() == {"agent_idle": 1}
-            collecting.result()
+    with ThreadPoolExecutor(1) as outside, start_rollout(*settings) as rollout:
+        collecting = outside.submit(collect)
+        batch = rollout.rollout_batch([{"question": "a"}] * 2, OnlineWorkflow())
+        assert [row.reward for row in batch.rows] == [1.0] * 3
+        assert rollout.rejections.by_cause() == {"agent_idle": 1}
+        collecting.result()
 
 
 def test_an_address_that_another_process_has_is_named(
