@@ -255,7 +255,8 @@ class NodeWorkers:
     async def close(self, *, ends_workers: bool) -> None:
         """Ends the workers that are still there, if asked to, and closes all connections."""
         if ends_workers:
-            grace_s = self._config.shutdown_timeout_s / 2
+            # nobody has asked workers to end whose start is given up: they are not waited for
+            grace_s = self._config.shutdown_timeout_s / 2 if self.members else 0.0
             orders = [member.order for member in self.members] or self._first_orders
             await self.agent.stop([order.incarnation for order in orders], grace_s)
         await self.agent.close()

@@ -21,8 +21,18 @@ RAY_START=("${RAY:-}" -m ray.scripts.scripts start --block --object-store-memory
 export SLURM_CONF=$ROOT/slurm.conf PATH=$PATH:/usr/sbin:/sbin
 
 is_gone() { # PID: under a container's first process the dead stay zombies for a while
-  case "$(ps -o stat= -p "$1" 2>/dev/null || true)" in '' | Z*) return 0 ;; esac
+  case "$(ps -o stat= -p "$1" 2>/dev/null || true)" in
+  Z*l*) return 1 ;; # other threads of it are still there, and what they have open
+  '' | Z*) return 0 ;;
+  esac
   return 1
+}
+
+wait_until_gone() { # PID
+  for _ in $(seq 600); do
+    ! is_gone "$1" || break
+    sleep 0.1
+  done
 }
 
 init() { # NODE: runs as the first process of a host, in its namespaces
@@ -61,7 +71,7 @@ boot() { # NODE
     unshare --uts --ipc --mount --pid --fork --kill-child bash "$SELF" init "$node" \
     >"$ROOT/log/slurmd-$node.out" 2>&1 </dev/null &
   outside=$!
-  for _ in $(seq 250); do
+  for _ in $(seq 3000); do
     first=$(pgrep -P $outside || true)
     [ -z "$first" ] || break
     sleep 0.02
@@ -89,7 +99,7 @@ SlurmUser=$(id -un)
 SlurmdUser=$(id -un)
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket=$ROOT/munge/socket,cred_expire=5
+AuthInfo=socket=$ROOT/munge/socket,cred_expire=12
 StateSaveLocation=$ROOT/state
 SlurmdSpoolDir=$ROOT/spool/%n
 SlurmctldPidFile=$ROOT/state/slurmctld.pid
@@ -109,14 +119,14 @@ GresTypes=gpu
 ReturnToService=2
 MailProg=/bin/true
 SlurmdTimeout=10
-KillWait=10
+KillWait=60
 MinJobAge=600
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PreemptMode=OFF
 PartitionName=short Nodes=ALL MaxTime=10 State=UP PreemptMode=OFF
-PartitionName=low Nodes=ALL PriorityTier=1 GraceTime=20 State=UP
+PartitionName=low Nodes=ALL PriorityTier=1 GraceTime=60 State=UP
 PartitionName=high Nodes=ALL PriorityTier=10 State=UP PreemptMode=OFF
 CONF
   cat >"$ROOT/job_submit.lua" <<LUA
@@ -152,15 +162,15 @@ connect_hosts() {
 }
 
 start_ray() {
-  # a node that is gone is noticed in a few seconds
+  # a node that is gone is noticed in ten seconds, and one on a busy machine is not
   export RAY_health_check_initial_delay_ms=1000 RAY_health_check_period_ms=1000
-  export RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=3
+  export RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=10
   setsid "${RAY_START[@]}" --head --node-ip-address="$NET.1" --port="$PORT" --num-cpus=0 \
     --temp-dir="$ROOT/ray" --include-dashboard=false --no-monitor \
     >"$ROOT/log/head.out" 2>&1 </dev/null &
   echo $! >"$ROOT/pids/head"
   for i in $(seq $NODES); do boot "node$i"; done
-  for _ in $(seq 600); do
+  for _ in $(seq 1500); do
     started=$(grep -l "Ray runtime started" "$ROOT"/log/*.out | wc -l || true)
     [ "$started" != $((NODES + 1)) ] || break
     sleep 0.1
@@ -177,7 +187,7 @@ start_slurm() {
   setsid slurmctld -D -c -f "$SLURM_CONF" >"$ROOT/log/slurmctld.out" 2>&1 </dev/null &
   echo $! >"$ROOT/pids/slurmctld"
   for i in $(seq $NODES); do boot "node$i"; done
-  for _ in $(seq 600); do
+  for _ in $(seq 1500); do
     idle=$(sinfo -h -p debug -N -o %t 2>/dev/null | grep -cx idle || true)
     [ "$idle" != $NODES ] || break
     sleep 0.1
@@ -191,10 +201,7 @@ stop() {
     pid=$(cat "$file" 2>/dev/null || true)
     [ -n "$pid" ] || continue
     kill -KILL "$pid" 2>/dev/null || true # a host dies with all of its processes
-    for _ in $(seq 50); do
-      ! is_gone "$pid" || break
-      sleep 0.1
-    done
+    wait_until_gone "$pid"
   done
   for i in $(seq $NODES); do ip netns del "sl$ID-node$i" 2>/dev/null || true; done
   ip link del "$BRIDGE" 2>/dev/null || true
@@ -209,7 +216,9 @@ ctld)
     setsid slurmctld -D -f "$SLURM_CONF" >>"$ROOT/log/slurmctld.out" 2>&1 </dev/null &
     echo $! >"$ROOT/pids/slurmctld"
   else
-    kill "-$2" "$(cat "$ROOT/pids/slurmctld")"
+    pid=$(cat "$ROOT/pids/slurmctld")
+    kill "-$2" "$pid"
+    [ "$2" != KILL ] || wait_until_gone "$pid" # the next one listens at its port
   fi
   ;;
 kill) kill -KILL "$(cat "$ROOT/pids/$2")" ;;

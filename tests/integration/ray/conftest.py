@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.slurm.conftest import Cluster, place_of_its_own, started
+from integration.slurm.conftest import LIMIT_S, Cluster, place_of_its_own, started
 
-LIMIT_S = 60.0
 OBSERVER = Path(__file__).with_name("observer.py")
 
 

@@ -42,6 +42,7 @@ async def test_nothing_is_lost_or_doubled_when_a_node_and_the_script_are_killed(
         living = {worker: run.host_of(worker) for worker in ("rollout/0", "train/0")}
         killed.send(signal.SIGKILL)
         killed.wait()
+        last = killed.steps()[-1]
         log = run.log()
         with tiny_run(run_dir, tiny_model_folder, *words) as process:
             for _ in range(STEPS):
@@ -53,7 +54,9 @@ async def test_nothing_is_lost_or_doubled_when_a_node_and_the_script_are_killed(
             summary = process.summary()
     await until(lambda: ray_hosts.left_overs() == [])
     folder = RunFolder(run_dir)
-    assert [step.step for step in History.read(folder.metrics_path).steps] == [*range(1, STEPS + 1)]
+    told = [step.step for step in History.read(folder.metrics_path).steps]
+    assert told == sorted(set(told))
+    assert {*range(1, STEPS + 1)} - {*told} <= {last + 1}, "the script may die before its record"
     assert summary["num_rows_trained"] == STEPS * ROWS_A_STEP
     assert summary["num_rows_trained_twice"] == 0
     groups: list[GroupAccount] = []

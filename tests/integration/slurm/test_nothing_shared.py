@@ -69,8 +69,8 @@ class Example:
     def lines(self, kind: str, name: str = "") -> list[dict[str, Any]]:
         """What the metrics file has of a kind."""
         path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        told = [json.loads(line) for line in lines if line.endswith("}")]
+        whole = path.read_text().split("\n")[:-1] if path.exists() else []
+        told = [json.loads(line) for line in whole]
         return [it for it in told if it["kind"] == kind and it.get("name", "") == name]
 
     def told(self, kind: str, name: str = "") -> list[int]:

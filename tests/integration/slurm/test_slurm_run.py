@@ -61,7 +61,7 @@ def test_a_run_whose_job_is_requeued_goes_on_from_where_it_was(
         cluster.run("scontrol", "requeue", job)
         open_gate(run.run_dir)
         run.wait_until(lambda: run.events("snapshot"), "a snapshot")
-        run.wait_until(lambda: len(run.events("workers_restarted")) == 2, "the job's next start")
+        run.wait_until(lambda: len(run.events("workers_restarted")) >= 2, "the job's next start")
         for _ in range(8):
             open_gate(run.run_dir)
         run.finish()
@@ -94,8 +94,8 @@ class Run:
     def told(self, kind: str, name: str = "") -> list[int]:
         """Steps of what the metrics file has of a kind."""
         path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        told = [json.loads(line) for line in lines if line.endswith("}")]
+        whole = path.read_text().split("\n")[:-1] if path.exists() else []
+        told = [json.loads(line) for line in whole]
         return [it["step"] for it in told if it["kind"] == kind and it.get("name", "") == name]
 
 
