@@ -99,7 +99,7 @@ SlurmUser=$(id -un)
 SlurmdUser=$(id -un)
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket=$ROOT/munge/socket,cred_expire=12
+AuthInfo=socket=$ROOT/munge/socket,cred_expire=10
 StateSaveLocation=$ROOT/state
 SlurmdSpoolDir=$ROOT/spool/%n
 SlurmctldPidFile=$ROOT/state/slurmctld.pid
@@ -119,14 +119,14 @@ GresTypes=gpu
 ReturnToService=2
 MailProg=/bin/true
 SlurmdTimeout=10
-KillWait=60
+KillWait=20
 MinJobAge=600
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PreemptMode=OFF
 PartitionName=short Nodes=ALL MaxTime=10 State=UP PreemptMode=OFF
-PartitionName=low Nodes=ALL PriorityTier=1 GraceTime=60 State=UP
+PartitionName=low Nodes=ALL PriorityTier=1 GraceTime=40 State=UP
 PartitionName=high Nodes=ALL PriorityTier=10 State=UP PreemptMode=OFF
 CONF
   cat >"$ROOT/job_submit.lua" <<LUA

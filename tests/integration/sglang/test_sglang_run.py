@@ -75,6 +75,7 @@ def test_a_lost_server_and_a_killed_script_cost_no_row(
     settings = (
         *(*SERVERS, f"sglang.python={sglang_python}", "total_steps=16"),
         *("task.num_free_episodes=24", "scheduler.orphan_timeout_s=600"),
+        "scheduler.heartbeat_interval_s=2",
     )
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as first:
         first.wait_for_step(1)

@@ -63,6 +63,7 @@ def test_a_run_does_not_mind_that_slurmctld_is_away(
     before = jobs_ever(cluster)
     words = (
         *("scheduler.type=slurm", "scheduler.slurm.nodes=2", "scheduler.orphan_timeout_s=30"),
+        "scheduler.heartbeat_interval_s=2",
         *(f"total_steps={NUM_STEPS}", f"task.num_free_episodes={STEPS_A_BYTE * ROWS_A_STEP}"),
     )
     with ExitStack() as stack:

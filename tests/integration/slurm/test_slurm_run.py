@@ -52,7 +52,8 @@ def test_a_run_whose_job_is_requeued_goes_on_from_where_it_was(
 ) -> None:
     words = (
         *("scheduler.type=slurm", "scheduler.slurm.nodes=2", "scheduler.slurm.requeue=true"),
-        *("scheduler.orphan_timeout_s=30", "checkpoint.every_steps=9999", "total_steps=8"),
+        *("scheduler.orphan_timeout_s=30", "scheduler.heartbeat_interval_s=2"),
+        *("checkpoint.every_steps=9999", "total_steps=8"),
         "task.num_free_episodes=16",  # two steps a byte
     )
     with tiny_run(tmp_path / "run", tiny_model_folder, *words) as run:

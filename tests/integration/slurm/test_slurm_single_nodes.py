@@ -148,7 +148,8 @@ class Scaled:
                 "rollout.num_workers=2",
             ),
             *("scheduler.type=slurm", "scheduler.slurm.gang=false"),
-            *("scheduler.orphan_timeout_s=600", "checkpoint.every_steps=4"),
+            *("scheduler.orphan_timeout_s=600", "scheduler.heartbeat_interval_s=2"),
+            "checkpoint.every_steps=4",
             *(f"scheduler.slurm.train.{name}={value}" for name, value in TRAIN.items()),
             *(f"scheduler.slurm.rollout.{name}={value}" for name, value in ROLLOUT.items()),
         )

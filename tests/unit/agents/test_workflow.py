@@ -208,7 +208,7 @@ async def test_all_sessions_may_wait_for_the_model_at_once_and_by_any_loop(
         await session.http_client.aclose()
         return codes
 
-    async with server, asyncio.timeout(20):
+    async with server, asyncio.timeout(120):
         assert await call(num_calls) == [200] * num_calls
         for _ in range(2):
             assert await asyncio.to_thread(asyncio.run, call(1)) == [200]

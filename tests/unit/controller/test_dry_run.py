@@ -178,8 +178,9 @@ def test_a_task_that_cannot_be_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dry_run, "EPISODE_LIMIT_S", 0.2 if isinstance(workflow, Stuck) else 60.0)
+    limit_s = 0.5 if "0.5 s" in said else 60.0
     with pytest.raises(WorkflowError, match=said) as refusal:
-        PPOTrainer(dry("rollout.reward_timeout_s=0.5")).fit(workflow, prompts)
+        PPOTrainer(dry(f"rollout.reward_timeout_s={limit_s}")).fit(workflow, prompts)
     assert refusal.value.exit_code == 7
 
 

@@ -16,7 +16,7 @@ from areal_sc.config.schema import Device
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.nodes.spec import WorkerOrder
+from areal_sc.nodes.spec import LAUNCH, STOP, Launch, Launched, Stop, WorkerOrder
 from areal_sc.run.run_owner import RunTerm
 from areal_sc.transport.sockets.interface import port_of
 from areal_sc.workers.calls import PING
@@ -67,6 +67,39 @@ def test_nothing_is_left_of_a_launch_that_fails(
         assert cluster.is_given_up
         assert fleet.members == []
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(launch())
+
+
+def test_a_worker_that_nobody_could_ask_to_end_is_not_waited_for(tmp_path: Path) -> None:
+    """The reply to its launch is on its way when another one fails."""
+
+    async def launch() -> None:
+        cluster = SimulatedCluster(tmp_path, Behavior())
+        fleet = Fleet(cluster, Runtime(transport=SimulatedTransport(cluster)), lambda event: None)
+        await cluster.nodes()
+        agent, graces_s = cluster.agents["node-0"], list[float]()
+
+        async def launched(launch: Launch) -> Launched:
+            reply = await agent.launch(launch)
+            await asyncio.sleep(100.0)
+            return reply
+
+        async def stop(stop: Stop) -> None:
+            graces_s.append(stop.grace_s)
+            await agent.stop(stop)
+
+        agent.served[LAUNCH.name] = LAUNCH.served_by(launched)
+        agent.served[STOP.name] = STOP.served_by(stop)
+        order = WorkerOrder("rollout", 0, "LocalGenerator", {}, Device.cpu, 1)
+        launching = asyncio.create_task(fleet.launch([order]))
+        await asyncio.sleep(50.0)
+        assert cluster.workers["rollout/0"].exit_status is None
+        launching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await launching
+        assert graces_s == [0.0]
+        assert cluster.workers["rollout/0"].exit_status is not None
 
     run_virtual(launch())
 

@@ -232,8 +232,8 @@ def test_whatever_fails_ends_the_records_with_one_warning(
     groups = [weakref.ref(it) for it in left]
     while left:
         recorder.add_group(left.pop())
-    may_fail.set()
     (thread,) = [it for it in threading.enumerate() if it.name == "records"]
+    may_fail.set()
     thread.join()
     assert not recorder.is_on
     assert [it() for it in groups] == [None] * 8, "what nobody will write is not kept"

@@ -69,7 +69,7 @@ def lock_holder(path: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait()
         process.stdout.close()
 
 
@@ -413,7 +413,7 @@ def agent_of(path: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait()
         process.stdout.close()
 
 

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from areal_sc.system import stacks
 from areal_sc.system.stacks import MAX_FRAMES, MAX_LINES, STACKS_SIGNAL, shortened, written_stacks
 
 HANGS = """
@@ -25,7 +28,10 @@ sys.stdin.read()
 """
 
 
-def test_a_process_tells_where_its_threads_are_beside_what_it_logs(tmp_path: Path) -> None:
+def test_a_process_tells_where_its_threads_are_beside_what_it_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "WAIT_S", 60.0)
     path = tmp_path / "log"
     path.write_text('Thread 0x1 (most recent call first):\n  File "old.py", line 1 in old\n')
     with subprocess.Popen(

@@ -26,7 +26,7 @@ class SlowDisk:
         return 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        assert self.has_turned.wait(20), "the event loop is blocked"
+        assert self.has_turned.wait(60), "the event loop is blocked"
         return {"prompt": "x"}
 
 
@@ -41,7 +41,7 @@ class Together:
         return 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        self.both.wait(20)
+        self.both.wait(60)
         return {"prompt": self.prompt}
 
 

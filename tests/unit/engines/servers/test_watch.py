@@ -111,6 +111,7 @@ def test_one_that_waits_for_a_compiler_is_not_hung(start: Callable[[str], int]) 
     os.kill(pid, signal.SIGUSR1)
     try:
         until(lambda: len(session_members(pid)) == 2)
+        settle(pid)
         until(lambda: activity.is_building(0.5))
         activity.note_answer()
         assert activity.idle() == [pid]

@@ -226,11 +226,12 @@ async def test_nobody_who_waits_ends_the_program(sandbox: LocalSandbox) -> None:
 async def test_a_killed_keeper_and_a_killed_server_are_no_verdict(sandbox: LocalSandbox) -> None:
     """The program runs once more, on a new server if need be; then the error says so."""
     pid = server_pid(sandbox)
-    program = Program(source="import time; time.sleep(1.0); print('late')")
-    waiting = asyncio.create_task(sandbox.run(program, LONG))
+    program = Program(source="print('late')")
+    slow = Program(source="import time; time.sleep(5.0); print('slow')")
+    waiting = asyncio.create_task(sandbox.run(slow, LONG))
     [keeper, *_] = await wait_for_descendants(pid, 2)
     os.kill(keeper, signal.SIGKILL)
-    assert (await waiting).stdout == b"late\n"
+    assert (await waiting).stdout == b"slow\n"
     os.kill(pid, signal.SIGKILL)
     assert (await sandbox.run(program, LONG)).stdout == b"late\n"
     assert server_pid(sandbox) != pid

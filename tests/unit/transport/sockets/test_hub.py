@@ -169,7 +169,10 @@ async def test_a_server_that_comes_back_gets_nothing_of_what_was_queued(context:
         back.close()
 
 
-async def test_messages_wait_for_a_server_that_comes_up_late(context: Context) -> None:
+async def test_messages_wait_for_a_server_that_comes_up_late(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "FAILURES_UNTIL_LOST", 1000)  # however late it is
     with tcp.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"

@@ -251,24 +251,33 @@ class SlowSampler:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/generate" and "top_k" in (await request.json())["sampling_params"]:
             self.num_builds += 1
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.2)
         return web.json_response(OLD_SERVER.get(request.path, {}))
 
 
 async def test_truncated_sampling_is_tried_by_a_request_that_needs_it() -> None:
     """Once, and under the limit of a start: SGLang on CUDA builds its sampler for the answer."""
-    server = SlowSampler()
+    server, limits_s = SlowSampler(), list[float]()
     async with serving(server.answer) as client:
-        client._control_timeout_s = 0.5
+        send = client.request
+
+        async def noted(method: str, path: str, body: Any, timeout_s: Any) -> dict[str, Any]:
+            if "top_k" in (body or {}).get("sampling_params", {}):
+                limits_s.append(timeout_s)
+            return await send(method, path, body, timeout_s)
+
+        client.request = noted  # type: ignore[method-assign]
         await client.ask_abilities()
         assert server.num_builds == 0
         both = await asyncio.gather(client.max_support(), client.max_support())
+        assert client._start_timeout_s > client._control_timeout_s
+        assert limits_s == [client._start_timeout_s]
     assert both == [0, 0]
     assert server.num_builds == 1
 
 
 async def test_a_sampler_that_is_not_built_in_time_is_named() -> None:
     async with serving(SlowSampler().answer) as client:
-        client._start_timeout_s = 0.2
-        with pytest.raises(RpcTimeout, match=r"within 0\.2 s; .* nvcc .*flashinfer-jit-cache"):
+        client._start_timeout_s = 0.05
+        with pytest.raises(RpcTimeout, match=r"within 0\.05 s; .* nvcc .*flashinfer-jit-cache"):
             await client.max_support()
