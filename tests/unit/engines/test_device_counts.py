@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 PROGRAM = Path(__file__).with_name("counted_steps.py")
-LIMIT_S = 200.0
+LIMIT_S = 560.0
 DTYPES = ("float32", "bfloat16", "float16")
 
 

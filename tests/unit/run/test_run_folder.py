@@ -318,7 +318,7 @@ def test_second_owner_in_the_same_process(path: Path) -> None:
 def test_killed_owner_frees_the_folder(path: Path) -> None:
     with lock_holder(path) as holder:
         holder.send_signal(signal.SIGKILL)
-        holder.wait(timeout=10)
+        holder.wait()
         with RunFolder(path) as folder:
             assert folder.open(config_text="seed: 0\n") is Opening.restart
 
