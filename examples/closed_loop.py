@@ -40,23 +40,25 @@ NUM_QUESTIONS = 64
 @contextmanager
 def deployed(command: str, model: Path) -> Iterator[str]:
     """URL of the model behind a server of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    names = {"model": shlex.quote(str(model)), "python": shlex.quote(sys.executable)}
-    server = subprocess.Popen(shlex.split(command.format(port=port, **names)))
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
-                break
-            except OSError:
-                if server.poll() is not None:
-                    raise SystemExit(f"the server has ended: {server.args}") from None
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.terminate()
-        server.wait()
+    with socket.socket() as kept:  # bound, so that no other process gets the port meanwhile
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # but the server may listen
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        names = {"model": shlex.quote(str(model)), "python": shlex.quote(sys.executable)}
+        server = subprocess.Popen(shlex.split(command.format(port=port, **names)))
+        try:
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+                    break
+                except OSError:
+                    if server.poll() is not None:
+                        raise SystemExit(f"the server has ended: {server.args}") from None
+                    time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            server.terminate()
+            server.wait()
 
 
 async def collect_again(url: str, key: str, seed: int) -> list[float]:

@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,12 @@ SMALL_JOB = (
 )
 """The main job with short words: in three runs the accuracy rose by 0.58 to 0.63. With a rate of
 2e-3 it is left to chance whether it learns: the first step moves the policy by a KL of 0.4."""
+
+NO_ORPHANS = "scheduler.orphan_timeout_s=600"
+"""No worker ends by itself: all are ended, however slow that is."""
+
+PATIENT = (NO_ORPHANS, "scheduler.heartbeat_interval_s=10")
+"""Nor is one lost that is slow: where a test counts deaths."""
 
 LIMIT_S = 240.0
 """Far above what anything here takes, for a machine that is busy with other work."""
@@ -81,7 +87,8 @@ class RunProcess:
 
     def send_to_foreground(self, signum: int) -> None:
         """As a terminal does on Ctrl-C: to the script's whole process group."""
-        os.killpg(self.pid, signum)
+        with suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(self.pid, signum)
 
     def wait(self, timeout_s: float = LIMIT_S) -> int:
         """The script's exit code."""
@@ -98,10 +105,12 @@ class RunProcess:
     def wait_until(self, is_so: Callable[[], Any], what: str) -> None:
         """Waits for something that the living script brings about."""
         give_up = time.monotonic() + LIMIT_S
+        is_running = self.is_running
         while not is_so():
-            assert self._process.poll() is None, f"ended before {what}\n{self.story()}"
+            assert is_running, f"ended before {what}\n{self.story()}"
             assert time.monotonic() < give_up, f"waited {LIMIT_S:g} s for {what}\n{self.story()}"
             time.sleep(_POLL_S)
+            is_running = self.is_running  # before the look: it may end with what is waited for
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: step in self.steps(), f"training step {step}")
@@ -160,12 +169,12 @@ class RunProcess:
         return "\n".join(parts)
 
     def kill_all(self) -> None:
+        """At one moment, as far as the processes can tell: none sees another's end."""
         while left := self.processes():
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            for signum in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signum)
             self._process.poll()
             time.sleep(_POLL_S)
         self._process.wait(LIMIT_S)

@@ -95,7 +95,7 @@ async def test_a_call_confirms_a_claim(
     router: RouterProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "UNCONFIRMED_S", 1e6)
-    async with running(router) as run, offered(run, "rollout/0", idle_timeout_s=0.1) as waits:
+    async with running(router) as run, offered(run, "rollout/0", idle_timeout_s=1.0) as waits:
         episode = await claimed_at_worker(run, "rollout/0")
         run.engines["rollout/0"].will_say("hello<|im_end|>")
         assert (await run.post(CHAT, ASKED, episode["api_key"]))[0] == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.run_process import SCRIPTS, tiny_run
+from integration.run_process import PATIENT, SCRIPTS, tiny_run
 
 from areal_sc import OnlineWorkflow
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
@@ -29,7 +30,8 @@ ROUTER = "-m areal_sc.agents.router"
 LIMIT_S = 120.0
 SETTINGS = (
     *("total_steps=2", "rollout.train_batch_groups=2", "rollout.group_size=2"),
-    *("rollout.max_staleness=0", "scheduler.orphan_timeout_s=600", "rollout.rejection_window=1000"),
+    *PATIENT,
+    *("rollout.max_staleness=0", "rollout.rejection_window=1000"),
 )
 
 
@@ -45,18 +47,19 @@ class Outside:
         self.url, self.key = told["url"].removesuffix("/v1"), told["key"]
 
     def post(self, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
-        """Status, and what the body says; 0: there is no connection."""
+        """Status, and what the body says; 0: there is no connection, or it ended."""
         data = (
             body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
         )
         headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
         request = urllib.request.Request(f"{self.url}{path}", data, headers, method="POST")
         try:
-            with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-        except (urllib.error.URLError, OSError):
+            try:
+                with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+                    return answer.status, json.load(answer)
+            except urllib.error.HTTPError as error:
+                return error.code, json.load(error)
+        except (OSError, http.client.HTTPException):  # there is none, or it ended in an answer
             return 0, None
 
     def claim(self) -> dict[str, Any] | None:
@@ -135,12 +138,16 @@ def test_agents_outside_are_trained_and_lose_what_a_worker_had_with_it(
 
 
 def test_a_script_that_was_killed_gets_its_address_back(online: Callable[..., Any]) -> None:
-    with online() as first:
+    bind = "agents.bind=127.0.0.2"  # where no other process gets its port meanwhile
+    with online(bind) as first:
         outside = Outside(first.run_dir)
         episodes = outside.claimed(4)
         assert outside.ask(episodes[0])[0] == 200
         status = first.run_dir / "status.json"
-        first.wait_until(lambda: outside.url in status.read_text(), "the address in the status")
+        first.wait_until(
+            lambda: status.exists() and outside.url in status.read_text(),
+            "the address in the status",
+        )
         shown = subprocess.run(
             [sys.executable, "-m", "areal_sc", "status", str(first.run_dir)],
             capture_output=True,
@@ -154,7 +161,7 @@ def test_a_script_that_was_killed_gets_its_address_back(online: Callable[..., An
         first.wait()
         while outside.ask(episodes[0])[0]:  # it ends with its script
             time.sleep(0.02)
-        with online() as second:
+        with online(bind) as second:
             second.wait_until(lambda: outside.ask(episodes[1])[0] == 200, "the address")
             assert Outside(second.run_dir).__dict__ == outside.__dict__
             assert outside.claim() is None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from integration.run_process import (
+    NO_ORPHANS,
     TINY_RUN,
     assert_nothing_was_started,
     open_gate,
@@ -64,12 +65,12 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
         shutil.copytree(
             tiny_model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.bin")
         )
-    with tiny_run(tmp_path / "run", folder) as run:
+    with tiny_run(tmp_path / "run", folder, NO_ORPHANS) as run:
         assert run.wait() == 6, run.story()
         assert str(folder) in run.output
         assert "Traceback" not in run.output
         assert not list((run.run_dir / "logs").glob("train-*")), run.story()
-        run.wait_until_gone(5.0)
+        run.wait_until_gone()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,8 @@ def test_a_dataset_smaller_than_a_batch_is_repeated(start_rollout: Callable[...,
 def test_a_reward_that_always_fails_ends_the_script_in_one_block(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    with tiny_run(tmp_path / "run", tiny_model_folder, "task.reward=unknown_answer") as run:
+    settings = "task.reward=unknown_answer", NO_ORPHANS
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as run:
         assert run.wait() == 7, run.story()
         before, _, block = run.output.partition("ERROR ")
         assert before.count("the first for this cause: reward_error: KeyError at tiny_run.py:") == 1
@@ -201,7 +203,7 @@ def test_a_reward_that_always_fails_ends_the_script_in_one_block(
         assert "KeyError: 'solution'" in block
         assert len(block.splitlines()) < 15
         assert run.steps() == []
-        run.wait_until_gone(5.0)
+        run.wait_until_gone()
 
 
 def test_a_snapshot_that_cannot_be_written_is_a_warning(

@@ -7,11 +7,18 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from integration.run_process import REPOSITORY, SCRIPTS, open_gate, tiny_run
+from integration.run_process import (
+    NO_ORPHANS,
+    PATIENT,
+    REPOSITORY,
+    SCRIPTS,
+    open_gate,
+    tiny_run,
+)
 
 from areal_sc import GRPOConfig, PPOTrainer
 from areal_sc.run.run_folder import RunFolder
@@ -78,7 +85,7 @@ def test_orphans_of_a_killed_script_end_by_themselves(
         assert len(before) >= 5  # script, agent, fork servers, workers
         run.send(signal.SIGKILL)
         run.wait()
-        run.wait_until_gone(30.0)
+        run.wait_until_gone(60.0)
     assert_no_trace(run.run_dir, memory)
 
 
@@ -94,9 +101,13 @@ def test_what_a_run_shares_on_its_node_goes_with_it_or_with_the_next_run(
         assert keys.stat().st_mode & 0o777 == 0o600
         secrets = [value for value in json.loads(keys.read_text()).values() if len(value) == 40]
         assert len(secrets) == 3
+        num_seen = 0
         for pid in killed.processes():
-            seen = b"".join(Path(f"/proc/{pid}/{name}").read_bytes() for name in SEEN_BY_OTHERS)
-            assert not any(secret.encode() in seen for secret in secrets)
+            with suppress(OSError):  # it has ended since
+                seen = b"".join(Path(f"/proc/{pid}/{name}").read_bytes() for name in SEEN_BY_OTHERS)
+                assert not any(secret.encode() in seen for secret in secrets)
+                num_seen += bool(seen)
+        assert num_seen >= 5  # script, agent, fork servers, workers
         killed.kill_all()
     (user_folder,) = memory.iterdir()
     (left_over,) = user_folder.iterdir()
@@ -123,6 +134,7 @@ def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_fol
                     tmp_path / name,
                     tiny_model_folder,
                     *(ENDLESS, "task.num_free_episodes=16", f"checkpoint.stop_within_s={limit_s}"),
+                    NO_ORPHANS,
                 )
             )
             for name, limit_s in limits.items()
@@ -145,7 +157,7 @@ def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_fol
             assert run.wait() == code, run.story()
             assert f"{word}\nthere is no snapshot yet" in run.output, run.output
             assert "Traceback" not in run.output
-            run.wait_until_gone(5.0)
+            run.wait_until_gone()
         assert "SIGTERM: finishing step" in terminated.output
         assert "finishing" not in foreground.output
 
@@ -165,25 +177,28 @@ def test_the_first_signal_ends_the_step_and_leaves_a_snapshot_of_it(
     Signals for one worker do nothing. The last one is for all processes, as that of systemd is.
     """
     script = SCRIPTS / "tiny_run.py" if signum == signal.SIGINT else EXAMPLES / "own_loop.py"
-    with tiny_run(tmp_path / "run", tiny_model_folder, ENDLESS, script=script) as run:
+    settings = ENDLESS, NO_ORPHANS
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings, script=script) as run:
         run.wait_for_step(2)
-        living = verdict(RunFolder(run.run_dir))
-        assert living.state is State.healthy, living
-        assert living.status
-        assert living.status.pid == run.pid
+        folder = RunFolder(run.run_dir)
+        run.wait_until(lambda: verdict(folder).state is State.healthy, "a run that is healthy")
+        status = verdict(folder).status
+        assert status
+        assert status.pid == run.pid
         run.wait_until(lambda: workers_told(run.run_dir) == ["rollout/0", "train/0"], "workers")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             os.kill(run.worker_pid("rollout/0"), number)
         run.wait_for_step(run.steps()[-1] + 2)
         for pid in run.processes():
-            os.kill(pid, signum)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(pid, signum)
         assert run.wait() == 128 + signum, run.story()
         worker = (run.run_dir / "logs" / "rollout-0.log").read_text()
         assert worker.count(" serving address=") == 1
         newest = run.run_dir / "checkpoints" / f"step-{run.steps()[-1]:06d}"
         assert "again stops now" in run.output
         assert f"newest snapshot: {newest};" in run.output
-        run.wait_until_gone(5.0)
+        run.wait_until_gone()
         ended = verdict(RunFolder(run.run_dir))
         assert ended.state is State.interrupted
         assert "would go on from the last snapshot" in ended.text
@@ -213,7 +228,7 @@ def test_any_number_of_ctrl_c_leaves_nothing(tmp_path: Path, tiny_model_folder: 
     with ExitStack() as stack:
         for script in (own, trainer):
             memory = tmp_path / f"{script.stem}_memory"
-            settings = (ENDLESS, f"transport.shared_memory={memory}")
+            settings = (ENDLESS, NO_ORPHANS, f"transport.shared_memory={memory}")
             run_dir = tmp_path / script.stem
             run = stack.enter_context(
                 tiny_run(run_dir, tiny_model_folder, *settings, script=script)
@@ -230,7 +245,7 @@ def test_any_number_of_ctrl_c_leaves_nothing(tmp_path: Path, tiny_model_folder: 
                 run.send_to_foreground(signal.SIGINT)
                 time.sleep(0.02)
             assert run.wait() in (130, -signal.SIGINT), run.story()
-            run.wait_until_gone(5.0)
+            run.wait_until_gone()
             assert_no_trace(run_dir, memory)
         looking = stack.enter_context(
             tiny_run(tmp_path / own.stem, tiny_model_folder, "--dry-run", script=own)
@@ -246,19 +261,20 @@ def assert_no_trace(run_dir: Path, memory: Path) -> None:
 def test_ctrl_c_while_the_workers_are_being_started(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    with tiny_run(tmp_path / "run", tiny_model_folder) as run:
+    with tiny_run(tmp_path / "run", tiny_model_folder, ENDLESS, NO_ORPHANS) as run:
         run.wait_until(lambda: "phase=start-up" in run.output, "the start of the workers")
         run.send_to_foreground(signal.SIGINT)
         assert run.wait() == 130, run.story()
         assert "Traceback" not in run.output
-        run.wait_until_gone(5.0)
+        run.wait_until_gone()
 
 
 def test_an_exception_in_the_users_loop_leaves_no_orphan(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
     set_in_vain = ("evaluation.num_prompts=7", "checkpoint.keep=3", "samples.show=true")
-    settings, script = ("+task.raise_after=1", *set_in_vain), SCRIPTS / "own_loop.py"
+    settings = ("+task.raise_after=1", NO_ORPHANS, *set_in_vain)
+    script = SCRIPTS / "own_loop.py"
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings, script=script) as run:
         assert run.wait() == 1, run.story()
         assert "LookupError: nothing is known about version 1" in run.output
@@ -267,7 +283,7 @@ def test_an_exception_in_the_users_loop_leaves_no_orphan(
         failed = verdict(RunFolder(run.run_dir))
         assert failed.state is State.failed
         assert "LookupError: nothing is known about version 1" in failed.text
-        run.wait_until_gone(5.0)
+        run.wait_until_gone()
 
 
 def test_two_runs_at_a_time_in_two_folders_finish(tmp_path: Path, tiny_model_folder: Path) -> None:
@@ -298,10 +314,11 @@ def test_a_lost_worker_ends_the_run_and_is_named(
     num_free_steps: int,
     said: str,
 ) -> None:
+    patience = (NO_ORPHANS,) if signum == signal.SIGSTOP else PATIENT
     with tiny_run(
         tmp_path / "run",
         tiny_model_folder,
-        *(ENDLESS, "actor.parallel.data=2", "scheduler.heartbeat_interval_s=0.5"),
+        *(ENDLESS, *patience, "actor.parallel.data=2"),
         *(f"task.num_free_episodes={num_free_steps * ROWS_A_STEP}", "scheduler.max_deaths=0"),
     ) as run:
         run.wait_for_step(3)
@@ -311,7 +328,7 @@ def test_a_lost_worker_ends_the_run_and_is_named(
         assert said in run.output
         assert str(log) in run.output
         assert len(run.output.partition("ERROR ")[2].splitlines()) < 40
-        run.wait_until_gone(5.0)
+        run.wait_until_gone()
         # its rows are no answer: `partial` never gives less than 0.5
         assert all(record["reward"] >= 0.5 for record in run.records("step"))
         assert all(record["num_rows"] == ROWS_A_STEP for record in run.records("step"))

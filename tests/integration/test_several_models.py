@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from integration.run_process import SCRIPTS, RunProcess, open_gate, tiny_run
+from integration.run_process import PATIENT, SCRIPTS, RunProcess, open_gate, tiny_run
 from integration.test_killed_scripts import num_lives
 
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
@@ -19,7 +19,8 @@ NUM_STEPS = 12
 ROWS_A_STEP = 4 * 2
 NUM_FREE_STEPS = 8
 SETTINGS = (
-    *(f"total_steps={NUM_STEPS}", "scheduler.orphan_timeout_s=600"),
+    *PATIENT,
+    f"total_steps={NUM_STEPS}",
     f"task.num_free_episodes={NUM_FREE_STEPS * ROWS_A_STEP}",
     *("actor.ppo.loss=reference_loss:to_reference", "actor.ppo.num_minibatches=1"),
     *("actor.keep_rows_steps=1", "actor.memory_every_steps=1"),
@@ -28,7 +29,10 @@ SETTINGS = (
 
 def kill_worker(run: RunProcess, role: str) -> None:
     """The first rank of a role, which came of this start of the script."""
-    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in run.processes()}
+    names = dict[int, str]()
+    for pid in run.processes():
+        with suppress(OSError):  # it has ended since
+            names[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
     (pid,) = [pid for pid, name in names.items() if f"areal:{role}/0".endswith(name)]
     os.kill(pid, signal.SIGKILL)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from integration.run_process import tiny_run
+from integration.run_process import PATIENT, tiny_run
 
 from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.errors import StaleTerm
@@ -15,13 +15,14 @@ def test_a_script_that_wakes_after_its_successor_leaves_everything_to_it(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    settings = ("total_steps=100000", "scheduler.orphan_timeout_s=600", "checkpoint.every_steps=2")
+    settings = (*PATIENT, "total_steps=100000", "checkpoint.every_steps=2")
     with tiny_run(run_dir, tiny_model_folder, *settings) as first:
         first.wait_for_step(2)
         first.send(signal.SIGSTOP)
+        reached = first.steps()[-1]
         (run_dir / ".lock").unlink()  # on some file systems it does not keep others out anyway
         with tiny_run(run_dir, tiny_model_folder, *settings) as second:
-            second.wait_until(lambda: second.steps()[-1] >= 5, "step 5")
+            second.wait_until(lambda: second.steps()[-1] >= reached + 3, "three steps of its own")
             first.send(signal.SIGCONT)
             assert first.wait() == StaleTerm.exit_code, first.story()
             said = " ".join(first.output.split())

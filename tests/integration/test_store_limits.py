@@ -80,7 +80,7 @@ def test_a_limit_under_one_batch_is_refused(
         ):
             assert part in said, run.story()
         assert_nothing_was_started(run)
-        run.wait_until_gone(5.0)
+        run.wait_until_gone()
 
 
 FULL_ROWS = (

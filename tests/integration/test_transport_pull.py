@@ -337,7 +337,7 @@ async def test_ranks_may_hold_different_parameters() -> None:
 async def test_weights_of_an_owner_that_has_ended_are_gone() -> None:
     async with owners(1) as made:
         reference = seal_weights(made, 0)
-    async with pulling(stalled_peer_timeout_s=0.5) as puller:
+    async with pulling() as puller:
         with pytest.raises(ShardGone, match=r"life1\.1 on rollout/0 is gone with its owner"):
             async for _ in puller.pull_weights(reference):
                 pass

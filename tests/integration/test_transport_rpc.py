@@ -120,11 +120,18 @@ async def test_another_incarnation_is_refused_whatever_is_remembered() -> None:
             await call_as(late, "a", named("count"))
 
 
-async def test_a_deadline_names_method_node_and_seconds_and_frees_the_server() -> None:
+async def test_a_deadline_names_method_node_and_seconds_and_frees_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    now = loop.time
     async with connected() as (_, methods, client):
-        await client.call(named("echo"), {}, timeout_s=20)
-        with pytest.raises(RpcTimeout, match=r"wait on train/2 .* within 0\.05 s"):
-            await client.call(named("wait"), {}, timeout_s=0.05)
+        call = asyncio.create_task(client.call(named("wait"), {}, timeout_s=20))
+        await methods.started.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "time", lambda: now() + 20)
+            with pytest.raises(RpcTimeout, match=r"wait on train/2 .* within 20 s"):
+                await call
         await until(lambda: methods.num_cancelled == 1)
         assert await client.call(named("echo"), {}, timeout_s=20) == {}
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 from integration.ranks import loaded_weights
-from integration.run_process import tiny_run
+from integration.run_process import PATIENT, tiny_run
 
 from areal_sc.__main__ import main
 
 SETTINGS = (
+    *PATIENT,
     *("rollout.max_staleness=0", "checkpoint.every_steps=4", "checkpoint.keep=2"),
     "actor.optimizer.lr=1e-2",
 )
