@@ -289,7 +289,7 @@ async def attack(layer: str, folder: Path, names: dict[str, Any]) -> dict[str, A
 async def num_left(sandbox: LocalSandbox) -> int:
     """Processes under its server, once they have had time to end."""
     assert sandbox._server is not None
-    for _ in range(200):
+    for _ in range(1200):
         if not (left := descendants(sandbox._server._process.pid)):
             break
         await asyncio.sleep(0.05)

@@ -86,14 +86,14 @@ def test_limits_and_deaths_are_told_as_without_isolation(
 ) -> None:
     _, told = came
     assert (told["killed"], told["long"], told["daemon"]) == (0.75, 0.25, 1.0)
-    assert "took longer than 2 s" in told["hangs"]
+    assert "took longer than 5 s" in told["hangs"]
     assert "in hangs" in told["hangs"], "no frames of the reward"
 
 
 def test_no_daemon_outlives_the_run(came: tuple[str, dict[str, Any]]) -> None:
     """The script's own folder is in the command line of all that it has forked."""
     _, told = came
-    give_up_s = time.monotonic() + 20
+    give_up_s = time.monotonic() + 60
     while left := [line for line in command_lines() if told["folder"] in line]:
         assert time.monotonic() < give_up_s, left
         time.sleep(0.05)
