@@ -65,7 +65,7 @@ class Tab:
         """The first value of an expression that is true."""
         ends = time.monotonic() + LIMIT_S
         while not (found := await self.value(expression)):
-            shown = await self.value("document.body.innerText")
+            shown = await self.value("String(document.body?.innerText)")
             assert time.monotonic() < ends, f"{expression}: {self.errors}; it shows {shown:.2000}"
             await asyncio.sleep(0.05)
         return found

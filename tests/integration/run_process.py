@@ -97,9 +97,10 @@ class RunProcess:
 
     def wait_until(self, is_so: Callable[[], Any], what: str) -> None:
         """Waits for something that the living script brings about."""
-        give_up = time.monotonic() + LIMIT_S
+        give_up, has_ended = time.monotonic() + LIMIT_S, False
         while not is_so():
-            assert self._process.poll() is None, f"ended before {what}\n{self.story()}"
+            assert not has_ended, f"ended before {what}\n{self.story()}"
+            has_ended = self._process.poll() is not None  # what it did at last is looked at, too
             assert time.monotonic() < give_up, f"waited {LIMIT_S:g} s for {what}\n{self.story()}"
             time.sleep(_POLL_S)
 

@@ -127,7 +127,7 @@ def test_no_key_is_in_the_memory_of_a_reward(
     copy = tmp_path / "copy"
     row = {"prompt": "a=", "answer": "a", "copy": str(copy), "known": "a row's own text"}
     for _ in range(2):
-        with start_rollout() as rollout:
+        with start_rollout("rollout.reward_timeout_s=240") as rollout:
             rollout.rollout_batch([row], SingleTurnWorkflow(episodes.copies_its_memory))
     memory = copy.read_bytes()
     assert row["known"].encode() in memory
