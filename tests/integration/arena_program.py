@@ -28,6 +28,7 @@ from areal_sc.transport.shards.memory_folder import ArenaFolder
 from areal_sc.transport.shards.store import TensorStore
 
 MIB = 1 << 20
+ENOUGH = 300
 _LINE = re.compile(r"(\w+\.\d+) (\d+)")
 
 
@@ -149,9 +150,10 @@ class Program:
         os.close(fd)
         return {"sealed": self.store.last_sequence, "bytes": self.store.num_bytes}
 
-    def consume(self, log: str, seed: int) -> dict[str, int]:
+    def consume(self, log: str, seed: int, enough: str) -> dict[str, int]:
         """Opens what the file names, newest first, until it says END; holds the last 40, and looks
-        at each again when it is let go, long after it was swept."""
+        at each again when it is let go, long after it was swept. There is a file `enough` once it
+        has opened many, and some were gone."""
         rng = random.Random(seed)
         counts = {"mapped": 0, "gone": 0, "spoiled": 0}
         told: list[tuple[str, int]] = []
@@ -181,6 +183,8 @@ class Program:
                         shard, old = held.popleft()
                         counts["spoiled"] += not is_intact(shard, old)
                         del shard
+                if counts["mapped"] > ENOUGH and counts["gone"]:
+                    Path(enough).touch()
         counts["spoiled"] += sum(not is_intact(shard, number) for shard, number in held)
         return counts
 

@@ -65,7 +65,7 @@ class Tab:
         """The first value of an expression that is true."""
         ends = time.monotonic() + LIMIT_S
         while not (found := await self.value(expression)):
-            shown = await self.value("document.body.innerText")
+            shown = await self.value("String(document.body?.innerText)")
             assert time.monotonic() < ends, f"{expression}: {self.errors}; it shows {shown:.2000}"
             await asyncio.sleep(0.05)
         return found
@@ -138,6 +138,18 @@ def _errors_in(event: str, told: Any) -> list[str]:
     return []
 
 
+async def _first_page(session: ClientSession, address: str) -> Any:
+    """The tab with which a browser begins, which listens before it has one."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            async with session.get(address) as answer:
+                targets = await answer.json(content_type=None)
+            if pages := [it for it in targets if it["type"] == "page"]:
+                (page,) = pages
+                return page
+            await asyncio.sleep(0.05)
+
+
 @asynccontextmanager
 async def browser_tab(folder: Path) -> AsyncIterator[Tab]:
     """A tab of a browser of its own, which is gone afterwards."""
@@ -157,9 +169,7 @@ async def browser_tab(folder: Path) -> AsyncIterator[Tab]:
         host = line.decode().split("//")[1].split("/")[0]
         draining = asyncio.create_task(process.stderr.read())
         async with ClientSession() as session:
-            async with session.get(f"http://{host}/json/list") as answer:
-                targets = await answer.json(content_type=None)
-            (page,) = [it for it in targets if it["type"] == "page"]
+            page = await _first_page(session, f"http://{host}/json/list")
             async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 tab = Tab(socket)
                 for domain in ("Page", "Runtime", "Log"):

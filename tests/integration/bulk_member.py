@@ -22,7 +22,7 @@ from areal_sc.transport.bulk.messages import (
 )
 from areal_sc.transport.bulk.session import SessionGrant
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def hello_of(grant: SessionGrant, key: bytes | None = None) -> bytes:

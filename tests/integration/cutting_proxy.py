@@ -25,6 +25,7 @@ class CuttingProxy:
         self._target = ("", 0)
         self._port = 0
         self._server: asyncio.Server | None = None
+        self._port_keeper: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -32,6 +33,7 @@ class CuttingProxy:
         """Takes connections, at the same address each time."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
+        self._keep_port(False)
         self.address = f"tcp://127.0.0.1:{self._port}"
 
     def stand_before(self, address: str) -> None:
@@ -50,13 +52,25 @@ class CuttingProxy:
         """Takes no connections until it listens again; those that there are go on."""
         assert self._server is not None
         self._server.close()
+        self._keep_port(True)
 
     async def close(self) -> None:
         await self.refuse()
+        self._keep_port(False)
         self.cut()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _keep_port(self, is_kept: bool) -> None:
+        """While nobody listens at it, no other process may get it."""
+        if self._port_keeper is not None:
+            self._port_keeper.close()
+            self._port_keeper = None
+        if is_kept:
+            self._port_keeper = socket.socket()
+            self._port_keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._port_keeper.bind(("127.0.0.1", self._port))
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_accepted += 1

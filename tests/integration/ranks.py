@@ -21,7 +21,7 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.snapshot_model import export_snapshot
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
-LIMIT_S = 400.0
+LIMIT_S = 540.0
 EIGHT = [11, 6, 14, 3, 9, 20, 5, 8]
 ALL = list(range(8))
 ONE_SHARE = [{"lengths": EIGHT, "rows": [ALL]}, {"lengths": EIGHT[::-1], "rows": [ALL]}]

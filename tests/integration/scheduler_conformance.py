@@ -67,6 +67,10 @@ class Lent:
     def folder(self) -> RunFolder:
         return RunFolder(self.config.run_dir)
 
+    async def kill(self, name: str, pid: int) -> None:
+        """Meanwhile workers hear of their script, which they would not outlive for long."""
+        await asyncio.to_thread(self.on, name, "kill", "-9", str(pid))
+
     @asynccontextmanager
     async def fleet(self) -> AsyncIterator[tuple[Fleet, dict[str, WorkerLost]]]:
         """Of a controller, and what it hears of losses."""
@@ -125,7 +129,8 @@ class Conformance:
             assert max(at.values()) == -(-NUM_WORKERS // lent.num_nodes)
             member, *others = fleet.members
             before = member.worker
-            lent.on(nodes[host_of(before.address)].name, "kill", "-9", str(before.pid))
+            host = nodes[host_of(before.address)].name
+            await lent.kill(host, before.pid)
             await until(lambda: lost)
             assert "rollout/0 ended with signal 9 (SIGKILL)" in str(lost.pop("rollout/0"))
             assert str(lent.folder.log_path("rollout/0")) == member.failure.log_path  # type: ignore[union-attr]
@@ -159,7 +164,7 @@ class Conformance:
             node: Node = (await lent.scheduler.nodes())[-1]
             past = node.facts
             [agent] = [it for it in living_agents(lent.folder.path) if it.address == past.address]
-            lent.on(node.name, "kill", "-9", str(agent.pid))
+            await lent.kill(node.name, agent.pid)
             await until(lambda: node.facts.incarnation != past.incarnation)
             await lent.scheduler.renew(node, past.incarnation)  # it was replaced already
             assert node.facts.host == past.host

@@ -28,6 +28,9 @@ from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.own_processes import OwnProcess, OwnProcesses
 from areal_sc.workflows.base import AgentReturn
 
+LIMIT_S = 60.0
+"""Far above what anything here takes, for a machine that is busy with other work."""
+
 MODULE = '''
 import asyncio, os, random, subprocess, sys, threading, time
 
@@ -112,11 +115,15 @@ async def leaves_and_is_awaited(row):
     return leaves(row)
 
 def hangs(row):
+    with open(row["begun"], "w"):
+        pass
     while True:
         time.sleep(60)
 
 async def waits_for_ever(row, session):
     if row["x"] == 1:
+        with open(row["begun"], "w"):
+            pass
         await asyncio.Event().wait()
     return 0.5
 
@@ -130,7 +137,8 @@ def closes_its_sockets(row):
     with open(row["path"], "w") as file:
         file.write(str(os.getpid()))
     os.closerange(3, 256)
-    hangs(row)
+    while True:
+        time.sleep(60)
 
 async def swallows(row, session):
     """Goes on, whatever it is told."""
@@ -181,6 +189,20 @@ async def make_pool(tmp_path: Path) -> AsyncIterator[Callable[..., AgentPool]]:
         await pool.close()
     await addresses.close()
     await server.close()
+
+
+@pytest.fixture
+def slow_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """May take their time to say where they are, and to end what is cancelled."""
+    monkeypatch.setattr("areal_sc.system.stacks.WAIT_S", LIMIT_S)
+    monkeypatch.setattr("areal_sc.agents.pool.CANCEL_GRACE_S", LIMIT_S)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Waits for something that another process brings about."""
+    async with asyncio.timeout(LIMIT_S):
+        while not is_so():  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
 
 
 def session(key: str = "key") -> Any:
@@ -261,46 +283,66 @@ async def test_what_an_agent_raises_or_returns_has_a_cause_and_a_line(
     assert "the agent returned coroutine" in await cause_of(pool, user.never_awaited, {})
 
 
+@pytest.mark.usefixtures("slow_processes")
 async def test_one_that_hangs_is_killed(
-    make_pool: Callable[..., AgentPool], user: ModuleType
+    make_pool: Callable[..., AgentPool], user: ModuleType, tmp_path: Path
 ) -> None:
-    pool = make_pool(episode_timeout_s=0.3)
+    pool, begun = make_pool(episode_timeout_s=0.3), tmp_path / "begun"
+    pool._server.clock.stop()
+    run = asyncio.create_task(pool.run(user.hangs, {"begun": str(begun)}, session()))
+    await until(begun.exists)
+    pool._server.clock.go_on()
     with pytest.raises(AgentError, match=r"agent hangs: took longer than 0.3 s") as raised:
-        await pool.run(user.hangs, {}, session())
+        await run
     assert "in hangs" in raised.value.frames
     assert raised.value.kind == "agent_timeout"
 
 
+@pytest.mark.usefixtures("slow_processes")
 async def test_one_that_waits_for_ever_is_cancelled_and_the_others_go_on(
-    make_pool: Callable[..., AgentPool], user: ModuleType
+    make_pool: Callable[..., AgentPool], user: ModuleType, tmp_path: Path
 ) -> None:
-    pool = make_pool(episode_timeout_s=0.5)
-    runs = [pool.run(user.waits_for_ever, {"x": x}, session()) for x in range(3)]
-    first, late, last = await asyncio.gather(*runs, return_exceptions=True)
-    assert isinstance(first, AgentReturn)
-    assert isinstance(last, AgentReturn)
-    assert isinstance(late, AgentError)
+    pool, begun = make_pool(episode_timeout_s=0.5), tmp_path / "begun"
+    pool._server.clock.stop()
+    rows = ({"x": x, "begun": str(begun)} for x in range(3))
+    first, late, last = (
+        asyncio.create_task(pool.run(user.waits_for_ever, row, session())) for row in rows
+    )
+    await until(begun.exists)
+    assert [(await run).reward for run in (first, last)] == [0.5, 0.5]
+    pool._server.clock.go_on()
+    with pytest.raises(AgentError) as raised:
+        await late
     line = MODULE.splitlines().index("        await asyncio.Event().wait()") + 1
-    assert Rejection.of(late).cause == f"agent_timeout: user_agents.py:{line}"
+    assert Rejection.of(raised.value).cause == f"agent_timeout: user_agents.py:{line}"
 
 
 async def test_after_their_process_is_lost_those_beside_run_alone(
-    make_pool: Callable[..., AgentPool], user: ModuleType, monkeypatch: pytest.MonkeyPatch
+    make_pool: Callable[..., AgentPool],
+    user: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("areal_sc.agents.pool.CANCEL_GRACE_S", 0.2)
-    pool = make_pool(episode_timeout_s=1.0)
-    for agent, kind in (
-        (user.holds_the_loop, "agent_timeout"),
-        (user.ends_the_process, "agent_died"),
+    pool = make_pool(episode_timeout_s=0.3)
+    clock = pool._server.clock
+    bad, good = ({"x": x, "begun": str(tmp_path / "begun")} for x in (1, 0))
+    for agent, kind, goes_on in (
+        (user.holds_the_loop, "agent_timeout", clock.go_on),
+        (user.ends_the_process, "agent_died", clock.stop),
     ):
-        ends = [pool.run(agent, {"x": x}, session()) for x in (1, 0)]
+        goes_on()
+        ends = [pool.run(agent, row, session()) for row in (bad, good)]
         guilty, beside = await asyncio.gather(*ends, return_exceptions=True)
         assert isinstance(guilty, AgentError)
         assert guilty.kind == kind
         assert isinstance(beside, AgentError | AgentReturn)
-        assert (await pool.run(agent, {"x": 0}, session(), is_alone=True)).reward == 0.5
-        assert (await cause_of(pool, agent, {"x": 1}, is_alone=True)).startswith(kind)
-        assert (await pool.run(agent, {"x": 0}, session())).reward == 0.5  # beside others again
+        clock.stop()
+        assert (await pool.run(agent, good, session(), is_alone=True)).reward == 0.5
+        goes_on()
+        assert (await cause_of(pool, agent, bad, is_alone=True)).startswith(kind)
+        clock.stop()
+        assert (await pool.run(agent, good, session())).reward == 0.5  # beside others again
 
 
 async def test_a_program_gets_its_row_and_gives_a_number(
@@ -319,7 +361,7 @@ def says_four(row: dict[str, Any], output: str) -> float:
 
 
 async def test_a_program_that_fails_has_a_cause(make_pool: Callable[..., AgentPool]) -> None:
-    pool = make_pool(episode_timeout_s=5.0)
+    pool = make_pool()
     for shell, cause in (
         ("echo why >&2; exit 4", "agent_error: CommandFailed: agent AgentCommand(sh -c "),
         ("echo done", "bad_reward: agent AgentCommand(sh -c echo done): the program's last line "),
@@ -341,9 +383,7 @@ async def test_nothing_that_a_program_has_started_outlives_its_episode(
     shell += f"; while [ ! -s {left} ]; do sleep 0.01; done; echo 1"
     end = await make_pool().run(AgentCommand(["sh", "-c", shell]), {}, session())
     assert end.reward == 1
-    async with asyncio.timeout(20):
-        while is_anyone_sleeping("987654"):  # noqa: ASYNC110  # nothing tells of it
-            await asyncio.sleep(0.01)
+    await until(lambda: not is_anyone_sleeping("987654"))
 
 
 def is_anyone_sleeping(how_long: str) -> bool:
@@ -387,9 +427,7 @@ async def test_one_that_closes_its_connection_is_killed(
     pool = make_pool(isolation="none")
     cause = await cause_of(pool, user.closes_its_sockets, {"path": str(path)})
     assert cause.startswith("agent_died")
-    async with asyncio.timeout(20):
-        while is_running(int(path.read_text())):  # noqa: ASYNC110  # nothing tells of it
-            await asyncio.sleep(0.01)
+    await until(lambda: not is_running(int(path.read_text())))
 
 
 async def test_a_forked_child_does_not_answer_for_its_agent(
@@ -455,12 +493,10 @@ async def test_a_process_whose_network_cannot_be_served_is_ended(
 async def test_a_program_that_leaves_one_which_holds_its_output_has_ended(
     make_pool: Callable[..., AgentPool],
 ) -> None:
-    pool = make_pool(isolation="none", episode_timeout_s=20.0)
+    pool = make_pool(isolation="none")
     end = await pool.run(AgentCommand(["sh", "-c", "sleep 987655 & echo 1"]), {}, session())
     assert end.reward == 1
-    async with asyncio.timeout(20):
-        while is_anyone_sleeping("987655"):  # noqa: ASYNC110  # nothing tells of it
-            await asyncio.sleep(0.01)
+    await until(lambda: not is_anyone_sleeping("987655"))
 
 
 def is_running(pid: int) -> bool:
@@ -479,12 +515,10 @@ async def test_a_cancelled_one_that_goes_on_is_killed(
     monkeypatch.setattr("areal_sc.agents.pool.CANCEL_GRACE_S", 0.2)
     path, pool = tmp_path / "beats", make_pool()
     run = asyncio.create_task(pool.run(user.swallows, {"path": str(path)}, session()))
-    async with asyncio.timeout(20):
-        while not path.exists():  # noqa: ASYNC110  # nothing tells of it
-            await asyncio.sleep(0.01)
+    await until(path.exists)
     run.cancel()
     await asyncio.wait([run])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         seen = -1
         while (size := path.stat().st_size) != seen:
             seen = size
@@ -508,7 +542,7 @@ async def test_a_process_that_begins_while_another_ends_is_heard(
         hears = asyncio.create_task(asyncio.get_running_loop().sock_recv(same, 9))
         await asyncio.sleep(0)  # it waits
         other.send(b"heard")
-        assert await asyncio.wait_for(hears, 10) == b"heard"
+        assert await asyncio.wait_for(hears, LIMIT_S) == b"heard"
 
     monkeypatch.setattr(OwnProcesses, "kill", kill_and_take_its_number)
     await pool.run(AgentCommand(["echo", "1"]), {}, session())
@@ -517,21 +551,24 @@ async def test_a_process_that_begins_while_another_ends_is_heard(
         one.close()
 
 
+@pytest.mark.usefixtures("slow_processes")
 async def test_another_interpreter_needs_no_areal_sc(
     bare_python: str, make_pool: Callable[..., AgentPool], user: ModuleType, tmp_path: Path
 ) -> None:
     source = """
 import importlib.util, sys, time
 def found(row):
-    if row.get("hangs"):
-        time.sleep(60)
+    if row.get("begun"):
+        open(row["begun"], "w").close()
+        time.sleep(600)
     return sum(importlib.util.find_spec(name) is not None for name in ("areal_sc", "msgspec"))
 async def beside(row, session):
     print(row["x"], session.api_key)
     return row["x"]["y"]
 """
     (tmp_path / "bare_agents.py").write_text(source)
-    pool = make_pool(python=bare_python, episode_timeout_s=2.0)
+    pool = make_pool(python=bare_python, episode_timeout_s=0.3)
+    pool._server.clock.stop()
     found = NamedAgent.find(f"{tmp_path}/bare_agents.py:found")
     check_in_interpreter(found, bare_python)
     assert (await pool.run(found, {}, session())).reward == 0
@@ -539,8 +576,12 @@ async def beside(row, session):
     end = await pool.run(beside, {"x": {"y": 7}}, session())
     assert end == AgentReturn(7, "{'y': 7} key\n")
     assert (await pool.run(user.alone, {"x": 1}, session())).reward == 1
+    begun = tmp_path / "begun"
+    run = asyncio.create_task(pool.run(found, {"begun": str(begun)}, session()))
+    await until(begun.exists)
+    pool._server.clock.go_on()
     with pytest.raises(AgentError) as raised:
-        await pool.run(found, {"hangs": True}, session())
+        await run
     assert "in found" in raised.value.frames
     with pytest.raises(WorkflowError, match="its row as JSON, which cannot be"):
         await pool.run(found, {"x": b""}, session())

@@ -224,6 +224,7 @@ def test_what_models_say_of_rows_is_part_of_their_rewards(
         **{"vocab_size": 64, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2},
         **{"num_labels": 1, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
     )
+    torch.manual_seed(0)
     of_scores: Any = hf.AutoModelForSequenceClassification.from_config(with_learned_positions)
     torch.nn.init.normal_(of_scores.score.weight)
     of_scores.save_pretrained(tmp_path / "scores")

@@ -86,14 +86,14 @@ def test_limits_and_deaths_are_told_as_without_isolation(
 ) -> None:
     _, told = came
     assert (told["killed"], told["long"], told["daemon"]) == (0.75, 0.25, 1.0)
-    assert "took longer than 2 s" in told["hangs"]
+    assert "took longer than 5 s" in told["hangs"]
     assert "in hangs" in told["hangs"], "no frames of the reward"
 
 
 def test_no_daemon_outlives_the_run(came: tuple[str, dict[str, Any]]) -> None:
     """The script's own folder is in the command line of all that it has forked."""
     _, told = came
-    give_up_s = time.monotonic() + 20
+    give_up_s = time.monotonic() + 60
     while left := [line for line in command_lines() if told["folder"] in line]:
         assert time.monotonic() < give_up_s, left
         time.sleep(0.05)
@@ -127,7 +127,7 @@ def test_no_key_is_in_the_memory_of_a_reward(
     copy = tmp_path / "copy"
     row = {"prompt": "a=", "answer": "a", "copy": str(copy), "known": "a row's own text"}
     for _ in range(2):
-        with start_rollout() as rollout:
+        with start_rollout("rollout.reward_timeout_s=240") as rollout:
             rollout.rollout_batch([row], SingleTurnWorkflow(episodes.copies_its_memory))
     memory = copy.read_bytes()
     assert row["known"].encode() in memory

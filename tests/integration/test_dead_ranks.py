@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.run_process import LIMIT_S
 from integration.test_operations import model_of
 from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers
 
@@ -70,7 +71,7 @@ class Steps:
 
 def write_snapshot(actor: TrainController, folder: RunFolder) -> None:
     step = actor.version
-    actor.begin_snapshot().result(60)
+    actor.begin_snapshot().result(LIMIT_S)
     commit_folder(partial_of(folder.snapshot_path(step)), folder.snapshot_path(step))
     actor.note_snapshot(step)
 
@@ -170,7 +171,7 @@ def test_the_model_is_that_of_the_undisturbed_run(
                 check()
             written = actor.begin_snapshot()
             steps.kill(last)
-            written.result(60)
+            written.result(LIMIT_S)
             path = folder.snapshot_path(actor.version)
             commit_folder(partial_of(path), path)
             actor.note_snapshot(actor.version)
