@@ -157,9 +157,14 @@ async def browser_tab(folder: Path) -> AsyncIterator[Tab]:
         host = line.decode().split("//")[1].split("/")[0]
         draining = asyncio.create_task(process.stderr.read())
         async with ClientSession() as session:
-            async with session.get(f"http://{host}/json/list") as answer:
-                targets = await answer.json(content_type=None)
-            (page,) = [it for it in targets if it["type"] == "page"]
+            pages: list[Any] = []
+            async with asyncio.timeout(LIMIT_S):
+                while not pages:  # it listens before it has opened one
+                    async with session.get(f"http://{host}/json/list") as answer:
+                        targets = await answer.json(content_type=None)
+                    pages = [it for it in targets if it["type"] == "page"]
+                    await asyncio.sleep(0.05)
+            (page,) = pages
             async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 tab = Tab(socket)
                 for domain in ("Page", "Runtime", "Log"):
