@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,10 @@ SETTINGS = (
 
 def kill_worker(run: RunProcess, role: str) -> None:
     """The first rank of a role, which came of this start of the script."""
-    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in run.processes()}
+    names = {}
+    for pid in run.processes():
+        with suppress(OSError):  # it has just ended
+            names[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
     (pid,) = [pid for pid, name in names.items() if f"areal:{role}/0".endswith(name)]
     os.kill(pid, signal.SIGKILL)
 
