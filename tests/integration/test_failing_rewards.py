@@ -54,11 +54,12 @@ def test_of_several_rewards_the_failing_one_is_named(
 ) -> None:
     told: list[str] = []
     rewards = {"first": episodes.right, "second": (reward, 0.5)}
-    with start_rollout("rollout.rejection_window=2", "rollout.reward_timeout_s=1") as rollout:
+    with start_rollout("rollout.rejection_window=4", "rollout.reward_timeout_s=1") as rollout:
         rollout.rejections.on_warning = told.append
         with pytest.raises(TooManyRejections):
             rollout.prepare_batch(PROMPTS, SingleTurnWorkflow(rewards))
-    assert text in told[0]
+    # on a busy machine the other one may take longer than 1 s, too
+    assert [it for it in told if text in it], told
 
 
 def test_a_reward_that_fails_for_some_prompts_is_told_once_and_counted(
@@ -104,10 +105,16 @@ def test_what_a_run_waits_for_is_told_where_nothing_finishes(
     with start_rollout() as rollout:
         rollout.rejections.on_warning = told.put
         rollout._submit(rollout.prepare_batch_async(PROMPTS, SingleTurnWorkflow(episodes.hangs)))
-        first = told.get(timeout=LIMIT_S)
-        while "wait for the reward hangs" not in first:  # its first answers are being generated
-            first = told.get(timeout=LIMIT_S)
-        second = told.get(timeout=LIMIT_S)
-    pattern = r"nothing has finished for (\d+) s; \d+ groups are open; episodes on rollout/0: "
-    times = [int(re.match(pattern, text)[1]) for text in (first, second)]  # type: ignore[index]
-    assert times[1] >= times[0]
+        first, second = (seconds_without_end(told) for _ in range(2))
+    assert second >= first
+
+
+def seconds_without_end(told: queue.Queue[str]) -> int:
+    """As the next notice says that tells of the reward: the first answers are generated before."""
+    pattern = (
+        r"nothing has finished for (\d+) s; \d+ groups are open; episodes on rollout/0: "
+        r".*wait for the reward hangs"
+    )
+    while not (found := re.match(pattern, told.get(timeout=LIMIT_S))):
+        pass
+    return int(found[1])

@@ -42,7 +42,11 @@ def test_snapshots_that_do_not_fit_are_told_once_and_replaced_by_older_ones(
     weights_bytes = (tiny_model_folder / "model.safetensors").stat().st_size
     with tiny_run(tmp_path / "run", tiny_model_folder, *SETTINGS) as run:
         run.wait_for_step(1)  # its episodes are free
-        train_on(run, 3)
+        train_on(run, 2)
+        on_disk = run.run_dir / "checkpoints" / "step-000003"
+        # as long as it is written, the next version gets no snapshot in memory
+        run.wait_until(on_disk.exists, "the snapshot of step 3")
+        train_on(run, 1)
         pid = run.worker_pid("train/0")
         limit_files(pid, 2 * weights_bytes)  # what is sealed fits, a snapshot does not
         train_on(run, 3)

@@ -54,6 +54,7 @@ def test_ranks_that_hang_are_started_again_and_the_step_is_repeated(
             assert "train/0:\n" in stacks
             assert "torch/distributed" in stacks, "that of the rank which waits for it"
             actor.publish_weights(rollout)
+            rollout.wait_for_weights()
 
             give_up_s = time.monotonic() + LIMIT_S
             while actor._ranks.memory.is_writing:

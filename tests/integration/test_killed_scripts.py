@@ -102,7 +102,7 @@ def test_a_worker_that_dies_while_it_is_taken_over_is_started_again(
 ) -> None:
     settings = (
         *("total_steps=12", "rollout.num_workers=2", "evaluation.every_steps=0"),
-        *("scheduler.heartbeat_interval_s=0.5", "scheduler.orphan_timeout_s=600"),
+        "scheduler.orphan_timeout_s=600",
         "task.num_free_episodes=24",  # of each of two workers: it is held after six steps
     )
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as first:

@@ -12,6 +12,7 @@ from integration.run_process import (
     SMALL_JOB,
     RunProcess,
     assert_nothing_was_started,
+    open_gate,
     started,
     tiny_run,
 )
@@ -44,11 +45,13 @@ def test_a_run_goes_on_after_a_rank_is_killed(tiny_model_folder: Path, tmp_path:
         "actor.engine=megatron",
         "actor.parallel={pipeline: 2}",
         "total_steps=4",
+        "task.num_free_episodes=16",  # of two steps: it cannot end before the rank is killed
         "weight_update.method=collective",
     ) as run:
         run.wait_for_step(1)
         killed = run.worker_pid("train/1")
         os.kill(killed, signal.SIGKILL)
+        open_gate(run.run_dir)
         run.finish()
         assert run.worker_pid("train/1") != killed
         assert run.steps() == list(range(1, 5))

@@ -20,9 +20,10 @@ from areal_sc.run.run_folder import RunFolder
 
 NUM_STEPS = 10
 ROWS_A_STEP = 4 * 2
+NUM_FREE_STEPS = 4
 SETTINGS = (
     *(f"total_steps={NUM_STEPS}", "scheduler.orphan_timeout_s=600", "checkpoint.every_steps=5"),
-    f"task.num_free_episodes={4 * ROWS_A_STEP}",
+    f"task.num_free_episodes={NUM_FREE_STEPS * ROWS_A_STEP}",
     *("actor.ppo.loss=reference_loss:to_reference", "actor.ppo.num_minibatches=1"),
     *("critic.ppo.loss=critic_loss:to_rewards", "critic.optimizer.lr=1e-2"),
 )
@@ -47,7 +48,8 @@ def test_models_beside_survive_the_death_of_each_worker_and_of_the_script(
         return tiny_run(run_dir, tiny_model_folder, *SETTINGS, *models)
 
     with play() as first:
-        first.wait_for_step(3)
+        # held, with a snapshot in memory: of a version without one no rank could begin again
+        first.wait_for_step(NUM_FREE_STEPS)
         first.send(signal.SIGKILL)
         assert first.wait() == -signal.SIGKILL
         with play() as run:

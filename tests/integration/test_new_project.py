@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 from integration.agent_forks import environment_of_scripts
+from integration.test_own_loop import unexpected_steps
+
+from areal_sc.records.samples import read_samples
 
 NUM_STEPS = 4
 
@@ -37,9 +40,11 @@ def test_a_new_project_runs_is_tested_and_is_read(tmp_path: Path) -> None:
     left = {path.name for path in (project / "runs" / "train").iterdir()}
     assert left >= {"model", "learning_curve.png", "summary.json", "checkpoints"}
 
-    lines = (project / "runs" / "train" / "samples.jsonl").read_text().splitlines()
+    run_dir = project / "runs" / "train"
+    lines = (run_dir / "samples.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
-    assert {sample["step"] for sample in samples} == set(range(1, NUM_STEPS + 1))
+    known = read_samples(run_dir / "samples.jsonl")
+    assert unexpected_steps(run_dir, range(1, NUM_STEPS + 1), known) == set()
     for sample in samples:
         given, larger = sample["prompt"], max(sample["prompt"][0], sample["prompt"][2])
         assert given == f"{given[0]},{given[2]}>"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 from integration.run_process import (
@@ -21,17 +22,19 @@ from integration.run_process import (
     tiny_run,
 )
 
-from areal_sc import GRPOConfig, SFTTrainer, load_config
+from areal_sc import GRPOConfig, SFTTrainer, TrainController, load_config
 from areal_sc import __main__ as program
 from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.errors import CommandError
 from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_status import RunStatus, read_status
+from areal_sc.run.run_status import RoleStatus, RunStatus, read_status
 from areal_sc.run.verdict import State, Verdict, steps_of, verdict
 from areal_sc.run.wishes import PauseWish, take_back, write_wish
 
 LOOP = SCRIPTS / "own_loop.py"
+PAUSED_AT = 2
+"""Policy version."""
 PAUSE_S = 3.0
 SETTINGS = (
     *("rollout.max_staleness=0", "task.num_free_episodes=16", "scheduler.orphan_timeout_s=600"),
@@ -53,7 +56,11 @@ def status(run: RunProcess) -> RunStatus:
 
 
 def wait_until_still(run: RunProcess) -> None:
-    run.wait_until(lambda: "Nothing is computed" in verdict_of(run).text, "a standstill")
+    def stands_still() -> bool:
+        is_of_this_start = status(run).pid == run.pid
+        return is_of_this_start and "Nothing is computed" in verdict_of(run).text
+
+    run.wait_until(stands_still, "a standstill")
 
 
 def verdict_of(run: RunProcess) -> Verdict:
@@ -62,17 +69,26 @@ def verdict_of(run: RunProcess) -> Verdict:
 
 def pause_in_third_step(run: RunProcess) -> None:
     """The run stands still, and the groups of the third step are played."""
-    run.wait_until(lambda: num_open(run) == (2, 4), "the third step to be held")
+
+    def is_held() -> bool:
+        rollout = rollout_of(run)
+        return rollout is not None and (rollout.version, rollout.num_running) == (2, 4)
+
+    run.wait_until(is_held, "the third step to be held")
     assert "It still ends what goes on: 4 " in told("pause", run.run_dir)
     open_gate(run.run_dir)
     wait_until_still(run)
 
 
+def rollout_of(run: RunProcess) -> RoleStatus | None:
+    """What this start of the script has told of its rollout workers."""
+    found = read_status(run.run_dir / "status.json")
+    return found.roles.get("rollout") if found is not None and found.pid == run.pid else None
+
+
 def num_open(run: RunProcess) -> tuple[int, int | None]:
     """Policy version, and groups that are open."""
-    if not (run.run_dir / "status.json").exists():
-        return -1, None
-    rollout = status(run).roles.get("rollout")
+    rollout = rollout_of(run)
     return (-1, None) if rollout is None else (rollout.version, rollout.num_open)
 
 
@@ -81,13 +97,26 @@ def num_bytes(run: RunProcess) -> int:
     return sum(path.stat().st_size for path in (run.run_dir / "ledger").iterdir())
 
 
+def num_bytes_at_rest(run: RunProcess) -> int:
+    """What was decided before a standstill may still be on its way to the disk."""
+    sizes = [-1]
+
+    def is_at_rest() -> bool:
+        time.sleep(PAUSE_S / 3)
+        sizes.append(num_bytes(run))
+        return sizes[-1] == sizes[-2]
+
+    run.wait_until(is_at_rest, "an end of its writing")
+    return sizes[-1]
+
+
 def test_a_paused_run_is_ended_by_ctrl_c_and_goes_on_where_it_was(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
     settings = (*SETTINGS, "total_steps=5", "checkpoint.every_steps=50")
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as first:
         pause_in_third_step(first)
-        before = num_bytes(first)
+        before = num_bytes_at_rest(first)
         time.sleep(PAUSE_S)
         assert (num_bytes(first), first.steps()) == (before, [1, 2])
         assert verdict_of(first).state is State.paused
@@ -153,7 +182,7 @@ def test_a_run_is_scaled_from_a_shell(tmp_path: Path, tiny_model_folder: Path) -
         told("pause", run.run_dir)  # which workers that come and go do not mind
         assert "are 2 from now on" in told("scale", run.run_dir, "rollout=2")
         run.wait_until(lambda: states() == ["ready"] * 2, "two workers")
-        assert not (run.run_dir / ".scale").exists()
+        run.wait_until(lambda: not (run.run_dir / ".scale").exists(), "the wish to be deleted")
         told("resume", run.run_dir)
         gate_of(run.run_dir).write_bytes(b"." * 99)
         run.finish()
@@ -164,7 +193,7 @@ def test_a_run_is_scaled_from_a_shell(tmp_path: Path, tiny_model_folder: Path) -
 
 
 def test_rows_are_trained_alike_with_a_pause_and_without(
-    tmp_path: Path, tiny_model_folder: Path
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"prompt": f"{n:b}=", "completion": f"{n:b}"[::-1]} for n in range(64)]
     plain, paused = (RunFolder(tmp_path / name) for name in ("plain", "paused"))
@@ -177,19 +206,28 @@ def test_rows_are_trained_alike_with_a_pause_and_without(
 
     held: list[float] = []
 
-    def pause() -> None:
-        wait_until(paused.status_path.exists)  # it is starting its worker
-        write_wish(paused.pause_path, PauseWish.of_now())
-        wait_until(lambda: "Nothing is computed" in verdict(paused).text)
-        version = steps_of(verdict(paused).status.roles)  # type: ignore[union-attr]
-        time.sleep(PAUSE_S)
-        assert steps_of(verdict(paused).status.roles) == version  # type: ignore[union-attr]
-        take_back(paused.pause_path)
-        held.append(PAUSE_S)
+    def hold() -> None:
+        try:
+            wait_until(lambda: "Nothing is computed" in verdict(paused).text)
+            version = steps_of(verdict(paused).status.roles)  # type: ignore[union-attr]
+            time.sleep(PAUSE_S)
+            assert steps_of(verdict(paused).status.roles) == version  # type: ignore[union-attr]
+            held.append(PAUSE_S)
+        finally:
+            take_back(paused.pause_path)
 
     train(plain)
-    watcher = threading.Thread(target=pause)
-    watcher.start()
+    watcher = threading.Thread(target=hold)
+    update = TrainController.update_rows
+
+    def update_or_pause(actor: TrainController, *args: Any) -> dict[str, float]:
+        if actor.version == PAUSED_AT:
+            write_wish(paused.pause_path, PauseWish.of_now())
+            wait_until(lambda: verdict(paused).state is State.paused)
+            watcher.start()
+        return update(actor, *args)
+
+    monkeypatch.setattr(TrainController, "update_rows", update_or_pause)
     train(paused)
     watcher.join()
     assert held, "it was not paused"

@@ -52,6 +52,7 @@ class BatchSamples:
         self._lines: JsonLines | None = None
         self._batch_id = ""
         self._reading: asyncio.Task[None] | None = None
+        self._step = 0  # that is read
         self._is_unwritable = False
 
     def begin(self, batch: BatchMetadata) -> None:
@@ -65,8 +66,12 @@ class BatchSamples:
             logger.info("step=%d has no samples: those before are late", batch.global_step + 1)
             return
         self._reading = self.background.start(self._read(batch), "samples")
+        self._step = batch.global_step + 1
 
     def close(self) -> None:
+        """To be called when what runs in the background has ended."""
+        if self._reading is not None and self._reading.cancelled():
+            logger.info("step=%d has no samples: the run ends before they are read", self._step)
         if self._lines is not None:
             self._lines.close()
             self._lines = None

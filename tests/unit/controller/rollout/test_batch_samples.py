@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from statistics import fmean
 
@@ -72,7 +73,9 @@ def test_each_step_leaves_the_best_and_the_worst_answer_of_some_groups() -> None
     assert run.rollout.newest_samples == tuple(s for s in samples if s.step == NUM_STEPS)
 
 
-def test_a_worker_that_does_not_answer_costs_samples_and_no_time() -> None:
+def test_a_worker_that_does_not_answer_costs_samples_and_no_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     asked: list[calls.ReadTexts] = []
 
     class Silent(SimulatedRolloutWorker):
@@ -84,8 +87,14 @@ def test_a_worker_that_does_not_answer_costs_samples_and_no_time() -> None:
     _, expected_s = samples_of(TrainingRun(SETTINGS))
     run = TrainingRun(SETTINGS)
     run.cluster.rollout_class = Silent
-    samples, duration_s = samples_of(run)
+    with caplog.at_level(logging.INFO):
+        samples, duration_s = samples_of(run)
     assert samples == []
+    late = set(re.findall(r"step=(\d+) has no samples: those before are late", caplog.text))
+    last = re.findall(r"step=(\d+) has no samples: the run ends before", caplog.text)
+    assert late
+    assert len(last) == 1
+    assert not late & set(last)
     assert duration_s == expected_s
     assert 0 < len(asked) <= 4  # of one batch at a time
 
