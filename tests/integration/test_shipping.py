@@ -105,6 +105,12 @@ class Script:
             (folder / name).write_text(text)
 
 
+@pytest.fixture(autouse=True)
+def patient_recorders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write all that waits when they are closed, on a busy machine too."""
+    monkeypatch.setattr(recorder_module, "_CLOSE_LIMIT_S", LIMIT_S)
+
+
 @pytest.fixture
 def keys() -> RunKeys:
     return RunKeys.create()
