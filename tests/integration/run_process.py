@@ -169,12 +169,10 @@ class RunProcess:
         return "\n".join(parts)
 
     def kill_all(self) -> None:
-        """At one moment, as far as the processes can tell: none sees another's end."""
         while left := self.processes():
-            for signum in (signal.SIGSTOP, signal.SIGKILL):
-                for pid in left:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signum)
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._process.poll()
             time.sleep(_POLL_S)
         self._process.wait(LIMIT_S)
