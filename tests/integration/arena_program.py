@@ -132,7 +132,9 @@ class Program:
                 os.write(fd, f"{shard_id} {seed}\n".encode())
 
         def sweep() -> None:
-            while not done.is_set():
+            is_last = False
+            while not is_last:
+                is_last = done.is_set()
                 newest = self.store.last_sequence
                 self.store.sweep(range(newest - 60, newest + 1), newest)
 
