@@ -58,11 +58,11 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     """A worker that keeps books; see `areal_sc.workers.entry`."""
     import torch
 
-    from areal_sc.workers import entry, train_worker
+    from areal_sc.workers import entry, rank_updates
     from areal_sc.workers.rank import Rank
     from areal_sc.workers.rollout_worker import RolloutWorker
 
-    play_group, seal, update = RolloutWorker._play_group, RolloutWorker._seal, train_worker.update
+    play_group, seal, update = RolloutWorker._play_group, RolloutWorker._seal, rank_updates.update
 
     async def booked_group(self: RolloutWorker, run: Any, group: Any) -> Any:
         note("begun", [{"group": group.group_id, "attempt": group.attempt}])
@@ -112,7 +112,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
 
     RolloutWorker._play_group = booked_group  # type: ignore[method-assign]
     RolloutWorker._seal = booked_seal  # type: ignore[method-assign]
-    train_worker.update = booked_update
+    rank_updates.update = booked_update
     return entry.run_worker(spec_dict)
 
 

@@ -28,6 +28,7 @@ import report
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import chat_templates
+from scripted_engine import answer_to
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -195,7 +196,7 @@ async def play(model: TemplateModel, told: Sequence[Message]) -> report.Metrics:
             before = [*model.read[-1], *model.wrote[-1][:-1]]  # GLM ends with who speaks next
             again = model.again(messages)
             num_drifted += again[: len(before)] != before
-        answer = await session.answer(ModelCall(tuple(messages), tuple(model.tools)))
+        answer = await answer_to(session, ModelCall(tuple(messages), tuple(model.tools)))
         messages = [*messages, answer.turn.message]
     rows = session.trajectories(1.0)
     sampled = [

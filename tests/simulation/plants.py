@@ -80,7 +80,7 @@ def snapshot_counted_when_begun() -> Iterator[None]:
     def begin_and_note(self: MemorySnapshots) -> None:
         begin(self)
         if self.is_writing:
-            self._history.note_in_memory(self._history.version)
+            self.history.note_in_memory(self.history.version)
 
     with patch.object(MemorySnapshots, "begin_when_due", begin_and_note):
         yield
