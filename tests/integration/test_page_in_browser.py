@@ -127,6 +127,9 @@ async def shows(tab: Tab, place: str) -> str:
     )
     await tab.wait_for("document.querySelector('main > :not([data-old])') !== null")
     assert "evil" not in await tab.value("document.title")
+    # a row has no text before a frame has found it near what is seen
+    for _ in range(2):
+        await tab.value("new Promise(drawn => requestAnimationFrame(() => drawn(true)))")
     return str(await tab.value("document.body.innerText"))
 
 
