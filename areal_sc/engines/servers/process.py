@@ -68,6 +68,7 @@ class ServerProcess:
         self.pid = process.pid
         self.schedulers: list[int] = []
         self._handle = handle
+        self._port = instance.port
         self._log_path = log_path
         self._log_begin = log_begin  # bytes of earlier lives in it
         self._process = process
@@ -118,8 +119,8 @@ class ServerProcess:
     async def wait_ready(self, client: ServerClient, timeout_s: float) -> None:
         """Returns when the server generates.
 
-        Raises: ConfigError, WorkerStartError: it ended, or was not ready in time; with the end of
-            its log.
+        Raises: ConfigError, WorkerStartError: it ended, or cannot listen, or was not ready in time;
+            with the end of its log.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -128,7 +129,13 @@ class ServerProcess:
                 raise self._start_error(f"was not ready within start_timeout_s={timeout_s:g}")
             try:
                 await client.check_health(timeout_s=_HEALTH_TIMEOUT_S)
-            except (PeerLost, RpcTimeout, ServerBusy):  # not listening yet, or still loading
+            except (
+                PeerLost,
+                RpcTimeout,
+                ServerBusy,
+            ) as error:  # not listening yet, or still loading
+                if self._has_lost_port():  # it may wait for ever for its own end
+                    raise self._start_error("cannot listen there") from error
                 await asyncio.sleep(_READY_POLL_S)
             else:
                 self.schedulers = find_by_title(self.pid, self._handle.scheduler_title)
@@ -160,12 +167,20 @@ class ServerProcess:
         for path in left:
             path.unlink(missing_ok=True)
 
-    def _start_error(self, what: str) -> WorkerStartError | ConfigError:
+    def _log_tail(self) -> list[str]:
         with self._log_path.open("rb") as log:
             log.seek(self._log_begin)
             last = deque((line.decode(errors="replace") for line in log), LOG_TAIL_LINES)
         # without its key, which is among its arguments
-        tail = [line.rstrip("\n").replace(self.api_key, "***") for line in last]
+        return [line.rstrip("\n").replace(self.api_key, "***") for line in last]
+
+    def _has_lost_port(self) -> bool:
+        """Whether the log says that another process had the port when this one wanted to listen."""
+        told = rf"bind on address \(.*\b{self._port}\b.*\): address already in use"
+        return any(re.search(told, line) for line in self._log_tail())
+
+    def _start_error(self, what: str) -> WorkerStartError | ConfigError:
+        tail = self._log_tail()
         section, python = self._handle.section, self._handle.servers.python or sys.executable
         if self._process.returncode == launcher.NOT_INSTALLED:
             return ConfigError(

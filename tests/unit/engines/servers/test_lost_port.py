@@ -15,7 +15,7 @@ from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.engines.servers.process import ServerProcess
 from areal_sc.engines.servers.replica import MAX_PORT_RACES, Replica, ReplicaSettings
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
-from areal_sc.errors import WorkerStartError
+from areal_sc.errors import PeerLost, WorkerStartError
 
 LOST = "torch.distributed.DistNetworkError: ... code: -98, message: address already in use", "bye"
 OTHER = ("RuntimeError: no kernel", "bye")
@@ -73,3 +73,29 @@ async def test_what_an_earlier_life_has_logged_is_not_told_of_the_present_one(
     with pytest.raises(WorkerStartError) as told:
         await server.wait_ready(client, 1.0)
     assert list(told.value.log_tail) == ["RuntimeError: no kernel"]
+
+
+async def test_a_server_that_cannot_listen_and_does_not_end_is_given_up(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    handle = SGLangEngine(RolloutConfig(path=str(tiny_model_folder)))
+    log, bound = tmp_path / "server.log", "error while attempting to bind on address"
+    log.write_text(f"[Errno 98] {bound} ('127.0.0.1', 40862): address already in use\n")
+    hangs: Any = SimpleNamespace(pid=0, returncode=None)
+
+    class Unreached:
+        num_asked = 0
+
+        async def check_health(self, timeout_s: float) -> None:
+            self.num_asked += 1
+            if self.num_asked == 2:  # that of another port was nothing to it
+                with log.open("a") as file:
+                    file.write(f"[Errno 98] {bound} ('127.0.0.1', 40861): address already in use\n")
+            raise PeerLost("it refused the connection")
+
+    client: Any = Unreached()
+    instance = ServerInstance(0, 40861, "key", is_cuda=False)
+    server = ServerProcess(hangs, handle, instance, log, 0)
+    with pytest.raises(WorkerStartError, match="40861 cannot listen there"):
+        await server.wait_ready(client, 1000.0)
+    assert client.num_asked == 2
