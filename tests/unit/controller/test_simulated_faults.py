@@ -67,9 +67,9 @@ def test_a_planted_bug_is_found(plant: str) -> None:
         for seed in (FOUND_BY[plant], *range(MAX_SEEDS)):
             try:
                 fault_run.play(seed)
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
+            except (KeyboardInterrupt, AttributeError, NameError, TypeError):
+                raise  # it does not fit the code, which finds no bug
+            except BaseException:
                 return
     pytest.fail(f"{MAX_SEEDS} seeds do not find it")
 
