@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -89,6 +90,7 @@ def server_process(folder: Path, keys: RunKeys | None = None) -> Iterator[Server
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},  # what it frees is given back
         ) as process,
     ):
         assert process.stdout is not None

@@ -336,7 +336,7 @@ async def test_a_stopped_caller_delays_nobody_and_is_dropped(server: ServerProce
             is_there = server.num_connections == 2
             assert await client.call(named("echo"), x, timeout_s=30) == x
             assert server.memory_bytes - warm_bytes < 200 << 20  # what it asks for at a time
-        assert server.num_connections == 1
+        await until(lambda: server.num_connections == 1)  # it may have begun another one
         await until(lambda: server.memory_bytes - warm_bytes < 20 << 20)
         await until(server.is_idle)
         # it finds out when it goes on, and calls again
