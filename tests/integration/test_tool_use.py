@@ -52,14 +52,18 @@ def test_agents_outside_go_on_with_the_deployed_model(tmp_path: Path) -> None:
 
 
 def test_an_agent_learns_the_tool(tmp_path: Path) -> None:
-    """In two runs the accuracy rose by 0.55 and 0.64 (that one had more rows), greedy to 1."""
+    """In three runs the accuracy rose by 0.41, 0.46 and 0.48, greedy to 1.
+
+    With batches so small and the rate of the configuration it fell to 0 in one run of many.
+    """
     fewer = ("total_steps=20", "rollout.train_batch_groups=16", "evaluation.num_prompts=128")
+    fewer += ("actor.optimizer.lr=2e-4",)
     arguments = (*CONFIG, f"actor.path={tmp_path / 'model'}", *fewer)
     with started(tmp_path / "run", EXAMPLES / "agent.py", *arguments) as run:
         run.finish()
         summary = run.summary()
     assert summary["accuracy_before"] < 0.4
-    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.28
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.22
     assert summary["greedy_accuracy_after"] >= 0.8
     assert summary["num_episodes_rejected"] == 0
     assert (tmp_path / "model" / "model.safetensors").is_file()
