@@ -255,7 +255,7 @@ class Claims:
         check_run_key(self._keys, request)
         name = named_by(request.match_info["id"])
         if (offer := self._offers.get(name)) is None:
-            self._session_of(name).check_open()  # which say how it ended
+            self._session_of(name).check_open()  # either says how it ended
             raise _has_ended()
         offer.confirm()
         return offer

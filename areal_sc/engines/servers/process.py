@@ -129,12 +129,8 @@ class ServerProcess:
                 raise self._start_error(f"was not ready within start_timeout_s={timeout_s:g}")
             try:
                 await client.check_health(timeout_s=_HEALTH_TIMEOUT_S)
-            except (
-                PeerLost,
-                RpcTimeout,
-                ServerBusy,
-            ) as error:  # not listening yet, or still loading
-                if self._has_lost_port():  # it may wait for ever for its own end
+            except (PeerLost, RpcTimeout, ServerBusy) as error:  # not listening, or still loading
+                if self._has_lost_port():  # it may never end by itself
                     raise self._start_error("cannot listen there") from error
                 await asyncio.sleep(_READY_POLL_S)
             else:
