@@ -11,7 +11,8 @@ INSTALLED := $(VENV)/installed  # made when what developers need is installed to
 # a variable of some containers; without compiled files each process compiles the package anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart check test test-long test-needs lint install sglang vllm slurm chromium clients docs clean
+.PHONY: quickstart check test test-long test-needs lint install sglang vllm slurm chromium clients real-model \
+	docs clean
 
 quickstart: $(RUNS)  ## train the letter-sorting model on two CPU cores
 	$(VENV)/bin/python examples/letter_sort.py --config configs/letter_sort.yaml \
@@ -25,7 +26,8 @@ test-long: test-needs vllm  ## what `make test` leaves out: quick benchmarks, vL
 	$(VENV)/bin/python -m pytest -n 2 -m long $(ARGS)
 
 test-needs:  ## beside each other: all of it takes a core, or waits for a network
-	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint sglang slurm chromium clients
+	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint sglang slurm chromium clients \
+		real-model
 
 check: lint  ## while you work: lint, types and the unit tests, without those of several seconds
 	$(VENV)/bin/python -m pytest -n 2 -q -m "not slow" tests/unit $(ARGS)
@@ -51,6 +53,9 @@ slurm:  ## SLURM for its tests, from Debian's packages; at once where it is ther
 
 clients:  ## what agents call models with, in .venv-clients; at once where it is there
 	PYTHON=$(PYTHON) tests/agent_clients/install.sh
+
+real-model: $(RUNS)  ## SmolLM2-135M-Instruct, in .venv-models; at once where it is there
+	PYTHON=$(VENV)/bin/python tests/real_model/install.sh
 
 # after slurm, as apt-get does one thing at a time
 chromium: slurm  ## Chromium for the tests of the page, likewise
