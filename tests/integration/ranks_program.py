@@ -285,6 +285,47 @@ def spoil_exchange() -> None:
     module._exchange = lambda parts, group: exchange(parts, group).flip(0)
 
 
+def swap_ranks() -> None:
+    """The ranks of a tensor group have each other's part of one projection."""
+    parts: Any = importlib.import_module("areal_sc.engines.fsdp.cuts").CutParts
+    box = parts.box
+
+    def swapped(self: Any, name: str, rank: int | None = None) -> Any:
+        own = self.rank if rank is None else rank
+        return box(
+            self, name, 1 - own if name.endswith("layers.0.self_attn.o_proj.weight") else own
+        )
+
+    parts.box = swapped
+
+
+def lose_bias() -> None:
+    """The bias of one layer's queries is not there."""
+    module: Any = importlib.import_module("areal_sc.engines.training.loading")
+    receive = module.receive_part
+
+    def receive_less(target: torch.Tensor, source: Any, name: str, *others: Any) -> None:
+        receive(target, source, name, *others)
+        if name.endswith("layers.0.self_attn.q_proj.bias"):
+            target.zero_()
+
+    module.receive_part = receive_less
+
+
+def lose_sum() -> None:
+    """What the ranks of a tensor group compute of one layer's attention is not added up."""
+    module: Any = importlib.import_module("areal_sc.engines.fsdp.tensor_regions")
+    rowwise = module.rowwise
+
+    def alone(linear: Any, spread: Any, group: Any, inputs: torch.Tensor) -> torch.Tensor:
+        if linear.out_features == linear.in_features * group.size:  # attention's, not the MLP's
+            return torch.nn.functional.linear(inputs, linear.weight)
+        summed: torch.Tensor = rowwise(linear, spread, group, inputs)
+        return summed
+
+    module.rowwise = alone
+
+
 def lose_files_later() -> None:
     """Rank 0 has read the files, and cannot read them again."""
     weights: Any = importlib.import_module("areal_sc.engines.training.stored_weights").StoredWeights
@@ -298,7 +339,14 @@ def lose_files_later() -> None:
     weights.read = read_before
 
 
-SPOILT = {"files": lose_files_later, "last layer": spoil_last_layer, "exchange": spoil_exchange}
+SPOILT = {
+    "files": lose_files_later,
+    "last layer": spoil_last_layer,
+    "exchange": spoil_exchange,
+    "order of ranks": swap_ranks,
+    "bias": lose_bias,
+    "sum": lose_sum,
+}
 
 
 def actor_config(scenario: dict[str, Any]) -> ActorConfig:

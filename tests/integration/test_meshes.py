@@ -150,6 +150,10 @@ def results(folder: Path) -> Results:
         "spoilt_layer": scenario(tied, "tp2", spoilt="last layer"),
         "lost_files": scenario(tied, "tp2", spoilt="files"),
         "spoilt_exchange": scenario(tied, "sp2", spoilt="exchange"),
+        "swapped_ranks": scenario(tied, "tp2", spoilt="order of ranks"),
+        "swapped_in_bfloat16": scenario(tied, "tp2", spoilt="order of ranks", dtype="bfloat16"),
+        "lost_bias": scenario(tied, "tp2", spoilt="bias"),
+        "lost_sum": scenario(tied, "dp2_tp2", spoilt="sum"),
         "too_few_heads": scenario(tied, "tp2", world_size=3, parallel={"tensor": 3}),
         "no_mesh": scenario(tied, "dp2", world_size=2, parallel={"sequence": 3}),
     }
@@ -299,6 +303,10 @@ def test_an_export_holds_the_weights_of_the_mesh(mesh: str, results: Results, fo
         ("lost_files", r"ModelError: model\.layers\.1\.mlp\.up_proj\.weight is gone"),
         ("spoilt_layer", r"ModelError: Qwen2ForCausalLM does not compute on tensor=2, .* on one"),
         ("spoilt_exchange", r"ModelError: Qwen2ForCausalLM .* tensor=1, sequence=2 ranks in"),
+        ("swapped_ranks", r"ModelError: .* tensor=2, .* times what rounding moves it by, .* 30"),
+        ("swapped_in_bfloat16", r"ModelError: .* in torch.bfloat16 .* expected at most 4"),
+        ("lost_bias", r"ModelError: .* tensor=2, .* times what rounding moves it by, .* 30"),
+        ("lost_sum", r"ModelError: .* tensor=2, .* times what rounding moves it by, .* 30"),
         ("no_mesh", r"WorkerStartError: 2 ranks cannot be .*sequence=3 x .* a multiple of 3"),
     ],
 )

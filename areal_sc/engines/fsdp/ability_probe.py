@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from areal_sc.config.schema import ModelHead
 from areal_sc.engines.finite import require_finite
 from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel
+from areal_sc.engines.likely_rows import likely_rows
+from areal_sc.engines.rounding import WRONG, Expected, measure_noise
 from areal_sc.engines.small_limits import with_small_limits
-from areal_sc.engines.training.probe import probe_rows
 from areal_sc.errors import ModelError
 
 logger = logging.getLogger(__name__)
-
-# Models that fail the probe do so by far: 0.66 where attention crosses rows.
-_PROBE_TOLERANCE = 3e-4  # nats, float32
 
 # Of a model's forward that lacks what a way needs, or takes rows of some lengths only.
 _FORWARD_ERRORS = (TypeError, AttributeError, ValueError, IndexError, RuntimeError)
@@ -28,18 +29,40 @@ _FORWARD_ERRORS = (TypeError, AttributeError, ValueError, IndexError, RuntimeErr
 _SLOWEST = ModelAbilities(packs=False, has_linear_head=False)
 
 
+@dataclass(frozen=True, eq=False)
+class ModelTrial:
+    """What a probe at start found out about a model.
+
+    Attributes:
+        abilities: the ways that it takes.
+        rows: those that were tried, each [T] int64: text that the model finds likely; one of them
+            is a single token.
+        noise: what rounding does to a log-probability in the type that is computed in; nats, the
+            mean over the rows' tokens. Of a model with a value head, to a value of about 1.
+    """
+
+    abilities: ModelAbilities
+    rows: tuple[torch.Tensor, ...]
+    noise: float
+
+
 @torch.no_grad()
 def probe_abilities(
-    model: PackedModel, longest_input: int, fill: Callable[[Any], None] = lambda causal_lm: None
-) -> ModelAbilities:
+    model: PackedModel,
+    longest_input: int,
+    fill: Callable[[Any], None] = lambda causal_lm: None,
+    dtype: torch.dtype = torch.float32,
+) -> ModelTrial:
     """Compares the fast paths with the model's own forward of one row at a time.
 
-    The rows are longer than the model's windows, chunks and the like: these are made small.
+    The rows are longer than the model's windows, chunks and the like: these are made small. What is
+    further apart than rounding explains is not taken.
 
     Args:
         model: whole (not sharded), in float32; its `abilities` are left as they were.
         longest_input: most tokens of a micro-batch; limits that it never reaches stay.
         fill: gives a copy of the model that is tried in its place the values that it lacks.
+        dtype: the type that the model will compute in.
     Raises: ModelError: not even a padded batch gives what single rows give, or what they give
         depends on later tokens, or is not finite.
     """
@@ -47,64 +70,94 @@ def probe_abilities(
     if causal_lm is not model.causal_lm:
         fill(causal_lm)
         model = PackedModel(causal_lm, chunk_tokens=model.chunk_tokens, head=model.head)
-    vocabulary = int(model.causal_lm.get_input_embeddings().weight.shape[0])
     name = type(model.causal_lm).__name__
-    rows = probe_rows(vocabulary, model.device)
     try:
         with _trying(model, _SLOWEST):
-            expected = [_single_row(model, row) for row in rows]
-            shorter = _single_row(model, rows[0][:-1])
+            rows = likely_rows(model.causal_lm)
+            alone = [_of_batch(model, [row])[0] for row in rows]
+            shorter = _of_batch(model, [rows[0][:-1]])[0]
+            require_finite(causal_lm, torch.cat([*alone, shorter]))
+            noises = [_noise(model, rows, it) for it in dict.fromkeys((torch.float32, dtype))]
     except _FORWARD_ERRORS as error:
         raise ModelError(f"{name} does not compute rows of any length: {error!r}") from error
-    require_finite(causal_lm, torch.cat([*expected, shorter]))
-    if not bool((expected[0][:-1] - shorter).abs().max() <= _PROBE_TOLERANCE):
+    expected = Expected(torch.cat(alone), noises[0])
+    before = expected.part(range(len(shorter) - 1))  # its last value is of another next token
+    if before.distance(shorter[:-1]) > before.limit:
         raise ModelError(f"{name} is not causal here: a token changes what comes before it")
 
-    def agrees(abilities: ModelAbilities) -> bool:
+    def distance(abilities: ModelAbilities) -> float:
         try:
-            difference = (_probe(model, rows, abilities) - torch.cat(expected)).abs().max()
+            return expected.distance(_probe(model, rows, abilities))
         except _FORWARD_ERRORS as error:
             logger.info("model_probe abilities=%s error=%r", abilities, error)
-            return False
-        return bool(difference <= _PROBE_TOLERANCE)
+            return math.inf
 
-    packs = agrees(ModelAbilities(packs=True, has_linear_head=False))
+    packs = distance(ModelAbilities(packs=True, has_linear_head=False)) <= expected.limit
     found = ModelAbilities(
         packs,
         has_linear_head=model.head is ModelHead.lm
         and _gives_outputs_of_head(model, rows[0])
-        and agrees(ModelAbilities(packs, has_linear_head=True)),
+        and distance(ModelAbilities(packs, has_linear_head=True)) <= expected.limit,
     )
     if not packs:
-        if not agrees(found):
-            raise ModelError(f"{name}: rows of a padded batch do not give what single rows give")
-        logger.warning("model=%s cannot attend within packed rows: rows are padded, slower", name)
+        apart = distance(found)
+        if apart > WRONG:
+            raise ModelError(
+                f"{name}: rows of a padded batch do not give what single rows give: they are "
+                f"{apart:.2g} times as far apart as rounding moves them"
+            )
+        logger.warning(
+            "model=%s cannot attend within packed rows: rows are padded, slower; distance=%.2g",
+            name,
+            apart,
+        )
     if not found.has_linear_head and model.head is ModelHead.lm:
         logger.info("model=%s changes its logits: they are made by its own forward", name)
-    return found
+    return ModelTrial(found, tuple(rows), float(noises[-1].mean()))
 
 
-def _single_row(model: PackedModel, row: torch.Tensor) -> torch.Tensor:
-    """[T] log-probabilities of token 1 after each of a row's, by the model's own forward.
+def _of_batch(model: PackedModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For each row [T] log-probabilities of what `_targets` says, by the model's own forward.
 
     Of a model with a value head, what `_summed` gives.
     """
+    batch = pad_sequence(list(rows), batch_first=True)
     if model.head is ModelHead.value:
-        return _summed(model.body(input_ids=row[None], use_cache=False).last_hidden_state[0])
-    logits = model.causal_lm(input_ids=row[None], use_cache=False).logits[0]
-    logprobs: torch.Tensor = logits.log_softmax(-1)[:, 1]
-    return logprobs
+        outputs = _summed(model.body(input_ids=batch, use_cache=False).last_hidden_state)
+    else:
+        targets = pad_sequence([_targets([row]) for row in rows], batch_first=True)
+        logits = model.causal_lm(input_ids=batch, use_cache=False).logits
+        outputs = logits.log_softmax(-1).gather(2, targets[..., None])[..., 0]
+    return [output[: len(row)] for row, output in zip(rows, outputs, strict=True)]
+
+
+def _noise(model: PackedModel, rows: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """[T] what rounding does to each of the values of `_of_batch`."""
+
+    def compute(num_copies: int) -> torch.Tensor:
+        return torch.cat(_of_batch(model, [*rows] * num_copies)).view(num_copies, -1)
+
+    return measure_noise(model.causal_lm, dtype, compute)
+
+
+def _targets(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[T] the token behind each one of its row; behind the last one, the first."""
+    return torch.cat([row.roll(-1) for row in rows])
 
 
 @torch.no_grad()
 def probe_hidden(
-    model: PackedModel, layers: Sequence[nn.Module], device: torch.device
+    model: PackedModel,
+    layers: Sequence[nn.Module],
+    rows: Sequence[torch.Tensor],
+    device: torch.device,
 ) -> torch.Tensor:
-    """Hidden states of a few rows behind the last of the layers, float32, of this rank's tokens.
+    """Hidden states of rows behind the last of the layers, float32, of this rank's tokens.
 
     The model may be spread over ranks; all make the call.
 
     Args:
+        rows: each [T] int64.
         device: on which it computes.
     Returns: [1, C, H], padding included; or padded rows, where the model does not pack them.
     Raises: ModelError: no layer is called.
@@ -114,14 +167,33 @@ def probe_hidden(
     def capture(_module: Any, _inputs: Any, outputs: Any) -> None:
         newest[:] = [outputs if isinstance(outputs, torch.Tensor) else outputs[0]]
 
-    vocabulary = int(model.causal_lm.config.get_text_config().vocab_size)
     with ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.register_forward_hook(capture))
-        _outputs(model, probe_rows(vocabulary, device))
+        _outputs(model, [row.to(device) for row in rows])
     if not newest:
         raise ModelError(f"{type(model.causal_lm).__name__} does not name its decoder layers")
     return newest[0].float().cpu()
+
+
+def expected_hidden(
+    model: PackedModel,
+    layers: Sequence[nn.Module],
+    rows: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> Expected:
+    """What `probe_hidden` has to give where the model computes in `dtype`, on any ranks.
+
+    Args:
+        model: whole, in float32, on the CPU.
+    Returns: of [C, H] or, where the model does not pack its rows, [R * L, H].
+    """
+
+    def compute(num_copies: int) -> torch.Tensor:
+        hidden = probe_hidden(model, layers, [*rows] * num_copies, torch.device("cpu"))
+        return hidden.view(num_copies, -1, hidden.shape[-1])
+
+    return Expected(compute(1)[0], measure_noise(model.causal_lm, dtype, compute), dtype)
 
 
 def _gives_outputs_of_head(model: PackedModel, row: torch.Tensor) -> bool:
@@ -144,7 +216,7 @@ def _gives_outputs_of_head(model: PackedModel, row: torch.Tensor) -> bool:
 def _probe(
     model: PackedModel, rows: Sequence[torch.Tensor], abilities: ModelAbilities
 ) -> torch.Tensor:
-    """[T] log-probabilities that `model` with these abilities gives; as `_single_row`."""
+    """[T] what `model` with these abilities gives of the rows; as `_of_batch`."""
     with _trying(model, abilities):
         if model.head is ModelHead.lm:
             return _outputs(model, rows)
@@ -154,17 +226,19 @@ def _probe(
 
 
 def _outputs(model: PackedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[T] what the model gives of token 1 after each of the rows'."""
+    """[T] log-probabilities of what `_targets` says."""
     input_ids = torch.cat(list(rows))
     device = input_ids.device
     layout = model.layout([len(row) for row in rows], device).on(device)
-    positions = torch.arange(len(layout.own_tokens), device=input_ids.device)
-    outputs: torch.Tensor = model(input_ids, layout, positions, torch.ones_like(positions), None)[0]
+    own = layout.own_tokens
+    positions = torch.arange(len(own), device=device)
+    targets = _targets(rows)[own.start : own.stop]
+    outputs: torch.Tensor = model(input_ids, layout, positions, targets, None)[0]
     return outputs
 
 
 def _summed(hidden: torch.Tensor) -> torch.Tensor:
-    """[T] of hidden states [T, H]: a sum with weights, of about the size of each."""
+    """[..., T] of hidden states [..., T, H]: a sum with weights, of about the size of each."""
     width = hidden.shape[-1]
     weights = torch.arange(width, device=hidden.device).cos() / width**0.5
     summed: torch.Tensor = hidden.float() @ weights

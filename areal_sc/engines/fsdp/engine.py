@@ -82,7 +82,10 @@ class FSDPEngine(RankEngine):
             logger.warning("actor.cpu_offload=true has no effect on a CPU: all is in host memory")
         self.counts_rows = groups.sequence.rank == 0
         self.counts_metrics = groups.tensor.rank == groups.sequence.rank == 0
-        self._model, self._parts = load_sharded_model(self.config, groups)
+        self._model, self._parts, trial = load_sharded_model(self.config, groups)
+        self._probe_row = trial.rows[0]
+        if self.config.head is ModelHead.lm:
+            self.logprob_noise = trial.noise
         causal_lm = self._model.causal_lm
         parameters = dict(causal_lm.named_parameters())
         scale = LossScale() if self.config.dtype == Dtype.float16 else None
@@ -160,8 +163,9 @@ class FSDPEngine(RankEngine):
             rows = PackedRows(fields, (len(token_ids),))
             return self.forward(rows, BASE_LOGPROBS), self.forward(rows, "logprobs")
 
-        vocab_size = self._model.causal_lm.config.get_text_config().vocab_size
-        return AdapterProbe.measured(vocab_size, self.config.max_tokens_per_micro_batch, measure)
+        return AdapterProbe.measured(
+            self._probe_row[: self.config.max_tokens_per_micro_batch], measure
+        )
 
     def _outputs(self, batch: PlannedBatch) -> Iterator[tuple[MicroBatch, Outputs]]:
         with self._model.computing():

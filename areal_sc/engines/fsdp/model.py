@@ -24,17 +24,23 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_sc.algorithms.logprobs import VocabularyPart
 from areal_sc.config.schema import ActorConfig, Dtype, ModelHead
-from areal_sc.engines.fsdp.ability_probe import probe_abilities, probe_hidden
+from areal_sc.engines.fsdp.ability_probe import (
+    ModelTrial,
+    expected_hidden,
+    probe_abilities,
+    probe_hidden,
+)
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.gradient_reduction import InPlaceReduceScatter
 from areal_sc.engines.fsdp.handle import needs_fsdp, rounds_copies
 from areal_sc.engines.fsdp.optimizer import local_part
-from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel
+from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
 from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
 from areal_sc.engines.fsdp.units import check_units
 from areal_sc.engines.fsdp.vocabulary import look_up_whole, spread_vocabulary
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
+from areal_sc.engines.rounding import Expected
 from areal_sc.engines.training.adapters.adapter_files import read_adapter
 from areal_sc.engines.training.adapters.lora import (
     add_adapters,
@@ -49,7 +55,7 @@ from areal_sc.engines.training.causal_lm import (
     read_causal_lm,
 )
 from areal_sc.engines.training.loading import SharedWeights
-from areal_sc.engines.training.probe import TOLERANCES, require_agreement
+from areal_sc.engines.training.probe import require_agreement
 from areal_sc.engines.training.process_group import ProcessGroup, ProcessGroups, memory_of
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
 from areal_sc.engines.training.stored_weights import ModelWeights
@@ -63,21 +69,23 @@ logger = logging.getLogger(__name__)
 _SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed", "lsh")
 
 
-@dataclass(frozen=True)
-class _Trial:
+@dataclass(frozen=True, eq=False)
+class _RankTrial:
     """What rank 0 finds out about a model before the ranks load it.
 
     Attributes:
-        abilities: of the model.
-        expected: hidden states that the ranks have to compute together, or in float16; None: each
-            computes alone, and in a type with float32's range.
+        trial: of the model.
+        hidden: states that the ranks have to compute together, or in float16; None: each computes
+            alone, and in a type with float32's range.
     """
 
-    abilities: ModelAbilities
-    expected: torch.Tensor | None
+    trial: ModelTrial
+    hidden: Expected | None
 
 
-def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[PackedModel, CutParts]:
+def load_sharded_model(
+    config: ActorConfig, groups: ProcessGroups
+) -> tuple[PackedModel, CutParts, ModelTrial]:
     """The model of `config.path` with float32 parameters, spread over the ranks, in eval mode.
 
     Rank 0 alone reads the weights, some at a time, and sends every rank its part. Eval mode keeps
@@ -91,15 +99,19 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     if not needs_fsdp(world.size, config):
         model = _packed(read_causal_lm(config), config, world.device, 1)
         _check_supported(model.causal_lm, config)
-        model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
+        trial = probe_abilities(
+            model, config.max_tokens_per_micro_batch, dtype=compute_dtype(config)
+        )
+        model.abilities = trial.abilities
         _freeze(model.causal_lm, config)
         _wrap_layers(model, config, world.device)
         _add_gradients_at_once(model)
         parts = CutParts.of_one_rank(model.causal_lm)
         _fill_adapters(model, parts, config, world)
-        return model.to(world.device), parts
+        return model.to(world.device), parts, trial
     weights = SharedWeights(config, world)
-    trial = weights.open(lambda opened: _try_model(opened, config, groups))
+    found = weights.open(lambda opened: _try_model(opened, config, groups))
+    trial = found.trial
     model = _packed(weights.build(), config, world.device, groups.tensor.size)
     causal_lm = model.causal_lm
     model.abilities = trial.abilities
@@ -112,9 +124,9 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     _spread(model, layers, parts, config, groups)
     _fill(model, weights, parts)
     _fill_adapters(model, parts, config, world)
-    if trial.expected is not None:
-        _check_spread(model, layers, trial.expected, compute_dtype(config), groups)
-    return model, parts
+    if found.hidden is not None:
+        _check_spread(model, layers, trial.rows, found.hidden, groups)
+    return model, parts, trial
 
 
 def _packed(
@@ -125,7 +137,7 @@ def _packed(
     return PackedModel(causal_lm, chunk_tokens=chunk, head=config.head)
 
 
-def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups) -> _Trial:
+def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups) -> _RankTrial:
     """What rank 0 finds out with the whole model, layer by layer."""
     longest_input = config.max_tokens_per_micro_batch
     causal_lm = build_without_parameters(Path(config.path), config.head)
@@ -134,11 +146,12 @@ def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups
 
     fill = functools.partial(stream_layers, read=weights.read, num_ranks=groups.world.size)
     fill(causal_lm)
-    model.abilities = probe_abilities(model, longest_input, fill)
-    expected, layers = None, decoder_layers(causal_lm)
+    trial = probe_abilities(model, longest_input, fill, compute_dtype(config))
+    model.abilities = trial.abilities
+    hidden, layers = None, decoder_layers(causal_lm)
     if groups.is_model_split or (layers and config.dtype == Dtype.float16):
-        expected = probe_hidden(model, layers, torch.device("cpu"))
-    return _Trial(model.abilities, expected)
+        hidden = expected_hidden(model, layers, trial.rows, compute_dtype(config))
+    return _RankTrial(trial, hidden)
 
 
 def _check_supported(causal_lm: Any, settings: ActorConfig) -> None:
@@ -361,31 +374,30 @@ def _fill_adapters(
 def _check_spread(
     model: PackedModel,
     layers: Sequence[nn.Module],
-    expected: torch.Tensor,
-    dtype: torch.dtype,
+    rows: Sequence[torch.Tensor],
+    expected: Expected,
     groups: ProcessGroups,
 ) -> None:
     """Raises: ModelError: on every rank: they compute something else than rank 0 in float32."""
 
     def measure() -> float:
-        device = groups.world.device
         with model.computing(), without_adapters(model.causal_lm):
-            part, own_expected = probe_hidden(model, layers, device), expected
+            hidden = probe_hidden(model, layers, rows, groups.world.device)
+        found, own_expected = hidden.flatten(0, -2), expected
         if groups.sequence.size > 1:
-            own = SequencePart(expected.shape[1], groups.sequence).own
-            part, own_expected = part[:, : len(own)], expected[:, own.start : own.stop]
-        return float((part - own_expected).norm() / expected.norm())
+            own = SequencePart(len(expected.values), groups.sequence).own
+            found, own_expected = found[: len(own)], expected.part(own)
+        return own_expected.distance(found)
 
     advice = "set actor.dtype=bfloat16"
     if groups.is_model_split:
         advice = "set actor.parallel.tensor=1, actor.parallel.sequence=1, more actor.parallel.data"
     require_agreement(
         measure,
-        TOLERANCES[dtype],
+        expected.limit,
         groups.world,
-        quantity="difference of hidden states, relative to their norm",
         subject=f"{type(model.causal_lm).__name__} does not compute on "
-        f"tensor={groups.tensor.size}, sequence={groups.sequence.size} ranks in {dtype} what it "
-        "computes on one in float32",
+        f"tensor={groups.tensor.size}, sequence={groups.sequence.size} ranks in {expected.dtype} "
+        "what it computes on one in float32",
         advice=advice,
     )

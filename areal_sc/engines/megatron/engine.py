@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -29,23 +29,20 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.base import RankPosition
+from areal_sc.engines.likely_rows import likely_rows, plain_logprobs
 from areal_sc.engines.megatron.family import ModelSizes
 from areal_sc.engines.megatron.machine import is_on_cpu
 from areal_sc.engines.megatron.mapping import MegatronParts, MeshPlace, Slot
 from areal_sc.engines.megatron.model import Rotary, build_stages, transformer_config, virtual_stages
 from areal_sc.engines.megatron.optimizer import PARAMETER, DistributedAdamW
 from areal_sc.engines.megatron.state import MegatronState
+from areal_sc.engines.rounding import Expected, measure_noise
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import build_without_parameters, compute_dtype
 from areal_sc.engines.training.export import ModelExport
 from areal_sc.engines.training.loading import SharedWeights
 from areal_sc.engines.training.packed_attention import PackedLayout
-from areal_sc.engines.training.probe import (
-    TOLERANCES,
-    plain_logprobs,
-    probe_rows,
-    require_agreement,
-)
+from areal_sc.engines.training.probe import require_agreement
 from areal_sc.engines.training.process_group import (
     COLLECTIVE_TIMEOUT,
     ProcessGroup,
@@ -157,7 +154,7 @@ class MegatronEngine(RankEngine):
         """
         config, world = self.config, self.world
         weights = SharedWeights(config, world)
-        expected = weights.open(self._expected_logprobs)
+        trial = weights.open(self._try_model)
         causal_lm = weights.build()
         self._sizes = sizes = ModelSizes.of(causal_lm.config.to_dict())
         sizes.check_mesh(config.parallel)
@@ -179,49 +176,50 @@ class MegatronEngine(RankEngine):
         for name in shapes:
             self._state.write(PARAMETER, name, weights.receive(name, parts))
         weights.check()
-        self._check_mapping(expected)
+        self._check_mapping(*trial)
+        self.logprob_noise = float(trial[1].noise.mean())
         return causal_lm
 
-    def _expected_logprobs(self, weights: ModelWeights) -> torch.Tensor:
-        """[T] of the Hugging Face model, of the tokens of `_probe_rows`."""
+    def _try_model(self, weights: ModelWeights) -> tuple[list[torch.Tensor], Expected]:
+        """Rows, and what the Hugging Face model makes of them.
+
+        Returns: rows, each [T] int64, short enough for a micro-batch; [1, N] log-probabilities of
+            their tokens but the first.
+        """
         causal_lm = build_without_parameters(Path(self.config.path))
         stream_layers(causal_lm, weights.read, self.world.size)
-        return plain_logprobs(causal_lm, self._probe_rows(causal_lm.config.vocab_size))
-
-    def _probe_rows(self, vocabulary: int) -> list[torch.Tensor]:
-        """On the CPU, short enough for a micro-batch."""
         limit = self.config.max_tokens_per_micro_batch
-        return [row[:limit] for row in probe_rows(vocabulary, torch.device("cpu"))]
+        rows = [row[:limit] for row in likely_rows(causal_lm)]
+        is_asked = _has_one_before(rows)
 
-    def _check_mapping(self, expected: torch.Tensor) -> None:
-        """Compares the stages' forward with that of the Hugging Face model.
-
-        Args:
-            expected: [T] its log-probabilities of the tokens of `_probe_rows`.
-        Raises: ModelError: on every rank.
-        """
-        rows = self._probe_rows(self._sizes.vocabulary)
-        is_asked = torch.cat([torch.arange(len(row)) > 0 for row in rows])
-        packed = PackedRows(
-            {"input_ids": torch.cat(rows), "loss_mask": is_asked}, tuple(map(len, rows))
-        )
-
-        asked = expected[is_asked]
-
-        def measure() -> float:
-            difference = self.forward(packed, "logprobs")[is_asked] - asked
-            if not self._is_last_stage:
-                return 0.0
-            return float(difference.norm() / (asked - asked.mean()).norm())
+        def compute(num_copies: int) -> torch.Tensor:
+            return plain_logprobs(causal_lm, rows * num_copies).view(num_copies, -1)[:, is_asked]
 
         # TransformerEngine multiplies float32 with the precision of TF32
         dtype = torch.bfloat16 if self.is_cuda else compute_dtype(self.config)
+        noise = measure_noise(causal_lm, dtype, compute)
+        return rows, Expected(compute(1), noise[None], dtype)
+
+    def _check_mapping(self, rows: Sequence[torch.Tensor], expected: Expected) -> None:
+        """Compares the stages' forward with that of the Hugging Face model.
+
+        Args: as `_try_model` returns them.
+        Raises: ModelError: on every rank.
+        """
+        is_asked = _has_one_before(rows)
+        packed = PackedRows(
+            {"input_ids": torch.cat(list(rows)), "loss_mask": is_asked}, tuple(map(len, rows))
+        )
+
+        def measure() -> float:
+            logprobs = self.forward(packed, "logprobs")[is_asked]
+            return expected.distance(logprobs[None]) if self._is_last_stage else 0.0
+
         parallel = self.config.parallel
         require_agreement(
             measure,
-            TOLERANCES[dtype],
+            expected.limit,
             self.world,
-            quantity="difference of log-probabilities, relative to their spread",
             subject="Megatron-core's layers do not compute what the Hugging Face model does, on "
             f"data={parallel.data}, tensor={parallel.tensor}, pipeline={parallel.pipeline}, "
             f"expert={parallel.expert} ranks",
@@ -329,3 +327,8 @@ class MegatronEngine(RankEngine):
             parallel_state.destroy_model_parallel()
             if self._is_owner:
                 dist.destroy_process_group()
+
+
+def _has_one_before(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[T] bool: all tokens of the rows but the first of each."""
+    return torch.cat([torch.arange(len(row)) > 0 for row in rows])

@@ -45,7 +45,11 @@ from areal_sc.engines.training.updates.micro_batches import (
     with_token_advantages,
 )
 from areal_sc.engines.training.updates.minibatch_loss import MinibatchLoss, Outputs
-from areal_sc.engines.training.updates.update_metrics import UpdateMetrics
+from areal_sc.engines.training.updates.update_metrics import (
+    MISMATCH,
+    MISMATCH_NOISE,
+    UpdateMetrics,
+)
 from areal_sc.engines.training.updates.update_trace import UpdateTrace
 from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ConfigError
@@ -88,6 +92,8 @@ class RankEngine(ABC):
             sums over `rows`.
         counts_metrics: whether it counts for what the losses of its tokens report.
         shares_files, node: as in `TrainEngine`.
+        logprob_noise: nats by which rounding moves a log-probability, in the mean over a few
+            likely rows; None: not known.
     """
 
     world: ProcessGroup
@@ -99,6 +105,7 @@ class RankEngine(ABC):
         self.config = config
         self.shares_files = True
         self.node = ""
+        self.logprob_noise: float | None = None
         self._hosted: TCPStore | None = None
         self._writer: BackgroundWriter
         self._snapshots: Snapshots
@@ -260,13 +267,16 @@ class RankEngine(ABC):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
             metrics.gradient_norms.append(norm)
             metrics.num_micro_batches += len(batch.packed)
-        return self._own_metrics() | metrics.summary(
+        summary = metrics.summary(
             self.world,
             is_counted=self.counts_metrics,
             num_tokens=sum(self._of_all_rows([rows.num_tokens for rows in minibatches])),
             num_loss_tokens=sum(counts.tokens for _, counts in counted),
             lr=learning_rate(self.config.optimizer, step),
         )
+        if MISMATCH in summary and self.logprob_noise is not None:
+            summary[MISMATCH_NOISE] = self.logprob_noise
+        return self._own_metrics() | summary
 
     @property
     def is_cuda(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from integration.sglang.policies import Policies
 
 from areal_sc.config.lora_settings import LoraConfig
+from areal_sc.engines.likely_rows import likely_rows
 from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
 from areal_sc.engines.weight_group import NamedTensor
 
@@ -48,7 +49,7 @@ class AdapterPolicies(Policies):
         def measure(token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return _logprobs(base, token_ids), _logprobs(model, token_ids)
 
-        return AdapterProbe.measured(model.config.vocab_size, 64, measure)
+        return AdapterProbe.measured(likely_rows(base)[0], measure)
 
 
 def _logprobs(model: Any, token_ids: torch.Tensor) -> torch.Tensor:

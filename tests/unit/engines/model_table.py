@@ -30,7 +30,7 @@ def check_family(family: str, folder: Path) -> Verdict:
 
 def table_row(family: str, verdict: Verdict) -> str:
     row = f"| {' | '.join((family, *astuple(verdict)))} |"
-    row = re.sub(r"differ by \S+ nats", "differ by … nats", row)  # every machine rounds otherwise
+    row = re.sub(r"differ by \S+ times", "differ by … times", row)  # every machine rounds otherwise
     return re.sub(r" {2,}", " ", row)
 
 

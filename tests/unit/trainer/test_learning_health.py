@@ -221,18 +221,20 @@ def test_evaluations_that_fall_while_training_rises(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mismatch", "is_wrong"),
+    ("dtype", "noise", "mismatch", "is_wrong"),
     [
-        (Dtype.float32, 1e-4, False),
-        (Dtype.float32, 0.02, True),
-        (Dtype.bfloat16, 0.04, False),
-        (Dtype.bfloat16, 0.3, True),
+        (Dtype.float32, 5e-6, 1e-4, False),
+        (Dtype.float32, 5e-6, 0.02, True),
+        (Dtype.float32, 2e-7, 0.001, True),
+        (Dtype.bfloat16, 0.17, 0.05, False),  # a pretrained model of 30 layers
+        (Dtype.bfloat16, 0.17, 0.5, True),
+        (Dtype.bfloat16, 0.006, 0.05, True),  # one of two layers
     ],
 )
 def test_a_trainer_and_a_generator_that_disagree(
-    dtype: Dtype, mismatch: float, is_wrong: bool
+    dtype: Dtype, noise: float, mismatch: float, is_wrong: bool
 ) -> None:
-    """In those of the steps that have tokens of their own weights."""
+    """In those of the steps that have tokens of their own weights; by the noise of the model."""
     health, rng = LearningHealth(dtype), random.Random(0)
     for number in range(2 * NUM_STEPS):
         metrics = step(number, **learns(number / 40, rng))
@@ -240,7 +242,7 @@ def test_a_trainer_and_a_generator_that_disagree(
             worst = {"max": 9.0, "token": 151643.0}
             worst |= {"sampler_logprob": -0.25, "trainer_logprob": -9.25}
             found = {f"mismatch_{name}": value for name, value in worst.items()}
-            metrics.train.update(found, mismatch=mismatch)  # type: ignore[attr-defined]
+            metrics.train.update(found, mismatch=mismatch, mismatch_noise=noise)  # type: ignore[attr-defined]
         health.on_step(metrics)
     assert list(health.complaints) == (["disagreement"] if is_wrong else [])
     if is_wrong:

@@ -20,9 +20,8 @@ PROBE_NAME: Final = "adapter_probe"
 """The name of the probe among the published tensors."""
 
 _FILE: Final = "probe.json"
-_NUM_TOKENS: Final = 16
-_STRIDE: Final = 7919
-"""Steps through a vocabulary by this prime meet tokens of all its parts."""
+_LEAST_ROUNDINGS: Final = 64
+"""Of a log-probability, by its own size: in a small model two programs agree by chance."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +42,16 @@ class AdapterProbe:
     @classmethod
     def measured(
         cls,
-        vocab_size: int,
-        max_tokens: int,
+        token_ids: torch.Tensor,
         measure: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     ) -> AdapterProbe:
         """The probe of an adapter.
 
         Args:
-            max_tokens: the most that a row may have.
+            token_ids: [P] int64, text that the model finds likely.
             measure: gives the log-probability of each token of a row without the adapter and with
                 it, [P] each of [P]; those of the first are left out.
         """
-        token_ids = torch.arange(1, min(_NUM_TOKENS, max_tokens) + 1) * _STRIDE % vocab_size
         bare, adapted = measure(token_ids)
         return cls(token_ids.tolist(), bare[1:].tolist(), (adapted - bare)[1:].tolist())
 
@@ -94,8 +91,12 @@ class AdapterProbe:
         return _size([a - b for a, b in zip(changes, self.changes, strict=True)])
 
     def noise(self, bare: Sequence[float]) -> float:
-        """The same of log-probabilities without the adapter."""
-        return _size([a - b for a, b in zip(bare, self.bare, strict=True)])
+        """The same of log-probabilities without the adapter: what rounding makes of the row.
+
+        It is never less than what the rounding of the log-probabilities themselves may add up to.
+        """
+        least = _LEAST_ROUNDINGS * torch.finfo(torch.float32).eps * _size(self.bare)
+        return max(least, _size([a - b for a, b in zip(bare, self.bare, strict=True)]))
 
 
 def _size(values: Sequence[float]) -> float:

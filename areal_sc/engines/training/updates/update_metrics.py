@@ -20,6 +20,8 @@ from areal_sc.errors import ArealError, WorkflowError
 
 MISMATCH: Final = "mismatch"
 """Sum of differences of log-probabilities, in nats, over the tokens that `NUM_COMPARED` counts."""
+MISMATCH_NOISE: Final = "mismatch_noise"
+"""Beside a mismatch: nats by which rounding in the trainer's type moves a log-probability."""
 NUM_COMPARED: Final = "num_compared_tokens"
 WORST: Final = (
     "mismatch_max",

@@ -88,7 +88,10 @@ def test_the_probe_finds_the_same_without_the_whole_model(
         stream_layers(causal_lm, read, 2)
 
     fill(streamed.causal_lm)
-    assert probe_abilities(streamed, 64, fill) == probe_abilities(whole, 64)
+    found, expected = probe_abilities(streamed, 64, fill), probe_abilities(whole, 64)
+    assert found.abilities == expected.abilities
+    assert [*map(torch.Tensor.tolist, found.rows)] == [*map(torch.Tensor.tolist, expected.rows)]
+    assert found.noise == pytest.approx(expected.noise)
     assert most == num_kept  # before the next one is read
 
 

@@ -1,0 +1,133 @@
+"""How far rounding alone moves what a model computes: the unit in which two results are compared.
+
+Two ways of computing the same thing give results that differ by rounding. By how much depends on
+the model, the tokens and the type of the numbers, over six orders of magnitude, so no number of
+nats separates rounding from a wrong mask. It is measured here, with the model that is tried: a pass
+computes each row several times, and moves what each module returns at random, by as much as one
+rounding of it does. The spread of the results is the noise.
+
+    noise      the spread of each value: of a log-probability, or of one number of a hidden state
+    distance   how far two results are apart, in units of the noise
+    limit      the largest distance that rounding explains
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from areal_sc.engines.training.streamed_layers import decoder_layers
+
+NUM_DRAWS: Final = 8
+"""Copies of each row. The spread of so many is known to a quarter."""
+
+LIMITS: Final = {torch.float32: 30.0, torch.bfloat16: 4.0, torch.float16: 4.0}
+"""The largest distance of two ways that compute the same, by the type that the second one computes
+in. In float32 each term of a sum is rounded, which gave distances of up to 6; in 16 bits sums are
+kept in float32 and rounded once, which gave 1.2."""
+
+WRONG: Final = 100.0
+"""A distance in float32 that is a mistake for sure. Mistakes gave 480 and more."""
+
+_LEAST_SHARE: Final = 0.1
+"""Of the noise of all numbers together: what a token's many numbers move at least. The draws of a
+single number say less: it moves at least as the others do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What a model computes in float32, and what rounding does to it.
+
+    Attributes:
+        values: [T], a number each token, or [T, H], several that count together.
+        noise: of the same shape: the standard deviation of each, >= 0.
+        dtype: what is compared with it is computed in this type.
+    """
+
+    values: torch.Tensor
+    noise: torch.Tensor
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def limit(self) -> float:
+        """The largest distance that rounding explains."""
+        return LIMITS[self.dtype]
+
+    def part(self, tokens: range) -> Expected:
+        """Of these tokens alone, which follow each other."""
+        chosen = slice(tokens.start, tokens.stop)
+        return Expected(self.values[chosen], self.noise[chosen], self.dtype)
+
+    def distance(self, found: torch.Tensor) -> float:
+        """How far `found` is from the values, in units of the noise.
+
+        That is the root mean square over a token's numbers, of the token for which it is largest.
+        Infinity where one is not a number; 0 where there is no token.
+        """
+        if not len(self.values):
+            return 0.0
+        share = 1.0 if self.values.dim() == 1 else _LEAST_SHARE
+        least = max(
+            share * float(self.noise.square().mean().sqrt()),
+            torch.finfo(self.dtype).eps * float(self.values.abs().max()),
+            torch.finfo(torch.float32).tiny,
+        )
+        apart = (found - self.values) / self.noise.clamp(min=least)
+        worst = float(apart.reshape(len(apart), -1).square().mean(1).sqrt().max())
+        return math.inf if math.isnan(worst) else worst
+
+
+@torch.no_grad()
+def measure_noise(
+    causal_lm: nn.Module, dtype: torch.dtype, compute: Callable[[int], torch.Tensor]
+) -> torch.Tensor:
+    """What rounding to `dtype` does to what a model computes.
+
+    Args:
+        causal_lm: in float32.
+        compute: given K, calls the model with K copies of each row, and returns [K, ...], the
+            result of each copy.
+    Returns: [...] float32, the standard deviation of each value; NaN where values are not finite.
+    """
+    with _rounding(causal_lm, torch.finfo(dtype).eps / 2):
+        return compute(NUM_DRAWS).float().std(0)
+
+
+@contextmanager
+def _rounding(causal_lm: nn.Module, unit: float) -> Iterator[None]:
+    """Within it what modules return is moved at random, as rounding moves it.
+
+    Args: unit: the relative size of one rounding.
+    """
+    generators = dict[torch.device, torch.Generator]()
+
+    def moved(values: Any, *, is_sum: bool) -> Any:
+        if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+            return values
+        device = values.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(0)
+        size = values.abs()
+        if is_sum:  # of terms that cancel each other: a small sum is rounded as a typical one
+            size = torch.maximum(size, values.square().mean(-1, keepdim=True).sqrt())
+        draws = torch.randn(values.shape, generator=generators[device], device=device)
+        return values + unit * size * draws
+
+    def move(module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+        is_sum = isinstance(module, nn.Linear)
+        if isinstance(outputs, tuple):
+            return tuple(moved(values, is_sum=is_sum) for values in outputs)
+        return moved(outputs, is_sum=is_sum)
+
+    layers = set(decoder_layers(causal_lm))
+    with ExitStack() as hooks:
+        for module in causal_lm.modules():
+            if module in layers or next(module.children(), None) is None:
+                hooks.enter_context(module.register_forward_hook(move))
+        yield
