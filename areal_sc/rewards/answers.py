@@ -55,7 +55,7 @@ class ExactMatch(Referable):
         self.is_part = is_part
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
-        given = _given(completion, self.tag)
+        given = given_answer(completion, self.tag)
         if given is None:
             return 0.0
         words = normalized_words(given)
@@ -66,7 +66,7 @@ class ExactMatch(Referable):
 
     def vote(self, completion: str) -> str | None:
         """The normalized answer; None: there is none."""
-        given = _given(completion, self.tag)
+        given = given_answer(completion, self.tag)
         return None if given is None else normalized_words(given) or None
 
 
@@ -84,7 +84,7 @@ class WordF1(Referable):
         self.tag = tag
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
-        given = _given(completion, self.tag)
+        given = given_answer(completion, self.tag)
         if given is None:
             return 0.0
         words = normalized_words(given)
@@ -145,7 +145,8 @@ def references_of(prompt: Mapping[str, Any]) -> Sequence[str]:
     return texts
 
 
-def _given(completion: str, tag: str) -> str | None:
+def given_answer(completion: str, tag: str) -> str | None:
+    """What the last `<tag>...</tag>` holds, None: there is none. Of tag "" it is the whole text."""
     if not tag:
         return completion
     found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", completion, re.DOTALL)

@@ -12,10 +12,11 @@ from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
 from string import Formatter
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from areal_sc.errors import WorkflowError
 from areal_sc.hub import is_hub_name, why_not_had
+from areal_sc.sources.reasoning_gym import PREFIX, generated_rows, tasks_in
 from areal_sc.sources.text_files import READERS, Row, part_of, stream_of
 
 _logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ _LEAVE_OUT: Final = "leave the row out, or give another column by prompt_key or 
 
 
 def load_prompts(
-    path: str | Path,
+    path: str | Path | Sequence[str],
     *,
     name: str | None = None,
     split: str = "train",
@@ -34,9 +35,13 @@ def load_prompts(
     answer_key: str = "answer",
     template: str | None = None,
     streaming: bool = False,
+    size: int | None = None,
+    seed: int = 0,
+    weights: Sequence[float] | None = None,
+    settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterable[dict[str, Any]]:
-    """Prompts of a data set of the Hugging Face hub, or of a file; rows of the form
-    `{"prompt": ..., "answer": ..., and all other columns}`.
+    """Prompts of a data set of the Hugging Face hub, of a file, or of tasks of reasoning-gym; rows
+    of the form `{"prompt": ..., "answer": ..., and all other columns}`.
 
     A JSON, JSON Lines or CSV file of this machine, or a folder of such, is read as it is written,
     and its rows are a list: nothing is rounded, and every cell of a CSV is a text. Everything else
@@ -45,8 +50,11 @@ def load_prompts(
     `datasets.Dataset`, so `.select(...)`, `.filter(...)` and `.shuffle(seed=...)` are there. Of an
     answer such as GSM8K's, `... #### 72`, `numeric_match` reads what is behind the mark.
 
+    Rows of reasoning-gym are a list, made here and now; `ReasoningGymReward` scores answers.
+
     Args:
-        path: `owner/name` on the hub, a file (.json, .jsonl, .csv, .parquet), or a folder of such.
+        path: `owner/name` on the hub, a file (.json, .jsonl, .csv, .parquet), or a folder of such;
+            or `reasoning_gym:TASK`, or a list of these.
         name: the configuration, where a data set has several: `main` of `openai/gsm8k`. A file has
             none.
         split: also a part of one, such as `train[:1000]`. A file is the split `train`.
@@ -57,14 +65,41 @@ def load_prompts(
             `"Question: {question}\\nAnswer:"`.
         streaming: the rows are read in order while the run goes on, each once, and nothing is
             downloaded beforehand.
+        size: of reasoning-gym alone, as all that follows: number of rows, >= 1.
+        seed: the same one gives the same rows, another one gives others.
+        weights: of several tasks: > 0, one for each; None: they have equal shares.
+        settings: of the task, by name; of several tasks, one such mapping for each.
     Raises: WorkflowError: it cannot be had, is empty, a column is missing, or a row has no value in
         one of these columns (null, or an empty cell of a CSV); says what to do.
     """
+    tasks = tasks_in(path)
+    if tasks is not None:
+        given: dict[str, Any] = {
+            "name": name is not None,
+            "split": split != "train",
+            "revision": revision,
+        }
+        given |= {"prompt_key": prompt_key != "prompt", "answer_key": answer_key != "answer"}
+        _refuse(given | {"streaming": streaming}, path, "data sets and files")
+        rows = generated_rows(tasks, size=size, seed=seed, weights=weights, settings=settings)
+        columns = {"prompt": "question"} if template is None else {}
+        shape = _Shape(str(path), columns, template, {"question", *_fields(template or "")})
+        return [shape.of_row(row, number) for number, row in enumerate(rows)]
+    given = {"size": size is not None, "seed": seed, "weights": weights is not None}
+    _refuse(
+        given | {"settings": settings is not None}, path, f"tasks of reasoning-gym, {PREFIX}TASK,"
+    )
     columns = {"prompt": prompt_key} if template is None else {}
     columns |= {"answer": answer_key} if answer_key else {}
     needed = {*columns.values(), *_fields(template or "")}
     shape = _Shape(f"dataset {path}, split {split}", columns, template, needed)
-    return _shaped(path, name, split, revision, shape, streaming=streaming)
+    return _shaped(cast("str | Path", path), name, split, revision, shape, streaming=streaming)
+
+
+def _refuse(given: Mapping[str, Any], path: Any, what: str) -> None:
+    """Raises: WorkflowError: an argument was given that is of `what` alone."""
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise WorkflowError(f"{path}: {', '.join(names)}: of {what} alone; leave it out")
 
 
 def load_rows(

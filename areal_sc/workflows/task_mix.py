@@ -17,6 +17,7 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import WorkflowError
 from areal_sc.rewards.base import PART_PREFIX
 from areal_sc.sources.prompts import prompt_at
+from areal_sc.sources.shares import numbers_by_weight
 from areal_sc.token_fields import TensorMetadata
 from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
 
@@ -138,14 +139,9 @@ class TaskMix(Iterable[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         rows = {name: self._rows_of(name, task.prompts) for name, task in self._tasks.items()}
-        total = sum(task.weight for task in self._tasks.values())
-        owed = dict.fromkeys(self._tasks, 0.0)
-        while True:
-            for name, task in self._tasks.items():
-                owed[name] += task.weight / total
-            name = max(owed, key=owed.__getitem__)  # the first one of equals
-            owed[name] -= 1
-            yield next(rows[name])
+        names = list(rows)
+        for number in numbers_by_weight([task.weight for task in self._tasks.values()]):
+            yield next(rows[names[number]])
 
     @staticmethod
     def rows(prompts: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:

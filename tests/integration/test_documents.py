@@ -109,6 +109,7 @@ NOT_RUN_HERE = {
     "from areal_sc.algorithms.token_function import": "tests/integration/test_any_update.py",
     "class Noted(SingleTurnWorkflow)": "tests/integration/test_any_update.py, which runs it",
     "from areal_sc.workflows.task_mix": "tests/integration/test_two_tasks.py",
+    "from areal_sc.rewards.reasoning_gym": "tests/unit/sources/test_reasoning_gym.py",
     "from areal_sc import DPOTrainer": "tests/integration/test_row_trainers.py",
     "from areal_sc import RewardModelTrainer": "tests/integration/test_row_trainers.py",
     "# learned_reward.py": "tests/integration/test_row_trainers.py, which runs these lines",
@@ -144,6 +145,7 @@ NOT_RUN_HERE = {
         for name, plan in {
             "gsm8k": " --dry-run",
             "gsm8k_arc": " --dry-run",
+            "reasoning_gym_task": " --dry-run",
             "deepscaler": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
             "deepcoder": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
         }.items()

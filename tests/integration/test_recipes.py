@@ -248,6 +248,28 @@ def test_deepcoder_is_tried_on_a_row(
     assert "| user:Printa+b." in shown  # this tokenizer leaves out spaces
 
 
+def test_a_generated_task_is_tried_on_a_row(
+    chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (f"actor.path={chat_model}", *ON_A_CPU, "task.size=200", "task.num_held_out=8")
+    shown = dry_run("reasoning_gym_task", capsys, tmp_path, *settings)
+    assert "prompts: 200 rows" in shown
+    assert re.search(r"^reward of the answer .* to it: 1$", shown, re.M | re.S), shown
+
+
+def test_questions_that_train_are_not_evaluated() -> None:
+    recipe = import_module("reasoning_gym_task")
+    one_digit = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    train, held_out = recipe.load_task(
+        recipe.Task(settings=one_digit, size=60, num_held_out=20), seed=1
+    )
+    asked = [{row["prompt"] for row in rows} for rows in (train, held_out)]
+    assert (len(train), asked[0] & asked[1]) == (60, set())
+    assert 0 < len(held_out) <= 20
+    with pytest.raises(ArealError, match=r"task\.size=20000: these are all questions"):
+        recipe.load_task(recipe.Task(settings=one_digit, size=20_000, num_held_out=8), seed=1)
+
+
 def test_a_weight_of_zero_is_refused_before_the_start(tmp_path: Path) -> None:
     config = ["--config", str(REPOSITORY / "configs" / "gsm8k_arc.yaml")]
     with pytest.raises(ArealError, match=r"task\.choice_weight: expected a number above 0, got 0"):

