@@ -314,11 +314,12 @@ def lose_bias() -> None:
 
 def lose_sum() -> None:
     """What the ranks of a tensor group compute of one layer's attention is not added up."""
-    module: Any = importlib.import_module("areal_sc.engines.fsdp.tensor_regions")
+    module: Any = importlib.import_module("areal_sc.engines.fsdp.tensor_parallel")
     rowwise = module.rowwise
 
     def alone(linear: Any, spread: Any, group: Any, inputs: torch.Tensor) -> torch.Tensor:
-        if linear.out_features == linear.in_features * group.size:  # attention's, not the MLP's
+        num_outputs, num_inputs = linear.weight.shape
+        if num_outputs == num_inputs * group.size:  # attention's, not the MLP's
             return torch.nn.functional.linear(inputs, linear.weight)
         summed: torch.Tensor = rowwise(linear, spread, group, inputs)
         return summed
