@@ -1,12 +1,14 @@
-"""Files that killed servers leave in a node's shared memory. No torch.
+"""Files that killed workers and servers leave in a node's shared memory. No torch.
 
-A server that ends by itself deletes them, and so does the worker that ends its server. Whatever was
-killed with `kill -9` cannot, so its agent does.
+A server that ends by itself deletes them, and so does the worker that ends its server. A worker
+deletes the buckets from which its servers load weights. Whatever was killed with `kill -9` cannot,
+so its agent does.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,14 +16,18 @@ from areal_sc.engines.handles import LEFT_FILES
 from areal_sc.transport.shards.memory_folder import SHARED_MEMORY
 
 
-def delete_left_files(since_s: float, folder: Path = SHARED_MEMORY) -> None:
+def delete_left_files(
+    since_s: float, ended_pids: Iterable[int] = (), folder: Path = SHARED_MEMORY
+) -> None:
     """Deletes files of this user that no process has open or maps.
 
     Args:
         since_s: Unix time; files that have not changed since then are left alone.
+        ended_pids: of workers. torch names shared memory by the process that has made it.
     """
+    patterns = (*LEFT_FILES, *(f"torch_{pid}_*" for pid in ended_pids))
     left = set()
-    for path in (path for pattern in LEFT_FILES for path in folder.glob(pattern)):
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
         with suppress(FileNotFoundError):
             status = path.stat(follow_symlinks=False)
             if status.st_uid == os.geteuid() and status.st_ctime >= since_s:

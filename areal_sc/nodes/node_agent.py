@@ -326,7 +326,7 @@ class Agent:
     def _clean_up(self, *, has_successor: bool) -> None:
         """Deletes what the run leaves, unless another script has its folder by now."""
         try:
-            delete_left_files(self._processes.begun_s)
+            delete_left_files(self._processes.begun_s, self._processes.ended_pids)
             if has_successor:
                 return
             if self._memory is not None:

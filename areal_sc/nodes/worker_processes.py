@@ -82,6 +82,7 @@ class WorkerProcesses:
     Attributes:
         living: by incarnation.
         num_ended: of those that were.
+        ended_pids: of all of them; their files in shared memory are deleted.
         end_noted: set, and replaced, at the next end, and by `note`.
         begun_s: Unix time; younger files that killed servers left are deleted.
         replaced: workers of the run whose earlier passes are void; see `Passes`.
@@ -96,6 +97,7 @@ class WorkerProcesses:
     ) -> None:
         self.living: dict[str, WorkerProcess] = {}
         self.num_ended = 0
+        self.ended_pids: set[int] = set()
         self._ended: deque[EndedWorker] = deque(maxlen=_MAX_ENDED)
         self.end_noted = asyncio.Event()
         self.begun_s = time.time()
@@ -253,7 +255,8 @@ class WorkerProcesses:
         logger.info("worker=%s pid=%d ended with %s", order.name, worker.child.pid, how)
         del self.living[order.incarnation]
         loop = asyncio.get_running_loop()
-        loop.call_later(SERVERS_END_S, lambda: delete_left_files(self.begun_s))
+        loop.call_later(SERVERS_END_S, lambda: delete_left_files(self.begun_s, self.ended_pids))
+        self.ended_pids.add(worker.child.pid)
         self.num_ended += 1
         self._ended.append(
             EndedWorker(order.name, order.incarnation, how, self._shown(str(path)), log_tail(path))

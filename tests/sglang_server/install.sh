@@ -39,6 +39,7 @@ echo 'import sglang_cpu_stand_ins' >"$packages/sglang_cpu_stand_ins.pth"
 if ! errors=$(SGLANG_USE_CPU_ENGINE=1 "$python" -W ignore -c '
 import sglang.srt.entrypoints.http_server
 import sglang.srt.managers.scheduler
+import sglang.srt.models.llama
 import sglang.srt.models.qwen2
 ' 2>&1); then
 	printf '%s\n' "$errors" >&2

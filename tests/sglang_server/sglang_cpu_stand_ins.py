@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-MODELS = {"qwen2", "qwen3_moe"}
+MODELS = {"llama", "qwen2", "qwen3_moe"}
 """Modules of SGLang with the models that tests serve; it imports those of the others, too."""
 
 ABSENT = frozenset(

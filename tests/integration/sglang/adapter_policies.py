@@ -20,8 +20,8 @@ LORA = LoraConfig(rank=4, alpha=8.0, publish_merged=False)
 class AdapterPolicies(Policies):
     """Each version is the model with an adapter merged; its tensors are the adapter's, and flat."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, *, change: float = 1.0) -> None:
+        super().__init__(folder, change=change)
         self._adapters: dict[int, list[NamedTensor]] = {}
 
     def add(self) -> int:
@@ -32,7 +32,7 @@ class AdapterPolicies(Policies):
             if isinstance(layer, torch.nn.Linear):
                 outputs, inputs = layer.weight.shape
                 a = torch.randn(LORA.rank, inputs, generator=generator) / inputs**0.5
-                b = torch.randn(outputs, LORA.rank, generator=generator) * 0.2
+                b = torch.randn(outputs, LORA.rank, generator=generator) * 0.2 * self.change
                 with torch.no_grad():
                     layer.weight += LORA.alpha / LORA.rank * b @ a
                 tensors.append((f"model.{name}.lora_A", a.flatten()))
