@@ -61,6 +61,7 @@ class Workload:
         reward: its name in `trl_tasks.REWARDS`.
         max_tokens: of a prompt and its answer.
         target: mean reward whose time is taken.
+        steps: that count, unless others are asked for.
     """
 
     reward: str
@@ -72,32 +73,46 @@ class Workload:
     max_new_tokens: int
     max_tokens: int
     target: float
+    steps: int
 
 
 WORKLOADS: Final = {
-    "letter_sort": Workload("exact_text", False, 32, 8, 4, 4e-4, 32, 64, 0.6),
-    "sums": Workload("last_number", True, 8, 8, 2, 1e-5, 16, 96, 0.5),
+    "letter_sort": Workload("exact_text", False, 32, 8, 4, 4e-4, 32, 64, 0.6, 40),
+    "sums": Workload("last_number", True, 8, 8, 2, 1e-5, 16, 96, 0.5, 24),
 }
-STEPS: Final = {"letter_sort": 40, "sums": 24}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a side; `model` is a folder, `rows` a file of prompts and answers."""
+
+    model: Path
+    rows: Path
+    run_dir: Path
+    total_steps: int
+    seed: int
 
 
 def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--workload", choices=WORKLOADS, default="letter_sort")
-    parser.add_argument("--model", type=Path, default=MODEL, help="of `sums`: its folder")
+    parser.add_argument(
+        "--model", type=Path, default=MODEL, help="folder of the model that learns sums"
+    )
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side")
-    parser.add_argument("--steps", type=int, help="training steps (default: 40, of `sums` 24)")
+    parser.add_argument("--steps", type=int, help="training steps (default: 40; of sums 24)")
     parser.add_argument("--skip", type=int, default=3, help="first steps that do not count")
     parser.add_argument("--trl-threads", type=int, default=2, help="ours has two in all")
     parser.add_argument("--trl-python", type=Path, default=TRL, metavar="FILE")
-    arguments = report.parse(parser, pairs=1, steps=WINDOW, skip=1)
+    arguments = report.parse(parser, pairs=1, steps=WINDOW, skip=1, trl_threads=1)
     if not arguments.trl_python.is_file():
         parser.error(
             f"no TRL at {arguments.trl_python}: benchmarks/peers/install_trl.sh installs it"
         )
     if arguments.workload == "sums" and not (arguments.model / "config.json").is_file():
         parser.error(f"--model {arguments.model}: expected the folder of a chat model")
-    workload, steps = WORKLOADS[arguments.workload], arguments.steps or STEPS[arguments.workload]
+    workload = WORKLOADS[arguments.workload]
+    steps = arguments.steps or workload.steps
     if not 0 < arguments.skip < steps:
         parser.error(f"--skip: expected 1 to {steps - 1} with {steps} steps, got {arguments.skip}")
     adopt_orphans()
@@ -111,19 +126,19 @@ def main() -> None:
             rows = folder / f"rows-{pair}.jsonl"
             rows.write_text(prompts(arguments.workload, pair, (steps + 1) * workload.groups))
             for side in sorted(results, reverse=bool(pair % 2)):
-                run_dir = folder / f"{side}-{pair}"
-                if side == "ours":
-                    command = our_command(workload, model, rows, run_dir, steps + 1, pair)
-                else:
-                    peer = arguments.trl_python, arguments.trl_threads
-                    command = trl_command(*peer, workload, model, rows, run_dir, steps + 1, pair)
-                measured = measure(command, run_dir, steps, arguments.skip, workload.target)
+                run = Run(model, rows, folder / f"{side}-{pair}", steps + 1, pair)
+                command = (
+                    our_command(workload, run)
+                    if side == "ours"
+                    else trl_command(workload, run, arguments.trl_python, arguments.trl_threads)
+                )
+                measured = measure(command, run.run_dir, steps, arguments.skip, workload.target)
                 results[side].append(measured)
                 said = " ".join(f"{key}={value:.4g}" for key, value in measured.items())
                 report.say(f"pair={pair} {side} {said}")
     metrics = metrics_of(results)
     settings = {name: getattr(arguments, name) for name in ("workload", "pairs", "trl_threads")}
-    settings |= {"steps": steps} | asdict(workload)
+    settings |= asdict(workload) | {"steps": steps}
     report.print_metrics("Beside TRL", settings, metrics)
     report.write(metrics, arguments.json)
 
@@ -156,15 +171,13 @@ def make_letter_sort_model(folder: Path, num_steps: int) -> None:
             raise RuntimeError((folder.parent / "warm_start.txt").read_text())
 
 
-def our_command(
-    workload: Workload, model: Path, rows: Path, run_dir: Path, total_steps: int, seed: int
-) -> list[str]:
+def our_command(workload: Workload, run: Run) -> list[str]:
     settings = {
-        "run_dir": run_dir,
-        "seed": seed,
-        "total_steps": total_steps,
+        "run_dir": run.run_dir,
+        "seed": run.seed,
+        "total_steps": run.total_steps,
         "generation.max_new_tokens": workload.max_new_tokens,
-        "actor.path": model,
+        "actor.path": run.model,
         "actor.optimizer.lr": workload.lr,
         "actor.ppo.num_minibatches": workload.num_minibatches,
         "actor.ppo.advantage_deviation": "sample",  # as TRL
@@ -176,32 +189,16 @@ def our_command(
         "rollout.max_running_sequences": workload.groups * workload.group_size,
         "rollout.max_context_tokens": workload.max_tokens,
         "rollout.max_staleness": 1,
-        "+task.rows": rows,
+        "+task.rows": run.rows,
         "+task.reward": workload.reward,
         "+task.use_chat_template": workload.use_chat_template,
     }
     return [sys.executable, "benchmarks/against_trl_run.py", *assignments(settings)]
 
 
-def trl_command(
-    python: Path,
-    num_threads: int,
-    workload: Workload,
-    model: Path,
-    rows: Path,
-    run_dir: Path,
-    total_steps: int,
-    seed: int,
-) -> list[str]:
-    settings = asdict(workload) | {
-        "run_dir": str(run_dir),
-        "seed": seed,
-        "total_steps": total_steps,
-        "model": str(model),
-        "rows": str(rows),
-        "num_threads": num_threads,
-    }
-    return [str(python), "benchmarks/peers/trl_peer.py", json.dumps(settings)]
+def trl_command(workload: Workload, run: Run, python: Path, num_threads: int) -> list[str]:
+    settings = {**asdict(workload), **asdict(run), "num_threads": num_threads}
+    return [str(python), "benchmarks/peers/trl_peer.py", json.dumps(settings, default=str)]
 
 
 def assignments(settings: dict[str, object]) -> list[str]:
