@@ -42,8 +42,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="training steps that count")
     parser.add_argument("--skip", type=int, default=10, help="first steps that do not count")
     arguments = report.parse(parser, pairs=1, steps=5, skip=1)
-    # what a run leaves to the first process of the machine is left to this one, and counted
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     checkouts = {"this": ROOT, "other": arguments.other.resolve()}
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in checkouts}
     with TemporaryDirectory(prefix="areal-sc-benchmark-") as folder:
@@ -54,20 +53,18 @@ def main() -> None:
                 report.say(f"pair={pair} {name} cpu_s={used[0]:.4f} s={used[1]:.4f}")
     metrics: report.Metrics = {}
     for index, what in enumerate(("cpu_s", "s")):
-        pairs = zip(results["this"], results["other"], strict=True)
-        ratios = [this[index] / other[index] for this, other in pairs]
-        low, high = median_interval(ratios)
+        values = {name: [used[index] for used in results[name]] for name in checkouts}
         for name in checkouts:
-            values = [used[index] for used in results[name]]
-            metrics[f"{name}_{what}_per_step"] = statistics.median(values)
-        metrics |= {
-            f"{what}_ratio": statistics.median(ratios),
-            f"{what}_ratio_low": low,
-            f"{what}_ratio_high": high,
-        }
+            metrics[f"{name}_{what}_per_step"] = statistics.median(values[name])
+        metrics |= ratio_metrics(what, values["this"], values["other"])
     settings = {"pairs": arguments.pairs, "steps": arguments.steps}
     report.print_metrics("This checkout over the other", settings, metrics)
     report.write(metrics, arguments.json)
+
+
+def adopt_orphans() -> None:
+    """What a run leaves to the first process of the machine is left to this one, and counted."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def run(checkout: Path, folder: Path, seed: int, skip: int, steps: int) -> tuple[float, float]:
@@ -126,6 +123,17 @@ def reap_all_but(pid: int) -> None:
 def children() -> list[int]:
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     return [int(word) for word in path.read_text().split()]
+
+
+def ratio_metrics(name: str, ours: list[float], others: list[float]) -> report.Metrics:
+    """Median of the pairs' ratios, and its 95 % interval."""
+    ratios = [our / other for our, other in zip(ours, others, strict=True)]
+    low, high = median_interval(ratios)
+    return {
+        f"{name}_ratio": statistics.median(ratios),
+        f"{name}_ratio_low": low,
+        f"{name}_ratio_high": high,
+    }
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:

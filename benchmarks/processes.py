@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from areal_sc import RolloutController, TrainController
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _INTERVAL_S = 0.0005
+_PEAK_INTERVAL_S = 0.5
 
 
 def worker_pids(*controllers: TrainController | RolloutController) -> dict[str, int]:
@@ -68,6 +69,39 @@ def memory_growth(pid: int, before: Mapping[str, int]) -> Iterator[dict[str, int
         is_over.set()
         watcher.join()
         sample()
+
+
+def proportional_bytes(pid: int) -> int:
+    """Resident memory of a process, of which pages that n processes share count 1/n (PSS)."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it has just ended
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+@contextmanager
+def peak_memory() -> Iterator[Callable[[], int]]:
+    """Samples `proportional_bytes` of all processes below this one, twice a second.
+
+    Yields: a function that gives their highest sum so far.
+    """
+    peak = 0
+    is_over = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_over.wait(_PEAK_INTERVAL_S):
+            below = process_tree(os.getpid())[1:]
+            peak = max(peak, sum(map(proportional_bytes, below)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield lambda: peak
+    finally:
+        is_over.set()
+        watcher.join()
 
 
 def _process_table() -> tuple[dict[int, float], dict[int, list[int]]]:

@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from areal_sc.engines.finite import require_finite
 
-LENGTHS: Final = (16, 3, 6, 1)
+LENGTHS: Final = (13, 3, 6, 1)
 """Of rows by which a model is tried: longer than limits that are made small, and a single token."""
 
-_NUM_PASSES: Final = 4
+_NUM_PASSES: Final = 3
 """Forward passes that look for likely tokens. The first tokens of a row follow from the first
 passes; further ones continue a row that still changes before them."""
 

@@ -103,9 +103,10 @@ def measure_noise(
 def _rounding(causal_lm: nn.Module, unit: float) -> Iterator[None]:
     """Within it what modules return is moved at random, as rounding moves it.
 
-    Args: unit: the relative size of one rounding.
+    Args: unit: the largest relative size of one rounding, here its standard deviation.
     """
     generators = dict[torch.device, torch.Generator]()
+    widest = 3**0.5 * unit  # of uniform draws whose standard deviation is the unit
 
     def moved(values: Any, *, is_sum: bool) -> Any:
         if not isinstance(values, torch.Tensor) or not values.is_floating_point():
@@ -116,8 +117,8 @@ def _rounding(causal_lm: nn.Module, unit: float) -> Iterator[None]:
         size = values.abs()
         if is_sum:  # of terms that cancel each other: a small sum is rounded as a typical one
             size = torch.maximum(size, values.square().mean(-1, keepdim=True).sqrt())
-        draws = torch.randn(values.shape, generator=generators[device], device=device)
-        return values + unit * size * draws
+        draws = torch.empty_like(values).uniform_(-widest, widest, generator=generators[device])
+        return values + draws.mul_(size)
 
     def move(module: nn.Module, _inputs: Any, outputs: Any) -> Any:
         is_sum = isinstance(module, nn.Linear)

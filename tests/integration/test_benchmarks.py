@@ -22,6 +22,7 @@ import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SGLANG = BENCHMARKS.parent / ".venv-sglang" / "bin" / "python"
+TRL = BENCHMARKS.parent / ".venv-trl" / "bin" / "python"
 LIMIT_S = 240
 
 PROMISED = {
@@ -31,6 +32,7 @@ PROMISED = {
     "agent_sessions": {"thinking_call_cpu_ms", "at_once_late_most_ms", "resident_growth"},
     "algorithms": {"decoupled_ppo_0_accuracy_before", "decoupled_ppo_0_accuracy_after"},
     "against_checkout": {"cpu_s_ratio", "s_ratio_high"},
+    "against_trl": {"cpu_s_per_step_ratio", "trl_first_s", "ours_to_step_4_accuracy"},
     "autoscale": {"one_less_over_best_per_worker", "three_more_over_best_per_worker"},
     "async_speedup": {"sync_over_async_s_per_step", "async_floor_s_per_step", "sync_wait_share"},
     "chaos": {"num_reattached", "num_gone_back", "controller_recovery_worst_s"},
@@ -131,6 +133,8 @@ def test_all_benchmarks_are_known() -> None:
 def test_a_quick_benchmark_runs_and_its_numbers_are_finite(command: str, tmp_path: Path) -> None:
     if "sglang" in command and not SGLANG.is_file():
         pytest.skip(f"no SGLang at {SGLANG}: tests/sglang_server/install.sh installs it")
+    if command == "against_trl" and not TRL.is_file():
+        pytest.skip(f"no TRL at {TRL}: benchmarks/peers/install_trl.sh installs it")
     result = tmp_path / "result.json"
     done = run_benchmark(*command.split(), "--quick", "--json", str(result))
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
@@ -262,3 +266,16 @@ def test_kept_runs_are_those_of_the_same_settings(
 def test_a_missing_sglang_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
     said = refused("weight_update", "--quick", "--sglang-python", str(tmp_path / "python"))
     assert f"no SGLang at {tmp_path / 'python'}" in said
+
+
+def test_a_missing_trl_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    said = refused("against_trl", "--quick", "--trl-python", str(tmp_path / "python"))
+    assert f"no TRL at {tmp_path / 'python'}" in said
+
+
+def test_the_last_number_of_an_answer_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from trl_tasks import last_number
+
+    answers = {"-4": 1.0, "5 - 9 = -4.": 1.0, "14": 0.0, "-4 or 4": 0.0, "none": 0.0}
+    assert {text: last_number({"answer": "-4"}, text) for text in answers} == answers
