@@ -65,6 +65,11 @@ def rule(**changes: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def window_of_two(arguments: dict[str, Any]) -> None:
+    """Where the model has none, too."""
+    arguments["rule"] = replace(arguments["rule"], window=2)
+
+
 def in_rows(**changes: Callable[[Any], Any]) -> Callable[[], Any]:
     return lambda: wrapped(packed_attention, "attend_rows", rule(**changes))
 
@@ -166,11 +171,15 @@ TRAINER = {
     ),
     "no window": Fault(in_rows(window=lambda _: None), WINDOWS),
     "a window of one token more": Fault(in_rows(window=lambda n: n + 1), WINDOWS),
+    "a window of two tokens": Fault(
+        lambda: wrapped(packed_attention, "attend_rows", window_of_two)
+    ),
     "scores scaled by 1.05": Fault(in_rows(scale=lambda scale: 1.05 * scale)),
     "no soft cap of scores": Fault(in_rows(softcap=lambda _: None), ("gemma2",)),
     "no sinks": Fault(in_rows(sinks=lambda _: None), ("gpt_oss",)),
     "keys of other heads": Fault(keys_of_other_heads(packed_attention, "attend_rows", "key")),
     "positions twice as far apart": Fault(positions(lambda of: 2 * of)),
+    "another scale of rotary embeddings": Fault(positions(lambda of: of * 1.05)),
     "no positions": Fault(positions(torch.zeros_like)),
     "a position is left out": Fault(positions(lambda of: of + (of > 1))),
     "positions count on over rows": Fault(
@@ -185,6 +194,12 @@ TRAINER = {
 GENERATION = {
     "a window of one token more in generation": Fault(in_slots(window=lambda n: n + 1), WINDOWS),
     "no window in generation": Fault(in_slots(window=lambda _: None), WINDOWS),
+    "a window of two tokens in generation": Fault(
+        lambda: wrapped(attention.SlotAttention, "attend", window_of_two)
+    ),
+    "another scale of rotary embeddings in generation": Fault(
+        generated_positions(lambda of, _: of * 1.05)
+    ),
     "scores scaled in generation": Fault(in_slots(scale=lambda scale: 1.05 * scale)),
     "no soft cap in generation": Fault(in_slots(softcap=lambda _: None), ("gemma2",)),
     "no sinks in generation": Fault(in_slots(sinks=lambda _: None), ("gpt_oss",)),
