@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from areal_sc.engines.finite import require_finite
 
 LENGTHS: Final = (13, 3, 6, 1)
-"""Of rows by which a model is tried: longer than limits that are made small, and a single token."""
+"""The rows by which a model is tried: some longer than limits that are made small, one a token."""
 
 _NUM_PASSES: Final = 3
 """Forward passes that look for likely tokens. The first tokens of a row follow from the first

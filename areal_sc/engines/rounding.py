@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from areal_sc.engines.training.streamed_layers import decoder_layers
+from areal_sc.errors import ModelError
 
 NUM_DRAWS: Final = 8
 """Copies of each row. The spread of so many is known to a quarter."""
@@ -36,8 +37,12 @@ WRONG: Final = 100.0
 """A distance in float32 that is a mistake for sure. Mistakes gave 480 and more."""
 
 _LEAST_SHARE: Final = 0.1
-"""Of the noise of all numbers together: what a token's many numbers move at least. The draws of a
+"""A token's many numbers move at least by this share of the noise of all numbers together. Draws of a
 single number say less: it moves at least as the others do."""
+
+
+_MOST_NATS: Final = 0.05
+"""The largest noise of a log-probability in float32. Pretrained models had 4e-4 at their worst."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +65,7 @@ class Expected:
         return LIMITS[self.dtype]
 
     def part(self, tokens: range) -> Expected:
-        """Of these tokens alone, which follow each other."""
+        """The same for these tokens alone, which follow each other."""
         chosen = slice(tokens.start, tokens.stop)
         return Expected(self.values[chosen], self.noise[chosen], self.dtype)
 
@@ -97,6 +102,21 @@ def measure_noise(
     """
     with _rounding(causal_lm, torch.finfo(dtype).eps / 2):
         return compute(NUM_DRAWS).float().std(0)
+
+
+def require_determined(causal_lm: nn.Module, noise: torch.Tensor) -> None:
+    """Checks that rounding does not hide everything: what a model computes is one thing.
+
+    Args: noise: of log-probabilities in float32, nats.
+    Raises: ModelError: it is too large: the model draws random numbers, or multiplies differences.
+    """
+    worst = float(noise.max())
+    if not worst <= _MOST_NATS:
+        raise ModelError(
+            f"{type(causal_lm).__name__}: rounding in float32 moves its log-probabilities by "
+            f"{worst:.2g} nats, expected at most {_MOST_NATS:g}: a mistake could not be told from "
+            "rounding; does it draw random numbers in its forward pass?"
+        )
 
 
 @contextmanager

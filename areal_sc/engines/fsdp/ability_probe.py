@@ -17,7 +17,7 @@ from areal_sc.config.schema import ModelHead
 from areal_sc.engines.finite import require_finite
 from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel
 from areal_sc.engines.likely_rows import likely_rows
-from areal_sc.engines.rounding import WRONG, Expected, measure_noise
+from areal_sc.engines.rounding import WRONG, Expected, measure_noise, require_determined
 from areal_sc.engines.small_limits import with_small_limits
 from areal_sc.errors import ModelError
 
@@ -80,6 +80,8 @@ def probe_abilities(
             noises = [_noise(model, rows, it) for it in dict.fromkeys((torch.float32, dtype))]
     except _FORWARD_ERRORS as error:
         raise ModelError(f"{name} does not compute rows of any length: {error!r}") from error
+    if model.head is ModelHead.lm:
+        require_determined(model.causal_lm, noises[0])
     expected = Expected(torch.cat(alone), noises[0])
     before = expected.part(range(len(shorter) - 1))  # its last value is of another next token
     if before.distance(shorter[:-1]) > before.limit:

@@ -14,7 +14,7 @@ from areal_sc.engines.likely_rows import likely_rows, plain_logprobs
 from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
-from areal_sc.engines.rounding import Expected, measure_noise
+from areal_sc.engines.rounding import Expected, measure_noise, require_determined
 from areal_sc.engines.small_limits import with_small_limits
 from areal_sc.errors import ModelError
 
@@ -36,12 +36,17 @@ def check_generation(model: PreTrainedModel, longest_input: int) -> None:
     Raises: ModelError: they are further from those of the model's own forward pass than rounding
         explains, or are not finite.
     """
-    exact = model if model.dtype == torch.float32 else _in_float32(model)
-    exact = _with_small_limits(exact, longest_input)
-    prompts = likely_rows(exact, _PROMPT_LENGTHS)
-    _compare(exact, exact, prompts)
-    if model.dtype != torch.float32:
-        _compare(_with_small_limits(model, longest_input), exact, prompts)
+    is_training = model.training
+    model.eval()  # type: ignore[no-untyped-call]  # dropout is no rounding
+    try:
+        exact = model if model.dtype == torch.float32 else _in_float32(model)
+        exact = _with_small_limits(exact, longest_input)
+        prompts = likely_rows(exact, _PROMPT_LENGTHS)
+        _compare(exact, exact, prompts)
+        if model.dtype != torch.float32:
+            _compare(_with_small_limits(model, longest_input), exact, prompts)
+    finally:
+        model.train(is_training)
 
 
 def _with_small_limits(model: PreTrainedModel, longest_input: int) -> PreTrainedModel:
@@ -92,6 +97,8 @@ def _compare(
     alone = [row.to(model.device) for row in rows]
     own = torch.cat([_newest(plain_logprobs(model, [row]), [row]) for row in alone])
     noise = measure_noise(exact, model.dtype, compute)
+    if model.dtype == torch.float32:
+        require_determined(model, noise)
     expected = Expected(own.cpu()[None], noise.cpu()[None], model.dtype)
     if (distance := expected.distance(torch.cat(found)[None])) > expected.limit:
         raise ModelError(

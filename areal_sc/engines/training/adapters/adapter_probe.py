@@ -21,7 +21,7 @@ PROBE_NAME: Final = "adapter_probe"
 
 _FILE: Final = "probe.json"
 _LEAST_ROUNDINGS: Final = 64
-"""Of a log-probability, by its own size: in a small model two programs agree by chance."""
+"""A log-probability is rounded at least so often: in a small model two programs agree by chance."""
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,13 @@ def test_weights_that_are_not_finite_are_named_before_anything_is_compared(tmp_p
         plain_logprobs(model.causal_lm, rows)
 
 
+def test_a_model_that_draws_random_numbers_is_refused() -> None:
+    """Or its noise would hide every mistake."""
+    causal_lm = build("gpt2").train()
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel: rounding in float32 moves .* by"):
+        probe_abilities(PackedModel(causal_lm, chunk_tokens=4), LONGEST)
+
+
 def test_ranks_that_overflow_are_not_said_to_compute_something_else() -> None:
     alone = ProcessGroup(0, 1, torch.device("cpu"))
     words = {"subject": "the ranks differ", "advice": "use one"}

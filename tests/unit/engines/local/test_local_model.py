@@ -189,7 +189,7 @@ def test_half_precision_does_not_hide_a_wrong_attention() -> None:
     )
     model = BlenderbotSmallForCausalLM(config).to(torch.bfloat16)
     settings = RolloutConfig(path="", max_context_tokens=64, max_prefill_tokens=16, seed=0)
-    with pytest.raises(ModelError, match=r"BlenderbotSmallForCausalLM: log-prob.* most 0\.0003"):
+    with pytest.raises(ModelError, match=r"BlenderbotSmallForCausalLM: log-prob.* most 30;"):
         LocalEngine(settings, (model, NoEos()))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
