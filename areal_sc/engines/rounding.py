@@ -37,9 +37,8 @@ WRONG: Final = 100.0
 """A distance in float32 that is a mistake for sure. Mistakes gave 480 and more."""
 
 _LEAST_SHARE: Final = 0.1
-"""A token's many numbers move at least by this share of the noise of all numbers together. Draws of a
-single number say less: it moves at least as the others do."""
-
+"""A token's many numbers move at least by this share of the noise of all numbers together. The
+draws of a single number say less: it moves at least as the others do."""
 
 _MOST_NATS: Final = 0.05
 """The largest noise of a log-probability in float32. Pretrained models had 4e-4 at their worst."""
