@@ -55,9 +55,6 @@ class EvaluationConfig:
     sets: list[EvaluationSetConfig] = setting(
         list, "sets of prompts beside those of the script: [{name: ..., prompts: ...}, ...]"
     )
-    cut_is_wrong: bool = setting(
-        True, "an answer that max_new_tokens cuts counts as wrong, whatever its reward"
-    )
     stop_after: int = setting(
         0, "training ends after so many evaluations without a better one; 0: never", ge=0
     )

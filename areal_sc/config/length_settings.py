@@ -1,10 +1,29 @@
-"""A soft limit of an answer's length."""
+"""What the length of an answer does to its reward: a soft limit, and answers that are cut."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from areal_sc.config.fields import setting
+
+
+class CutAnswers(StrEnum):
+    """What an answer counts that did not end by itself: `max_new_tokens` or the context cut it.
+
+    wrong: in training and in evaluations its accuracy is 0, and its reward 0 at most.
+    wrong_in_evaluations: its accuracy is 0 there; its reward, and training, are as judged.
+    judged: what the workflow says of it.
+    """
+
+    wrong = "wrong"
+    wrong_in_evaluations = "wrong_in_evaluations"
+    judged = "judged"
+
+    @property
+    def is_wrong_in_evaluations(self) -> bool:
+        """Whether a cut answer has the accuracy 0 there, whatever the workflow says."""
+        return self is not CutAnswers.judged
 
 
 @dataclass

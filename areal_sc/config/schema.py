@@ -23,6 +23,7 @@ from areal_sc.config.follow_settings import (
     SamplesConfig,
     TrackerKind,
 )
+from areal_sc.config.length_settings import CutAnswers as CutAnswers
 from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.optimizer_settings import LrSchedule as LrSchedule
@@ -167,6 +168,7 @@ class GenerationConfig:
     top_k: int = setting(0, "sample from this many likeliest tokens; 0: no limit", ge=0)
     stop: list[str] = setting(list, "strings that end a completion; its text ends before them")
     stop_token_ids: list[int] = setting(list, "tokens that end a completion, beside EOS")
+    cut_answers: CutAnswers = setting(CutAnswers.wrong_in_evaluations)
 
 
 @dataclass

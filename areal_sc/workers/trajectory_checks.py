@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from areal_sc.algorithms.reward_shaping import soft_length_penalty
-from areal_sc.config.length_settings import SoftLengthConfig
+from areal_sc.config.length_settings import CutAnswers, SoftLengthConfig
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.metadata import MAX_RETURNS
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.workflows.base import Trajectory
+from areal_sc.workflows.trajectory import ACCURACY, STOPPED
 
 
 def checked_episode(
@@ -27,7 +28,8 @@ def checked_episode(
 ) -> list[Trajectory] | Rejection:
     """The rows of an episode, with fields as arrays; why it is rejected if one cannot be used.
 
-    Rows that are trained have what `rollout.soft_length` takes from their rewards.
+    Rows whose answer was cut are wrong where `generation.cut_answers` says so. Rows that are
+    trained have what `rollout.soft_length` takes from their rewards.
 
     Args:
         returned: what `run_episode` gave.
@@ -61,8 +63,21 @@ def checked_episode(
             f"the episode's {len(rows)} rows have {num_tokens} tokens together, expected at most "
             f"{limits.episode_tokens}: raise rollout.max_episode_tokens",
         )
+    if limits.generation.cut_answers is CutAnswers.wrong:
+        rows = [_wrong(row) if row.metrics.get(STOPPED) == 0 else row for row in rows]
     is_limited = is_trained and limits.soft_length.limit_tokens > 0
     return [_with_soft_length(row, limits.soft_length) for row in rows] if is_limited else rows
+
+
+def _wrong(row: Trajectory) -> Trajectory:
+    """With the accuracy 0, where there is one, and rewards of 0 at most."""
+    accuracy = {ACCURACY: 0.0} if ACCURACY in row.metrics else {}
+    return replace(
+        row,
+        reward=min(float(row.reward), 0.0),
+        returns=[(min(value, 0.0), size) for value, size in row.returns],
+        metrics={**row.metrics, **accuracy},
+    )
 
 
 def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:

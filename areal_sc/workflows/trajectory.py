@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from areal_sc.records.recorded_calls import RecordedCall
 from areal_sc.rewards.base import Score
+
+ACCURACY: Final = "accuracy"
+STOPPED: Final = "stopped"
+"""Metrics of a workflow that a run understands: whether an answer is right, and whether it ended by
+itself, 0 or 1."""
 
 
 @dataclass

@@ -87,6 +87,10 @@ NOT_RUN_HERE = {
     ),
     "make quickstart": "takes minutes; test_run_whole.py runs its script",
     "make test": ".ci/run",
+    "make real-model": "Makefile",  # `make test` needs it
+    ".venv/bin/python examples/sums.py --config configs/sums.yaml": (
+        "takes minutes; tests/unit/examples/test_sums.py has its task"
+    ),
     "python -m areal_sc samples runs/minimal": "tests/integration/test_new_project.py",
     "python -m areal_sc samples runs/minimal --step 40": "tests/unit/commands/test_commands.py",
     "python -m areal_sc samples runs/minimal --worst --last 10": "tests/unit/commands",

@@ -32,7 +32,7 @@ class Evaluation:
         self._words = [
             *(sys.executable, "-m", "areal_sc", "evaluate", str(model), "--out", str(self.out)),
             *("rollout.device=cpu", "actor.device=cpu", "generation.max_new_tokens=8"),
-            "evaluation.cut_is_wrong=false",
+            "generation.cut_answers=judged",
         ]
         self._set = f"name=letters,prompts={prompts},answer_key=,num_samples={NUM_SAMPLES}"
 

@@ -22,7 +22,7 @@ def test_each_set_is_evaluated_and_the_best_model_stays(
         tmp_path / "run",
         tiny_model_folder,
         f"evaluation.sets=[{one} num_samples: 4}}]",
-        *("evaluation.every_steps=1", "evaluation.cut_is_wrong=false"),
+        *("evaluation.every_steps=1", "generation.cut_answers=judged"),
         "checkpoint.keep_best=letters/pass@2",
     ) as run:
         run.finish()

@@ -57,7 +57,7 @@ def test_each_reward_has_its_curve_and_the_loss_lies_beside_the_script(
     (folder / "my_numbers.py").write_text("SCALE = 3.0")
     settings = (
         *("actor.ppo.loss=my_loss:weighted", "actor.ppo.loss_settings={power: 2}"),
-        "evaluation.cut_is_wrong=false",  # else the accuracy counts other answers than the reward
+        "generation.cut_answers=judged",  # else the accuracy counts other answers than the reward
     )
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings, script=script) as run:
         run.finish()

@@ -78,6 +78,7 @@ generation.temperature = rollout_temperature
 generation.stop = stop_strings stop_sequences
 generation.max_new_tokens = max_completion_length max_response_length response_length max_tokens
     generate_max_len rollout_max_response_len
+generation.cut_answers=wrong (their reward is 0; none is left out) = mask_truncated_completions
 rollout.engine = use_vllm vllm_mode rollout.name inference_backend
 rollout.max_context_tokens (prompt and answer together) = max_prompt_length prompt_length
     max_model_len max_length context_length max_seq_len vllm_max_model_length

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from areal_sc.errors import WorkflowError
 from areal_sc.records.estimates import Estimate, accuracy, majority, mean_of, pass_at_k
@@ -13,16 +13,12 @@ from areal_sc.rejection import Rejection
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers.calls import EvaluationReply
 from areal_sc.workflows.base import Workflow
+from areal_sc.workflows.trajectory import ACCURACY, STOPPED
 
 T = TypeVar("T")
 
 MetricSums = Mapping[str, tuple[float, int]]
 """Metric -> (sum, number of episodes)."""
-
-ACCURACY: Final = "accuracy"
-STOPPED: Final = "stopped"
-"""Metrics of a workflow that an evaluation understands: whether an answer is right, and whether it
-ended by itself, 0 or 1."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_sc.config.length_settings import SoftLengthConfig
-from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.length_settings import CutAnswers, SoftLengthConfig
+from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.rewards.base import Score
 from areal_sc.workers.trajectory_checks import Rejection, checked_episode
 from areal_sc.workflows.base import Trajectory
@@ -120,6 +120,33 @@ def test_long_rows_pay_by_their_sampled_tokens() -> None:
     assert isinstance(free, list)
     assert [one.reward for one in free] == [1.0, 1.0, 1.0]
     assert "length_penalty" not in free[0].metrics
+
+
+CUT = {"accuracy": 1.0, "stopped": 0.0}
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("counts", CutAnswers)
+def test_what_a_cut_answer_counts(counts: CutAnswers, is_trained: bool) -> None:
+    limits = replace(LIMITS, generation=GenerationConfig(cut_answers=counts))
+    given = [
+        row(2, reward=Score(1.0, {"right": 1.0}), metrics=CUT),
+        row(2, reward=-0.5, metrics={"stopped": 0.0}),
+        row(4, returns=[(0.5, 3), (-1.0, 1)], metrics=CUT),
+        row(2, metrics={**CUT, "stopped": 1.0}),
+        row(2),  # whose workflow does not tell
+    ]
+    rows = checked_episode(given, limits, {}, is_trained=is_trained)
+    assert isinstance(rows, list)
+    if counts is not CutAnswers.wrong:
+        assert [one.reward for one in rows] == [1.0, -0.5, 1.0, 1.0, 1.0]
+        assert [one.metrics.get("accuracy") for one in rows] == [1.0, None, 1.0, 1.0, None]
+        return
+    assert [one.reward for one in rows] == [0.0, -0.5, 0.0, 1.0, 1.0]
+    assert rows[0].metrics == {"accuracy": 0.0, "stopped": 0.0, "reward/right": 1.0}
+    assert rows[1].metrics == {"stopped": 0.0}
+    assert rows[2].returns == [(0.0, 3), (-1.0, 1)]
+    assert rows[3].metrics == {"accuracy": 1.0, "stopped": 1.0}
 
 
 def test_a_greedy_row_is_for_evaluations() -> None:
