@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 from integration.agent_forks import AROUND, address_of_forks, fork_agents
-from integration.run_process import TINY_YAML
+from integration.run_process import REPOSITORY, TINY_YAML
 
 from areal_sc import GRPOConfig, LocalGenerator, RolloutController, load_config, make_scheduler
 from areal_sc import start as start_controllers
@@ -75,6 +77,16 @@ def chat_model(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
     template = "{% for message in messages %}{{ message.content }}{% endfor %}="
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     return folder
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder; written if it is not there."""
+    install = REPOSITORY / "tests" / "real_model" / "install.sh"
+    subprocess.run(
+        [str(install)], env=os.environ | {"PYTHON": sys.executable}, check=True, timeout=900
+    )
+    return REPOSITORY / ".venv-models" / "SmolLM2-135M-Instruct"
 
 
 @pytest.fixture(scope="module")

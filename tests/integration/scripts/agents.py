@@ -11,9 +11,13 @@ from typing import Any
 
 def ask(text: str) -> str:
     """What the model answers."""
+    return answer_to([{"role": "user", "content": text}])
+
+
+def answer_to(messages: list[dict[str, str]]) -> str:
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
-        json.dumps({"model": "any", "messages": [{"role": "user", "content": text}]}).encode(),
+        json.dumps({"model": "any", "messages": messages}).encode(),
         {
             "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
             "Content-Type": "application/json",
@@ -22,6 +26,16 @@ def ask(text: str) -> str:
     with urllib.request.urlopen(request) as answer:
         content: str = json.load(answer)["choices"][0]["message"]["content"]
     return content
+
+
+def asks_twice(row: dict[str, Any]) -> float:
+    """A conversation of two turns."""
+    messages = [{"role": "user", "content": row["prompt"]}]
+    messages += [
+        {"role": "assistant", "content": answer_to(messages)},
+        {"role": "user", "content": row["then"]},
+    ]
+    return float(len(answer_to(messages)))
 
 
 def sees_the_model_alone(row: dict[str, Any]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -176,3 +177,28 @@ class UnreadableRows(Prompts):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         raise OSError(f"row {index} is on a broken disk")
+
+
+class NotesRows(Workflow):
+    """Plays as another workflow does, and writes each row with its tokens to a file."""
+
+    def __init__(self, played: Workflow, path: str) -> None:
+        self.played = played
+        self.path = path
+
+    async def run_episode(
+        self, prompt: dict[str, Any], engine: EpisodeEngine
+    ) -> Trajectory | Sequence[Trajectory] | None:
+        played = await self.played.run_episode(prompt, engine)
+        rows = [played] if isinstance(played, Trajectory) else played or ()
+        self._write(prompt, rows)
+        return played
+
+    def _write(self, prompt: dict[str, Any], rows: Sequence[Trajectory]) -> None:
+        """A line of JSON a row."""
+        names = ("input_ids", "loss_mask", "behavior_logprobs")
+        with open(self.path, "a") as file:
+            for row in rows:
+                tokens = {name: list(getattr(row, name)) for name in names}
+                noted = {"prompt": prompt, "reward": row.reward, **tokens}
+                file.write(json.dumps(noted) + "\n")

@@ -32,14 +32,24 @@ def unknown_answer(prompt: dict[str, Any], completion: str) -> float:
     return float(prompt["solution"] == completion)
 
 
-REWARDS: dict[str, RewardFunction] = {"partial": partial, "unknown_answer": unknown_answer}
+REWARDS: dict[str, RewardFunction] = {
+    "partial": partial,
+    "by_letters": by_letters,
+    "unknown_answer": unknown_answer,
+}
 
 
 class GatedWorkflow(SingleTurnWorkflow):
     """Holds a worker's episodes after each `num_free` of them until the file `gate` grows."""
 
-    def __init__(self, reward: RewardFunction, num_free: int, gate: Path) -> None:
-        super().__init__(reward)
+    def __init__(
+        self,
+        reward: RewardFunction,
+        num_free: int,
+        gate: Path,
+        use_chat_template: bool = False,
+    ) -> None:
+        super().__init__(reward, use_chat_template=use_chat_template)
         self.num_free = num_free
         self.gate = gate
         self._num_begun = 0
@@ -65,14 +75,14 @@ def letter_prompts(num_prompts: int, seed: int) -> list[dict[str, Any]]:
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     task = config.task
-    reward = REWARDS[task["reward"]]
+    reward, is_chat = REWARDS[task["reward"]], task["use_chat_template"]
     if not task["draws"]:
         run.plot_learning_curve = lambda *_: None
     PPOTrainer(config).fit(
-        GatedWorkflow(reward, task["num_free_episodes"], Path(task["gate"])),
+        GatedWorkflow(reward, task["num_free_episodes"], Path(task["gate"]), is_chat),
         letter_prompts(64, seed=0),
         evaluation_prompts=letter_prompts(16, seed=1),
-        evaluation_workflow=SingleTurnWorkflow(reward),
+        evaluation_workflow=SingleTurnWorkflow(reward, use_chat_template=is_chat),
     )
 
 
