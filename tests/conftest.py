@@ -25,8 +25,6 @@ FIRST = (*TOGETHER[:3], "tests/integration/test_", TOGETHER[3])
 In the folders much is waited for: beside them others compute.
 """
 
-REAL_MODEL = Path(__file__).parents[1] / ".venv-models" / "SmolLM2-135M-Instruct"
-
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -124,14 +122,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next(together, path)
 
     return ByFile(config, log)
-
-
-@pytest.fixture(scope="session")
-def real_model() -> Path:
-    """The folder of a pretrained model: SmolLM2-135M-Instruct, a Llama with a chat template."""
-    if not (REAL_MODEL / "complete").exists():
-        pytest.skip("SmolLM2-135M-Instruct is not in .venv-models: run `make real-model`")
-    return REAL_MODEL
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ SETTINGS: Final = (
     *(f"generation.max_new_tokens={NUM_TOKENS}", "rollout.max_context_tokens=128"),
     *("rollout.train_batch_groups=2", "rollout.group_size=2", "rollout.max_running_sequences=8"),
     *("actor.ppo.num_minibatches=1", "actor.max_tokens_per_micro_batch=512"),
-    *("evaluation.num_prompts=2", "evaluation.greedy=false", "evaluation.cut_is_wrong=false"),
+    *("evaluation.num_prompts=2", "evaluation.greedy=false", "generation.cut_answers=judged"),
     *("task.reward=by_letters", "task.use_chat_template=true", *PATIENT),
 )
 """Of a tiny run: 2 groups of 2 answers a step, whose rewards differ."""
@@ -217,7 +217,7 @@ def test_evaluate_answers_greedily_as_transformers(killed_run: RunProcess, tmp_p
     prompts.write_text("".join(json.dumps(row) + "\n" for row in known[:8]))
     words = ["evaluate", str(folder), "--out", str(out), "actor.device=cpu", "rollout.device=cpu"]
     words += [f"generation.max_new_tokens={NUM_TOKENS}", "rollout.max_context_tokens=128"]
-    words += ["evaluation.cut_is_wrong=false", "--set"]
+    words += ["generation.cut_answers=judged", "--set"]
     reward = "areal_sc.workflows.math_reward:exact_match"
     main([*words, f"name=letters,prompts={prompts},temperature=0,reward={reward}"])
     written = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
