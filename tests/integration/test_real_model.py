@@ -1,7 +1,7 @@
 """A user trains a model that people know, SmolLM2-135M-Instruct. Whether it learns is not tested.
 
-What the workers compute is compared with plain passes of transformers, in float32. A run takes up
-to 6.5 GB, so two must not run at once: all tests are in this file, and one process of pytest-xdist
+What the workers compute is compared with plain passes of transformers, in float32. A run takes
+up to 7 GB, so two must not run at once: all tests are in this file, and one process of pytest-xdist
 takes all tests of a file (`pytest_xdist_make_scheduler` in tests/conftest.py).
 """
 
@@ -56,6 +56,9 @@ CLEAR: Final = 1e-2
 NUM_TOKENS: Final = 6
 
 END: Final = "<|im_end|>"
+
+ON_DISK: Final = ("checkpoint.memory_every_steps=0", "checkpoint.keep=1")
+"""Snapshots in memory would take 3 GB more."""
 
 SETTINGS: Final = (
     *(f"generation.max_new_tokens={NUM_TOKENS}", "rollout.max_context_tokens=128"),
@@ -145,14 +148,15 @@ def killed_run(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         *(*SETTINGS, "total_steps=4", "actor.optimizer.lr=1e-4"),
         "task.num_free_episodes=4",  # of each worker: it is held after a step
         "rollout.max_staleness=0",  # a step's rows are of the version before it
-        "checkpoint.export_every_steps=2",
+        *(*ON_DISK, "checkpoint.every_steps=2", "checkpoint.export_every_steps=2"),
     )
     with tiny_run(run_dir, real_model, *settings) as first:
         first.wait_for_step(1)
         first.wait_until(lambda: len(list(rows(run_dir))) == 4, "the records of step 1")
         os.kill(first.worker_pid("rollout/0"), signal.SIGKILL)
         first.wait_for_step(2)
-        first.wait_until((run_dir / "models" / "step-2").exists, "the model of step 2")
+        for written in ("checkpoints/step-000002", "models/step-2"):
+            first.wait_until((run_dir / written).exists, written)
         os.kill(first.worker_pid("train/0"), signal.SIGKILL)
         open_gate(run_dir)
         first.wait_for_step(3)
@@ -260,7 +264,7 @@ def row_config(name: str, model: Path, run_dir: Path) -> GRPOConfig:
         *(f"actor.path={model}", f"run_dir={run_dir}", "total_steps=1"),
         *("actor.device=cpu", "actor.dtype=float32", "actor.max_tokens_per_micro_batch=512"),
         *("actor.optimizer.warmup_steps=0", "evaluation.every_steps=0", "checkpoint.every_steps=0"),
-        *PATIENT,
+        *(*ON_DISK, *PATIENT),
         generates=False,
     )
 
