@@ -85,7 +85,8 @@ def planted(of: str, models: dict[str, Any] | None) -> report.Metrics:
             make = functools.partial(build, family) if models is None else models.get(family)
             if make is None:
                 continue
-            refused = is_refused(functools.partial(fresh, make), faults[name].plant)
+            anew = make if models is None else functools.partial(fresh, make)
+            refused = is_refused(anew, faults[name].plant)
             num_faults, num_refused = num_faults + 1, num_refused + refused
             if not refused:
                 report.say(f"TAKEN: {of} {family}: {name}")

@@ -39,7 +39,8 @@ class Silence:
         )
         if blocked_s > limit_s:
             return f"hangs: its {what} (its log says where)"
-        is_blocked = blocked_s > BLOCKED_WARNING_S
+        # a beat tells of the turn that the one before has asked for
+        is_blocked = blocked_s > BLOCKED_WARNING_S + self._config.heartbeat_interval_s
         if is_blocked and not member.is_blocked:
             logger.warning(
                 "worker=%s %s (its log %s says where); it is lost after %g s",
