@@ -263,7 +263,9 @@ def test_a_rank_that_lacks_memory_for_a_snapshot_keeps_no_other_waiting(results:
 
 
 def test_layers_that_compute_something_else_are_noticed_by_every_rank(results: Results) -> None:
-    message = "ModelError: Megatron-core's layers do not compute .* pipeline=2.* times what rounding"
+    message = (
+        "ModelError: Megatron-core's layers do not compute .* pipeline=2.* times what rounding"
+    )
     for rank in results["swapped"]:
         assert re.match(message, rank["error"]), rank["error"]
 
