@@ -67,11 +67,11 @@ $(RUNS): pyproject.toml constraints.txt
 	$(IMPORT)
 	touch $@
 
-$(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+# after $(RUNS): two calls of pip at once in one environment break each other
+$(INSTALLED): $(RUNS)
 	$(PIP) --editable '.[dev]'
 	$(IMPORT)
-	touch $(RUNS) $@
+	touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
