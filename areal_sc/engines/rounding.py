@@ -37,8 +37,8 @@ WRONG: Final = 100.0
 """A distance in float32 that is a mistake for sure. Mistakes gave 480 and more."""
 
 _LEAST_SHARE: Final = 0.1
-"""A token's many numbers move at least by this share of the noise of all numbers together. The
-draws of a single number say less: it moves at least as the others do."""
+"""A token's many numbers move at least by this share of the noise of that token's numbers together.
+The draws of a single number say less: it moves at least as the others do."""
 
 _MOST_NATS: Final = 0.05
 """The largest noise of a log-probability in float32. Pretrained models had 4e-4 at their worst."""
@@ -76,13 +76,14 @@ class Expected:
         """
         if not len(self.values):
             return 0.0
-        share = 1.0 if self.values.dim() == 1 else _LEAST_SHARE
-        least = max(
-            share * float(self.noise.square().mean().sqrt()),
-            torch.finfo(self.dtype).eps * float(self.values.abs().max()),
-            torch.finfo(torch.float32).tiny,
-        )
-        apart = (found - self.values) / self.noise.clamp(min=least)
+        if self.values.dim() == 1:
+            least = self.noise.square().mean().sqrt()
+        else:
+            least = _LEAST_SHARE * self.noise.square().mean(-1, keepdim=True).sqrt()
+        # of each number by itself: a few channels of a pretrained model are very large
+        rounded = torch.finfo(self.dtype).eps * self.values.abs()
+        unit = self.noise.maximum(least).maximum(rounded)
+        apart = (found - self.values) / unit.clamp(min=torch.finfo(torch.float32).tiny)
         worst = float(apart.reshape(len(apart), -1).square().mean(1).sqrt().max())
         return math.inf if math.isnan(worst) else worst
 
