@@ -31,7 +31,7 @@ class Task:
     name: str = setting("chain_sum", "a task of reasoning-gym")
     settings: dict[str, Any] = setting(dict, "fields of its configuration")
     size: int = setting(2000, "rows that train", ge=1)
-    num_held_out: int = setting(64, "rows of another seed, for evaluation", ge=1)
+    num_held_out: int = setting(128, "rows of another seed, for evaluation", ge=1)
     use_chat_template: bool = setting(False, "puts questions into the model's chat format")
 
 
@@ -41,16 +41,18 @@ class Config(GRPOConfig):
 
 
 def load_task(task: Task, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows that train, and others, none of which asks what one of those asks."""
+    """Rows that train, and others of another seed, whose questions none of those asks."""
     path = f"reasoning_gym:{task.name}"
-    train = list(load_prompts(path, size=task.size, seed=seed, settings=task.settings))
-    others = load_prompts(path, size=2 * task.num_held_out, seed=seed + 1, settings=task.settings)
-    known = {row["prompt"] for row in train}
-    held_out = [row for row in others if row["prompt"] not in known][: task.num_held_out]
-    if not held_out:
+    others = load_prompts(path, size=task.num_held_out, seed=seed + 1, settings=task.settings)
+    held_out = list({row["prompt"]: row for row in others}.values())
+    asked = {row["prompt"] for row in held_out}
+    rows = load_prompts(path, size=task.size, seed=seed, settings=task.settings)
+    train = [row for row in rows if row["prompt"] not in asked]
+    if not train:
         raise ConfigError(
-            f"task.size={task.size}: these are all questions that {task.name} asks with such "
-            "settings, and none is left to evaluate: train on fewer, or give it wider settings"
+            f"task.num_held_out={task.num_held_out}: these are all questions that {task.name} asks "
+            "with such settings, and none is left to train on: hold out fewer, or give it wider "
+            "settings"
         )
     return train, held_out
 

@@ -29,15 +29,6 @@ from areal_sc.sizing.adapter_folder import ADAPTER_WEIGHTS
 _NAME: Final = re.compile(r"policy-\d+-[0-9a-f]{8}")
 """The names of adapters that a run has loaded into its servers: version and checksum."""
 
-_NOISE_MULTIPLE: Final = 4
-"""How many times as far as without an adapter a server's changes may be from the trainer's. Both
-terms of a change have that noise: together twice as much, which leaves as much again for larger
-noise with the adapter."""
-
-_WRONG_SHARE: Final = 0.25
-"""A server's changes may always be off by this share of them: one that ignores its adapter is off
-by all of them."""
-
 
 @dataclass(frozen=True)
 class AdapterWeights(VersionWeights):
@@ -102,12 +93,12 @@ class AdapterWeights(VersionWeights):
         """Compares what the adapter changes on the server with what it changes on the trainer."""
         adapted = await server.prompt_logprobs(self.probe.token_ids, self.adapter.name)
         error = self.probe.error([a - b for a, b in zip(adapted, bare, strict=True)])
-        noise = _NOISE_MULTIPLE * self.probe.noise(bare)
-        if not error <= max(noise, _WRONG_SHARE * self.probe.size):
+        if not error <= self.probe.limit(bare):
             raise ModelError(
                 f"{server.url} does not compute with adapter {self.adapter.name}, which it says it "
                 f"has: log-probabilities of a probe should change by {self.probe.size:.2g}, and "
-                f"their change is {error:.2g} off; set actor.lora.publish_merged=true"
+                f"their change is {error:.2g} off, where rounding explains "
+                f"{self.probe.limit(bare):.2g}; set actor.lora.publish_merged=true"
             )
 
 

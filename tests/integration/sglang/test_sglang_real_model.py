@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from integration.sglang.adapter_policies import LORA, AdapterPolicies
-from integration.sglang.policies import Answers, Generating, Policies
+from integration.sglang.policies import Answers, Generating, Policies, at_hand
 
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import Device, Dtype, GenerationConfig, RolloutConfig
 from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
+from areal_sc.errors import ModelError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -98,3 +99,23 @@ async def test_a_new_version_goes_on_with_the_answers_of_the_old_one(
     later = await engine.generate(prompts[0], GenerationConfig(max_new_tokens=8))
     assert set(later.versions) == {new}
     versions.check(prompts[0], later)
+
+
+@pytest.mark.parametrize("versions", [AdapterPolicies], ids=["adapter"], indirect=True)
+@pytest.mark.parametrize(
+    "scale",
+    [
+        pytest.param(0.0, id="ignored"),
+        pytest.param(0.95, id="of-an-earlier-step"),  # an adapter grows
+        pytest.param(2.0, id="twice-its-scale"),
+    ],
+)
+async def test_an_adapter_that_is_not_the_published_one_is_refused(
+    engine: ServerEngine, versions: Policies, scale: float
+) -> None:
+    published = versions.named_tensors(versions.add())
+    wrong = [(n, scale * v if n.endswith("lora_B") else v) for n, v in published]
+    served = engine.version
+    with pytest.raises(ModelError, match="does not compute with adapter"):
+        await engine.update_weights(versions.newest, at_hand(wrong))
+    assert engine.version == served

@@ -23,6 +23,17 @@ _FILE: Final = "probe.json"
 _LEAST_ROUNDINGS: Final = 64
 """A log-probability is rounded at least so often: in a small model two programs agree by chance."""
 
+_NOISE_MULTIPLE: Final = 4
+"""How many times as far as without an adapter a server's changes may be from the trainer's. Both
+terms of a change have that noise: together twice as much, which leaves as much again for larger
+noise with the adapter."""
+
+_NOISE_SHARES: Final = 1000
+_LARGEST_SHARE: Final = 0.25
+"""Changes of several nats amplify noise: they may be off by a share of their size, which is so many
+times the noise as a share of the log-probabilities, and at most a quarter. In float32 that is 0.01,
+where servers were off by 1e-5; in bfloat16 a quarter, where one was off by 0.22."""
+
 
 @dataclass(frozen=True)
 class AdapterProbe:
@@ -90,13 +101,17 @@ class AdapterProbe:
         """Root mean square of what others found, minus `changes`; nats."""
         return _size([a - b for a, b in zip(changes, self.changes, strict=True)])
 
-    def noise(self, bare: Sequence[float]) -> float:
-        """The same of log-probabilities without the adapter: what rounding makes of the row.
+    def limit(self, bare: Sequence[float]) -> float:
+        """The largest `error` that rounding explains; nats.
 
-        It is never less than what the rounding of the log-probabilities themselves may add up to.
+        Args: bare: [P - 1] what others found without the adapter.
         """
-        least = _LEAST_ROUNDINGS * torch.finfo(torch.float32).eps * _size(self.bare)
-        return max(least, _size([a - b for a, b in zip(bare, self.bare, strict=True)]))
+        without = _size(self.bare)
+        # what the rounding of the log-probabilities themselves may add up to
+        least = _LEAST_ROUNDINGS * torch.finfo(torch.float32).eps * without
+        noise = max(least, _size([a - b for a, b in zip(bare, self.bare, strict=True)]))
+        share = min(_LARGEST_SHARE, _NOISE_SHARES * noise / without) if without else 0.0
+        return max(_NOISE_MULTIPLE * noise, share * self.size)
 
 
 def _size(values: Sequence[float]) -> float:

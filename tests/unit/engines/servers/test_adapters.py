@@ -139,7 +139,7 @@ async def test_it_is_loaded_beside_the_one_that_is_served_which_stays(tmp_path: 
     assert server.asked[2:] == ["unload policy-2-00000002"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, -1.0, 2.0, float("nan")])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.95, -1.0, 2.0, float("nan")])
 async def test_a_server_must_show_what_the_adapter_changes(tmp_path: Path, share: float) -> None:
     server: Any = Server(share=share)
     with pytest.raises(ModelError, match=r"server does not compute with adapter policy-3-"):
@@ -147,7 +147,7 @@ async def test_a_server_must_show_what_the_adapter_changes(tmp_path: Path, share
     assert server.adapter == ("policy-2-00000002", 2)
 
 
-@pytest.mark.parametrize(("share", "noise"), [(0.8, 0.0), (0.5, 0.05), (0.0, 0.1)])
+@pytest.mark.parametrize(("share", "noise"), [(0.999, 0.0), (0.5, 0.05), (0.0, 0.1)])
 async def test_what_may_be_noise_is_no_difference(
     tmp_path: Path, share: float, noise: float
 ) -> None:
