@@ -11,14 +11,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_sc.sources.reference import Referable
+from areal_sc.rewards.answer_text import (
+    ReferenceReward,
+    given_answer,
+    last_together,
+    right_answer_of,
+    without_reasoning,
+)
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED = frozenset(("yes", "no", "noanswer"))
 """Answers of which half a match is none."""
 
-_LETTER = r"[*\s({\[]*(?:\\text\w*\s*\{)?\s*([A-Z])(?![\w'])"
+_LETTER = r"(?:\\text\w*\s*\{|[*\s({\[])*([A-Z])(?![\w'])"
 _CHOSEN = tuple(
     re.compile(pattern)
     for pattern in (
@@ -28,6 +34,9 @@ _CHOSEN = tuple(
     )
 )
 """Signs of a choice, the strongest one first."""
+
+_ANOTHER = re.compile(rf"[*\s)\]}}]*(?:[,/&;]|\b(?:or|and)\b)+[\s*]*(?:or\b|and\b)?{_LETTER}")
+"""A letter that stands beside the one before it: `B or C`, `A, B`."""
 
 _ALONE = re.compile(r"[\s*(\[]*([A-Z])[\s*)\].:,]*")
 
@@ -41,12 +50,25 @@ def normalized_words(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
-class ExactMatch(Referable):
+class _WordsReward(ReferenceReward):
+    def reference(self, row: Mapping[str, Any]) -> list[str]:
+        """The normalized texts, without those of which nothing is left."""
+        texts = _texts(row)
+        if not (known := [words for text in texts if (words := normalized_words(text))]):
+            raise ValueError(
+                f"answer {texts!r:.80}: without case, punctuation and articles nothing is left of "
+                "it, which an empty answer would match; of letters of choices `MultipleChoice` is "
+                "the reward"
+            )
+        return known
+
+
+class ExactMatch(_WordsReward):
     """1.0 where the normalized answer of the completion equals a reference, else 0.0.
 
     Args:
         tag: the answer is what stands in the last `<tag>...</tag>`, and without one there is no
-            answer; "": it is the whole completion.
+            answer; "": it is all that the completion says behind its reasoning.
         is_part: it is enough that a reference stands in the answer, as whole words.
     """
 
@@ -55,13 +77,13 @@ class ExactMatch(Referable):
         self.is_part = is_part
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
+        references = self.reference(prompt)
         given = given_answer(completion, self.tag)
         if given is None:
             return 0.0
         words = normalized_words(given)
-        references = [normalized_words(text) for text in references_of(prompt)]
         if self.is_part:
-            return float(any(f" {it} " in f" {words} " for it in references if it))
+            return float(any(f" {it} " in f" {words} " for it in references))
         return float(words in references)
 
     def vote(self, completion: str) -> str | None:
@@ -70,7 +92,7 @@ class ExactMatch(Referable):
         return None if given is None else normalized_words(given) or None
 
 
-class WordF1(Referable):
+class WordF1(_WordsReward):
     """F1 of the words that the answer of the completion shares with a reference, 0.0 to 1.0.
 
     Each word counts as often as it stands there. `yes`, `no` and `noanswer` match whole or not.
@@ -84,19 +106,21 @@ class WordF1(Referable):
         self.tag = tag
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
+        references = self.reference(prompt)
         given = given_answer(completion, self.tag)
         if given is None:
             return 0.0
         words = normalized_words(given)
-        return max(_f1(words, normalized_words(text)) for text in references_of(prompt))
+        return max(_f1(words, reference) for reference in references)
 
 
-class MultipleChoice(Referable):
+class MultipleChoice(ReferenceReward):
     """1.0 where the completion chooses the letter `answer` of the row, else 0.0.
 
     The choice is what stands in a box, or else behind `<answer>`, or else behind `answer is`,
-    `Answer:` and the like, or else the letter that is the whole last line. A completion that
-    shows different letters by the same sign chooses by the last one of them.
+    `Answer:` and the like, or else the letter that is the whole last line. Of different letters
+    behind the same sign the last one is chosen; `B or C`, and letters in several boxes with only
+    "or" between them, are no choice, and neither is what stands in reasoning.
 
     Args:
         choices: number of choices; the letters are A, B, ... A letter beyond is no choice.
@@ -109,11 +133,16 @@ class MultipleChoice(Referable):
         self.letters = string.ascii_uppercase[:choices]
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
-        references = [text.strip().strip("()").upper() for text in references_of(prompt)]
+        references = self.reference(prompt)
+        return float(self.chosen(completion) in references)
+
+    def reference(self, row: Mapping[str, Any]) -> list[str]:
+        """The letters of which each is a right choice."""
+        references = [text.strip().strip("()").upper() for text in _texts(row)]
         for text in references:
             if len(text) != 1 or text not in self.letters:
                 raise ValueError(f"answer {text!r}: expected one letter of {self.letters}")
-        return float(self.chosen(completion) in references)
+        return references
 
     def vote(self, completion: str) -> str | None:
         """The letter that a completion chooses."""
@@ -121,20 +150,31 @@ class MultipleChoice(Referable):
 
     def chosen(self, completion: str) -> str | None:
         """The letter that a completion chooses; None: it chooses none."""
+        text = without_reasoning(completion)
         for sign in _CHOSEN:
-            if letters := [it for it in sign.findall(completion) if it in self.letters]:
-                return str(letters[-1])
-        lines = completion.strip().splitlines()
+            found = [(*it.span(), it[1]) for it in sign.finditer(text) if it[1] in self.letters]
+            if found:
+                letters = {*last_together(text, found), *self._beside(text, found[-1][1])}
+                return letters.pop() if len(letters) == 1 else None
+        lines = text.strip().splitlines()
         alone = _ALONE.fullmatch(lines[-1]) if lines else None
         return alone[1] if alone and alone[1] in self.letters else None
 
+    def _beside(self, text: str, end: int) -> list[str]:
+        """Letters that are named together with the one that ends there."""
+        letters = []
+        while (other := _ANOTHER.match(text, end)) and other[1] in self.letters:
+            letters.append(other[1])
+            end = other.end()
+        return letters
 
-def references_of(prompt: Mapping[str, Any]) -> Sequence[str]:
+
+def _texts(row: Mapping[str, Any]) -> Sequence[str]:
     """The texts of which each is a right answer.
 
-    Raises: ValueError: the row has no `answer`, an empty list, or something else than texts.
+    Raises: ValueError: there is none, an empty list, or something else than texts.
     """
-    answer = prompt.get("answer")
+    answer = right_answer_of(row)
     texts = [answer] if isinstance(answer, str) else answer
     if (
         not isinstance(texts, list | tuple)
@@ -143,14 +183,6 @@ def references_of(prompt: Mapping[str, Any]) -> Sequence[str]:
     ):
         raise ValueError(f"answer: expected a text, or a list of texts, got {answer!r:.80}")
     return texts
-
-
-def given_answer(completion: str, tag: str) -> str | None:
-    """What the last `<tag>...</tag>` holds, None: there is none. Of tag "" it is the whole text."""
-    if not tag:
-        return completion
-    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", completion, re.DOTALL)
-    return found[-1] if found else None
 
 
 def _f1(given: str, reference: str) -> float:

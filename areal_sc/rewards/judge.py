@@ -19,6 +19,7 @@ from typing import Any, Final
 import aiohttp
 
 from areal_sc.errors import RewardError
+from areal_sc.rewards.answer_text import without_reasoning
 from areal_sc.sources.reference import Referable
 
 _AGAIN: Final = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
@@ -161,7 +162,8 @@ class JudgeReward(Referable):
         return content if isinstance(content, str) else ""
 
     def _verdict(self, reply: str) -> float:
-        tagged = self._tag.findall(reply) if self._is_tagged else [reply]
+        answer = without_reasoning(reply)
+        tagged = self._tag.findall(answer) if self._is_tagged else [answer]
         numbers = [float(it) for it in _NUMBER.findall(tagged[-1])] if tagged else []
         lowest, highest = self._bounds
         if not numbers or not lowest <= numbers[-1] <= highest:

@@ -18,9 +18,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 from areal_sc.errors import WorkflowError
-from areal_sc.rewards.answers import given_answer
+from areal_sc.rewards.answer_text import given_answer
 from areal_sc.rewards.base import declare_reward
-from areal_sc.rewards.math.place import without_reasoning
 from areal_sc.sources.reasoning_gym import (
     COLUMN,
     PREFIX,
@@ -97,7 +96,7 @@ class ReasoningGymReward(Referable):
 
     def vote(self, completion: str) -> str | None:
         """The answer of a completion; None: there is none."""
-        given = given_answer(without_reasoning(completion), self.tag)
+        given = given_answer(completion, self.tag)
         return None if given is None else given.strip() or None
 
 

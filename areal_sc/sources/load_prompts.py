@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from areal_sc.errors import WorkflowError
 from areal_sc.hub import is_hub_name, why_not_had
 from areal_sc.sources.reasoning_gym import PREFIX, generated_rows, tasks_in
 from areal_sc.sources.text_files import READERS, Row, part_of, stream_of
+from areal_sc.sources.values import is_missing
 
 _logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class _Shape:
         where = f"{self.where}: row {number}"
         self.check_columns(row, where)
         for column in sorted(self.needed):
-            if _is_missing(row[column]):
+            if is_missing(row[column]):
                 raise WorkflowError(f"{where} has nothing in its column {column!r}; {_LEAVE_OUT}")
         found = {**row, **{key: row[column] for key, column in self.columns.items()}}
         return found if self.template is None else {**found, "prompt": self._filled(row, where)}
@@ -235,17 +235,12 @@ class _Shape:
             raise WorkflowError(f"{where}: template {self.template!r}: {error}") from error
 
 
-def _is_missing(value: Any) -> bool:
-    """NaN is what pandas writes where there is nothing."""
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
 class _Filled(Formatter):
     """Never writes None into a prompt."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         value, first = super().get_field(field_name, args, kwargs)
-        if _is_missing(value):
+        if is_missing(value):
             raise ValueError(f"there is nothing in {field_name!r}; {_LEAVE_OUT}")
         return value, first
 

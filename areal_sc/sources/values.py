@@ -13,6 +13,7 @@ types and nothing else.
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Callable, Iterable
 from datetime import date, datetime, time, timedelta
@@ -89,6 +90,11 @@ class UnfitValue(ValueError):
             "numbers, text, bytes, dates, NumPy values, and lists, tuples, sets and dicts of "
             "these, all of these very types and of no subclass"
         )
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell holds nothing: None, or the NaN that pandas writes there."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def to_json(wire: Any) -> bytes:

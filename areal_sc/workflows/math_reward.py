@@ -9,11 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 from areal_sc.errors import ConfigError
+from areal_sc.rewards.answer_text import ReferenceReward, right_answer_of, without_reasoning
 from areal_sc.rewards.base import declare_reward
 from areal_sc.rewards.math.answer import Answer, plain_words, read_answer
 from areal_sc.rewards.math.compare import are_equal, is_parsable, library_verdict, warm_up
-from areal_sc.rewards.math.place import Prose, candidates, final_answer
-from areal_sc.sources.reference import Referable
+from areal_sc.rewards.math.place import Prose, candidates, final_answer, plain_signs
 
 TIME_LIMIT_S = 5.0
 """CPU seconds of one completion; most take milliseconds. What takes longer is not the answer."""
@@ -29,12 +29,21 @@ class Reading(StrEnum):
     math_verify = "math_verify"
 
 
-def exact_match(prompt: Mapping[str, Any], completion: str) -> float:
-    """1.0 where the completion is `prompt["answer"]`, white space around it aside."""
-    return float(completion.strip() == _reference(prompt).strip())
+class WholeMatch(ReferenceReward):
+    """1.0 where the completion is `prompt["answer"]`, reasoning and white space around it aside."""
+
+    def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
+        return float(without_reasoning(completion).strip() == self.reference(prompt))
+
+    def reference(self, row: Mapping[str, Any]) -> str:
+        """The answer as it is, a number as it is written."""
+        return str(right_answer_of(row)).strip()
 
 
-class NumericMatch(Referable):
+exact_match = WholeMatch()
+
+
+class NumericMatch(ReferenceReward):
     """1.0 where the completion's one final answer equals `prompt["answer"]`; docs/rewards.md.
 
     Args:
@@ -49,14 +58,17 @@ class NumericMatch(Referable):
         declare_reward(late_reward=0.0, late_after_s=TIME_LIMIT_S, prepare=warm_up)(self)
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
-        gold = _reference(prompt)
         if self.reading is Reading.math_verify:
-            return library_verdict(gold, completion)
-        reference = _read_reference(gold)
+            return library_verdict(str(right_answer_of(prompt)), completion)
+        reference = self.reference(prompt)
         try:
             return float(_is_right(reference, completion))
         except Exception:  # sympy raises whatever it likes over what a model writes
             return 0.0
+
+    def reference(self, row: Mapping[str, Any]) -> Answer:
+        """As the strict reading reads it."""
+        return _read_reference(str(right_answer_of(row)))
 
     def vote(self, completion: str) -> str | None:
         """The final answer as it was read; equal ones in other words are other votes."""
@@ -78,9 +90,7 @@ def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
     faults = []
     for index, row in enumerate(rows):
         try:
-            _read_reference(_reference(row))
-        except KeyError:
-            faults.append(f"row {index} has no 'answer', only {sorted(row)}")
+            numeric_match.reference(row)
         except ValueError as error:
             faults.append(f"row {index}: {error}")
     if faults:
@@ -93,13 +103,6 @@ def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def _reference(row: Mapping[str, Any]) -> str:
-    """Raises: ValueError: it is missing; the word None is no answer."""
-    if row["answer"] is None:
-        raise ValueError("the reference answer is missing (null)")
-    return str(row["answer"])
-
-
 @lru_cache(maxsize=256)  # the completions of a group share it
 def _read_reference(text: str) -> Answer:
     """The reference as mathematics, or, where it has letters alone, as words.
@@ -107,8 +110,8 @@ def _read_reference(text: str) -> Answer:
     Raises: ValueError: it is neither.
     """
     place = final_answer(text)[0]
-    content = place.with_formulas() if place.is_answer else text
-    answer = _read(place) if place.is_answer else read_answer(text)
+    content = place.with_formulas() if place.is_answer else plain_signs(text)
+    answer = _read(place) if place.is_answer else read_answer(content)
     if answer is None and _WORDS.fullmatch(content):
         return Answer(plain_words(content), "words")
     if answer is None or not is_parsable(answer):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from textwrap import dedent
 from typing import Final
 
+from areal_sc.rewards.answer_text import without_reasoning
+
 PYTHON: Final = frozenset(("", "py", "py3", "python", "python3"))
 """Names of Python behind a fence; a block without a name is Python."""
 
@@ -29,9 +31,8 @@ class CodeBlock:
 
 def last_program(completion: str, languages: Collection[str] = ()) -> CodeBlock | None:
     """The last code block that is Python or has one of these names; None: there is none."""
-    answer = completion.rpartition("</think>")[2].partition("<think>")[0]
     known = PYTHON.union(languages)
-    blocks = [block for block in _blocks(answer) if block.language in known]
+    blocks = [block for block in _blocks(without_reasoning(completion)) if block.language in known]
     named = [block for block in blocks if block.language]  # others may be sample outputs
     return next(reversed(named or blocks), None)
 

@@ -91,6 +91,10 @@ _RULES: _Rules = (
 )
 _UNIT_RULES: _Rules = (
     (r"(?i)^([-+]?)\s*([$€£¥¢])\s*(\S+)", r"\1\3 \2"),
+    (
+        rf"^([-+]?\d[\d.]*)(m(?:\^\{{?[23]\}}?|(?=/))(?:/{_UNIT})*)$",
+        r"\1 \2",
+    ),  # other letters: variables
     (rf"(?i)(?<=[\d)}}])((?![A-Za-z]\b|[A-Za-z]\^){_UNIT}(?:/{_UNIT})*)$", r" \1"),
     (rf"(?i)(?<=\s|/)({_NAMES})(?![A-Za-z])", lambda match: _SHORT[match[1].lower()]),
     (r"(?i)\s*/\s*(?=[A-Za-z])|(?<=[A-Za-z])\s+per\s+", "/"),
@@ -231,7 +235,8 @@ def _split_unit(text: str) -> tuple[str, str]:
     is_article = words[-1:] == ["a"] or re.fullmatch("[A-Z]", core)
     if is_article or (has_letter and _VARIABLES.search(core)):
         return text, ""  # 2 a, A number, 2 + r, 2 r h
-    return core, words[0].lower() if words and not _NO_UNIT.fullmatch(words[0]) else ""
+    unit = re.sub(r"[{}]", "", words[0].lower()) if words else ""
+    return core, "" if _NO_UNIT.fullmatch(unit) else unit
 
 
 def _is_balanced(text: str) -> bool:

@@ -176,8 +176,8 @@ def _are_one_equation(gold: Answer, given: Answer) -> bool:
 
 def _are_equal_quantities(gold: Answer, given: Answer) -> bool:
     units = {gold.unit, given.unit}
-    if len(units) == 2 and ("" not in units or given.unit.startswith("_")):
-        return False
+    if len(units) == 2 and ("" not in units or any(unit.startswith("_") for unit in units)):
+        return False  # a base is not left out as a unit is: 10 in base 2 is not 10
     if units != {"", "%"}:
         return _are_equal_values(gold.latex, given.latex)
     share, bare = (gold, given) if gold.unit == "%" else (given, gold)

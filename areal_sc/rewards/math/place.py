@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from areal_sc.rewards.answer_text import last_together, without_reasoning
+
 _MAX_CHARS: Final = 4000
 """A text is read from so many characters before its end."""
 
@@ -34,7 +36,6 @@ _FRACTIONS = re.compile("(?=[\u00bc-\u00be\u2150-\u215e])")
 
 _TURN_END = re.compile(r"<\|(?:im_start|im_end|endoftext|eot_id)\|>.*", re.DOTALL)
 _POLITE = re.compile(r"\b(?:I hope|(?:Please )?[Ll]et me know)\b[^.!?\n]{0,80}[.!?]?\s*$")
-_REASONING = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|(?=<answer>)|\Z)", re.IGNORECASE | re.DOTALL)
 _HASHES = re.compile(r"####(?!#)\s*([^\n]*)")
 _WORD_FIRST = re.compile(r"\**[A-Za-z]{2}")
@@ -45,9 +46,6 @@ _JOINED_BEFORE = re.compile(
 )
 _JOINED_BEHIND = re.compile(r" *(?:[+/^]|\\(?:cdot|times|div|pm)(?![A-Za-z]))|\d|[a-z]\b")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_BETWEEN = re.compile(
-    r"(?:\W|\\\w+|</?answer>)*|(?=.*\b(?:and|or)\b)(?:[^.\n]|\.(?=\d)){0,60}", re.DOTALL
-)
 _FORMULA = re.compile(
     r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{(\w+\*?)\}.+?\\end\{\1\}"
     r"|(?<!\\)\$(?:(?=\S)(?:\\.|[^$\\\n])*(?<=\S)\$(?!\d)| (?:\\.|[^$\\\n])* \$)",
@@ -149,27 +147,20 @@ def final_answer(text: str) -> list[Prose]:
 
     Marks with only "and" or "or" between them are one list.
     """
-    text = re.sub(f"[{_FORMULAS}]", "?", without_reasoning(_TURN_END.sub("", text)))
-    text = _SUPERSCRIPTS.sub(lambda match: f"^{{{match.group()}}}", text)
-    text = unicodedata.normalize("NFKC", _FRACTIONS.sub(" ", text)).translate(_CHARACTERS)
+    text = plain_signs(without_reasoning(_TURN_END.sub("", text)))
     marks = _marks(text)
     prose = Prose.of(_POLITE.sub("", text[max((end for _, end, _ in marks), default=0) :]))
     if not marks:
         return prose.said() or [replace(prose, text=_sentences(prose.text)[-1])]
-    start, _, content = marks.pop()
-    contents = [content.strip()]
-    while marks and _BETWEEN.fullmatch(text[marks[-1][1] : start]):
-        start, _, content = marks.pop()
-        contents.insert(0, content.strip())
-    marked = Prose.of(", ".join(contents if len(set(contents)) > 1 else contents[:1]))
+    marked = Prose.of(", ".join(last_together(text, marks)))
     return [*(marked.said() or [replace(marked, is_answer=True)]), *prose.said()]
 
 
-def without_reasoning(text: str) -> str:
-    """The text behind the last `</think>` and before a `<think>` that is not closed."""
-    start = max((tag.end() for tag in _REASONING.finditer(text) if tag[1]), default=0)
-    opened = _REASONING.search(text, start)
-    return text[start : opened.start() if opened else len(text)]
+def plain_signs(text: str) -> str:
+    """The text with the signs of Unicode as LaTeX writes them, and without the `_FORMULAS`."""
+    text = re.sub(f"[{_FORMULAS}]", "?", text)
+    text = _SUPERSCRIPTS.sub(lambda match: f"^{{{match.group()}}}", text)
+    return unicodedata.normalize("NFKC", _FRACTIONS.sub(" ", text)).translate(_CHARACTERS)
 
 
 def _marks(text: str) -> list[tuple[int, int, str]]:

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
+from areal_sc.errors import WorkflowError
 from areal_sc.rewards.answers import ExactMatch, MultipleChoice, WordF1, normalized_words
+from areal_sc.workflows.math_reward import exact_match, numeric_match
+from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
 
 def test_words_are_compared_without_case_punctuation_and_articles() -> None:
@@ -15,7 +21,8 @@ def test_words_are_compared_without_case_punctuation_and_articles() -> None:
         ("Paris", "paris.", 1.0),
         (["Paris", "the city of Paris"], "City of Paris", 1.0),
         ("Paris", "It is Paris", 0.0),
-        ("", "anything", 0.0),
+        (["The", "Paris"], "Paris", 1.0),
+        (["The", "Paris"], "the", 0.0),  # nothing is left of the first one
     ],
 )
 def test_exact_match(answer: object, completion: str, reward: float) -> None:
@@ -35,7 +42,6 @@ def test_a_part_is_made_of_whole_words() -> None:
     match = ExactMatch(is_part=True)
     assert match({"answer": "cat"}, "It is the cat there") == 1.0
     assert match({"answer": "cat"}, "concatenate") == 0.0
-    assert match({"answer": "..."}, "a text") == 0.0  # nothing is left of the reference
 
 
 @pytest.mark.parametrize(
@@ -67,6 +73,20 @@ def test_f1_of_words(answer: object, completion: str, reward: float) -> None:
         ("First A, then B.\nD", "D"),
         ("B", "B"),
         ("A or B", None),
+        ("The answer is B or C", None),
+        ("Answer: **A** and (B)", None),
+        ("Answer: A, B", None),
+        ("<answer>A/B</answer>", None),
+        ("<answer>A or E</answer>", "A"),  # there are four
+        (r"\boxed{A, B}", None),
+        (r"\boxed{\text{A or B}}", None),
+        (r"\boxed{A} or \boxed{B}", None),
+        (r"\boxed{A} or \boxed{A}", "A"),
+        ("\\boxed{A}\nNo, I was wrong: it is \\boxed{B}", "B"),
+        ("The answer is B, as A is wrong", "B"),
+        ("<think>The answer is B.</think> I do not know.", None),
+        ("The answer is B.</think> The answer is C.", "C"),
+        ("The answer is C. <think>Is it? The answer is B", "C"),
         ("The answer is Berlin", None),
         ("The answer is E", None),  # there are four
         ("A man walks", None),
@@ -82,6 +102,57 @@ def test_the_letter_that_is_chosen(completion: str, letter: str | None) -> None:
 
 def test_a_reference_may_stand_in_brackets_and_be_small() -> None:
     assert MultipleChoice()({"answer": " (b)"}, "B") == 1.0
+
+
+@pytest.mark.parametrize("answer", ["A", "The", "+", "!", "", None, math.nan, 1, [], [2], ["a"]])
+@pytest.mark.parametrize("reward", [ExactMatch(), ExactMatch(tag="answer"), WordF1()])
+def test_a_reference_that_an_empty_answer_would_match_is_refused(
+    reward: Any, answer: object
+) -> None:
+    for completion in ("", "the", "???", "<answer></answer>"):
+        with pytest.raises(ValueError, match="answer"):
+            reward({"answer": answer}, completion)
+    with pytest.raises(WorkflowError, match="answer"):
+        SingleTurnWorkflow(reward).check_row({"prompt": "p", "answer": answer})
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer"),
+    [
+        (ExactMatch(), "Paris"),
+        (WordF1(), "Paris"),
+        (MultipleChoice(), "B"),
+        (numeric_match, "5"),
+        (exact_match, 5),
+    ],
+)
+def test_rows_are_looked_at_before_the_run(reward: Any, answer: object) -> None:
+    workflow = SingleTurnWorkflow({"right": reward})
+    workflow.check_row({"prompt": "p", "answer": answer})
+    for row in ({"answer": None}, {"answer": math.nan}, {}):
+        with pytest.raises(WorkflowError, match="answer"):
+            workflow.check_row({"prompt": "p", **row})
+
+
+@pytest.mark.parametrize(
+    ("reward", "completion", "expected"),
+    [
+        (ExactMatch(), "<think>hm</think>Paris", 1.0),
+        (ExactMatch(), "Rome?</think>\n\nParis", 1.0),  # the prompt has opened it
+        (ExactMatch(is_part=True), "<think>Is it Paris? No.</think> Rome", 0.0),
+        (ExactMatch(tag="answer"), "<think><answer>Paris</answer></think> I do not know", 0.0),
+        (ExactMatch(tag="answer"), "<answer>Paris</answer> or <answer>Rome</answer>", 0.0),
+        (ExactMatch(tag="answer"), "<answer>Rome</answer> or <answer>Paris</answer>", 0.0),
+        (WordF1(), "<think>France, Europe</think>Paris", 1.0),
+        (exact_match, "<think>hm</think> Paris\n", 1.0),
+        (numeric_match, "<think>hm</think> Paris\n", 1.0),
+        (numeric_match, "<think>Paris", 0.0),
+    ],
+)
+def test_reasoning_is_no_answer_for_any_reward(
+    reward: Any, completion: str, expected: float
+) -> None:
+    assert reward({"answer": "Paris"}, completion) == expected
 
 
 @pytest.mark.parametrize("answer", ["E", "AB", "", None, 1, [], [2]])

@@ -60,7 +60,7 @@ async def endpoint(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Endpoint]:
 
 
 async def test_the_verdict_is_the_last_number_of_the_reply(endpoint: Endpoint) -> None:
-    endpoint.replies = ["The answer 4 is right, so: 0.5"]
+    endpoint.replies = ["<think>Not 0.7.</think> The answer 4 is right, so: 0.5 <think>or 1"]
     assert await JudgeReward(endpoint.url, "judge")(ROW, "It has {4} legs.") == 0.5
     ((body, key),) = endpoint.requests
     asked = body["messages"][0]["content"]

@@ -26,6 +26,10 @@ def length(prompt: dict[str, Any], completion: str) -> float:
     return float(len(completion))
 
 
+def right(prompt: dict[str, Any], completion: str) -> float:
+    return float(completion == prompt["answer"])
+
+
 def trajectory(reward: float, **metrics: float) -> Trajectory:
     return Trajectory([3], [True], [-1.0], [0], [1.0], reward, metrics)
 
@@ -61,7 +65,7 @@ def test_what_is_no_reward_is_refused_in_the_script(reward: Any, message: str) -
 
 
 def test_accuracy_is_that_of_the_first_reward_or_of_a_named_one(tmp_path: Path) -> None:
-    rewards = {"right": exact_match, "length": (length, 0.5)}
+    rewards = {"right": right, "length": (length, 0.5)}
     registry = SourceRegistry(tmp_path, "rollout")
     number = registry.register_workflow(SingleTurnWorkflow(rewards))
     in_worker = SourceReader(tmp_path).workflow(number)  # in the script's order

@@ -152,7 +152,13 @@ RIGHT = [
     (r"x \le 5", r"5 \ge x"),
     ("1,-2", "x = 1 or x = -2"),
     ("2516_8", "2516_8"),
-    ("2516_8", r"\boxed{2516}"),
+    ("2516_8", r"\boxed{2516_{8}}"),
+    ("12", r"\boxed{12m²}"),
+    ("12 m^2", "12m²"),
+    ("12m²", r"\boxed{12\text{ m}^2}"),
+    ("1000.99", r"\boxed{1000.99m²}"),
+    ("5", r"\boxed{5m/s²}"),
+    ("12m", r"\boxed{12m}"),
     ("58,500", "58500"),
     ("58,500", r"\$58,500"),
     (r"32,\!000", "32000"),
@@ -278,6 +284,11 @@ RIGHT = [
 ]
 
 WRONG = [
+    ("10_{2}", "10"),  # it is 2
+    ("10", r"\boxed{10_{2}}"),
+    ("10_{8}", "10_{2}"),
+    ("12 m^2", r"\boxed{12m}"),
+    ("12", r"\boxed{12m}"),  # a variable
     ("1, 1, 2", "1, 2, 2"),
     ("2^3", "3"),
     ("2^3", "2"),
@@ -613,7 +624,7 @@ def test_reference_answers_that_cannot_be_read_are_named() -> None:
     for index, answer in enumerate(bad, start=len(good)):
         assert f"row {index}: the reference answer {answer!r} cannot be parsed" in message
     assert "and 1 more" in message
-    with pytest.raises(ConfigError, match="row 0 has no 'answer', only \\['question'\\]"):
+    with pytest.raises(ConfigError, match="row 0: the row has no 'answer', only \\['question'\\]"):
         check_answers([{"question": "?"}])
     with pytest.raises(ValueError, match="the reference answer '' cannot be parsed"):
         numeric_match({"answer": ""}, "3")
