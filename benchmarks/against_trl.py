@@ -17,7 +17,8 @@ of a minibatch, and float32. They differ in what is their own:
 Seconds and CPU seconds a step are those of all processes, without the first `--skip` steps. `first`
 and `to_target` are seconds from the start of the program: to the end of its first step, and to the
 step at which the mean reward of the last WINDOW batches reaches that of the workload. `peak` is the
-largest proportional set size (PSS) of all processes together, sampled twice a second. A `ratio` is
+largest memory of all processes together, sampled twice a second: each one's own, pages that n
+processes share counted as 1/n, and by what shared memory has grown, mapped or not. A `ratio` is
 ours over TRL's: the median over the pairs, with its 95 % interval.
 """
 

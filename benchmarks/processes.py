@@ -71,29 +71,38 @@ def memory_growth(pid: int, before: Mapping[str, int]) -> Iterator[dict[str, int
         sample()
 
 
-def proportional_bytes(pid: int) -> int:
-    """Resident memory of a process, of which pages that n processes share count 1/n (PSS)."""
+def own_bytes(pid: int) -> int:
+    """Resident memory of a process but for shared memory; pages that n processes share count 1/n."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0  # it has just ended
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    sizes = {line.split()[0]: int(line.split()[1]) for line in lines[1:]}
+    return (sizes["Pss:"] - sizes["Pss_Shmem:"]) * 1024 if sizes else 0
+
+
+def shared_bytes() -> int:
+    """Shared memory of the machine, also what no process has mapped, as files in /dev/shm."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))
 
 
 @contextmanager
 def peak_memory() -> Iterator[Callable[[], int]]:
-    """Samples `proportional_bytes` of all processes below this one, twice a second.
+    """Samples the memory of all processes below this one, twice a second.
 
-    Yields: a function that gives their highest sum so far.
+    That is their own, and what the machine's shared memory has grown by.
+
+    Yields: a function that gives the highest sum so far.
     """
-    peak = 0
+    peak, before = 0, shared_bytes()
     is_over = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not is_over.wait(_PEAK_INTERVAL_S):
             below = process_tree(os.getpid())[1:]
-            peak = max(peak, sum(map(proportional_bytes, below)))
+            peak = max(peak, sum(map(own_bytes, below)) + shared_bytes() - before)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
