@@ -72,7 +72,7 @@ def memory_growth(pid: int, before: Mapping[str, int]) -> Iterator[dict[str, int
 
 
 def own_bytes(pid: int) -> int:
-    """Resident memory of a process but for shared memory; pages that n processes share count 1/n."""
+    """A process's memory, but for shared memory; pages that n processes have mapped count 1/n."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
