@@ -90,7 +90,7 @@ def planted(of: str, models: dict[str, Any] | None) -> report.Metrics:
             num_faults, num_refused = num_faults + 1, num_refused + refused
             if not refused:
                 report.say(f"TAKEN: {of} {family}: {name}")
-    return {f"{of}_faults": num_faults, f"{of}_refused": num_refused}
+    return {f"{of}_faults": num_faults, f"{of}_taken": num_faults - num_refused}
 
 
 def fresh(make: Any) -> Any:
@@ -128,11 +128,12 @@ def drawn_rows(make: Any, num_starts: int) -> report.Metrics:
             try:
                 model = PackedModel(fresh(make), chunk_tokens=1024)
                 abilities = ability_probe.probe_abilities(model, LONGEST).abilities
-                num_refused += not (abilities.packs and abilities.has_linear_head)
                 self_check.check_generation(fresh(make), LONGEST)
+                is_refused = not (abilities.packs and abilities.has_linear_head)
             except ModelError as error:
                 report.say(f"REFUSED: start {start}: {error}")
-                num_refused += 1
+                is_refused = True
+        num_refused += is_refused
         found += distances
     return {"starts": num_starts, "starts_refused": num_refused, "largest_distance": max(found)}
 
@@ -151,7 +152,9 @@ def ranks(model: Path) -> report.Metrics:
             errors = [rank.get("error", "") for rank in results]
             report.say(f"{name or 'sound'}: {errors[0][:200] or 'taken'}")
             key = name.replace(" ", "_").strip("_")
-            metrics[f"ranks_{key}_refused"] = float(all("rounding" in it for it in errors))
+            metrics[f"ranks_{key}_refused"] = float(
+                all("does not compute on" in it for it in errors)
+            )
     return metrics
 
 

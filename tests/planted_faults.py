@@ -8,6 +8,7 @@ these does not check.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from areal_sc.engines.local import attention
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.plain_attention import AttentionRule, attend_by_scores
+from areal_sc.engines.rounding import LIMITS, Expected
 from areal_sc.engines.training import packed_attention
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.errors import ModelError
@@ -219,17 +221,18 @@ GENERATION = {
 
 
 def is_refused(make: Callable[[], Any], plant: Callable[[], Any]) -> bool:
-    """Whether the start leaves the trainer's way that is at fault, or refuses the model.
+    """Whether the start leaves the trainer's way that is at fault, or refuses the model, because
+    of what it computes.
 
     Args: make: a model in float32, of a family that packs and has a plain output layer.
     """
     model = PackedModel(make(), chunk_tokens=LONGEST)
-    with plant():
+    with plant(), _distances() as found:
         try:
             abilities = probe_abilities(model, LONGEST).abilities
         except ModelError:
-            return True
-    return abilities != fast_ways(make)
+            abilities = None
+    return abilities != fast_ways(make) and _is_beyond_rounding(found)
 
 
 def fast_ways(make: Callable[[], Any]) -> ModelAbilities:
@@ -238,9 +241,26 @@ def fast_ways(make: Callable[[], Any]) -> ModelAbilities:
 
 
 def generation_is_refused(make: Callable[[], Any], plant: Callable[[], Any]) -> bool:
-    with plant():
+    with plant(), _distances() as found:
         try:
             check_generation(make(), LONGEST)
         except ModelError:
-            return True
+            return _is_beyond_rounding(found)
     return False
+
+
+@contextmanager
+def _distances() -> Iterator[list[float]]:
+    """Within it the distances that checks find are noted: a fault that only raises is none."""
+    found, distance = list[float](), Expected.distance
+
+    def noted(self: Expected, values: torch.Tensor) -> float:
+        found.append(distance(self, values))
+        return found[-1]
+
+    with patch.object(Expected, "distance", noted):
+        yield found
+
+
+def _is_beyond_rounding(distances: list[float]) -> bool:
+    return any(LIMITS[torch.float32] < it < math.inf for it in distances)

@@ -71,8 +71,9 @@ class Expected:
     def distance(self, found: torch.Tensor) -> float:
         """How far `found` is from the values, in units of the noise.
 
-        That is the root mean square over a token's numbers, of the token for which it is largest.
-        Infinity where one is not a number; 0 where there is no token.
+        Of a number each it is the largest one over the tokens. Of several, the root mean square
+        over a token's numbers, and of these the upper quartile: rounding may send some tokens to
+        other experts. Infinity where a number is not finite; 0 where there is no token.
         """
         if not len(self.values):
             return 0.0
@@ -84,8 +85,10 @@ class Expected:
         rounded = torch.finfo(self.dtype).eps * self.values.abs()
         unit = self.noise.maximum(least).maximum(rounded)
         apart = (found - self.values) / unit.clamp(min=torch.finfo(torch.float32).tiny)
-        worst = float(apart.reshape(len(apart), -1).square().mean(1).sqrt().max())
-        return math.inf if math.isnan(worst) else worst
+        if not apart.isfinite().all():
+            return math.inf
+        of_tokens = apart.reshape(len(apart), -1).square().mean(1).sqrt()
+        return float(of_tokens.quantile(1.0 if self.values.dim() == 1 else 0.75))
 
 
 @torch.no_grad()

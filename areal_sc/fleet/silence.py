@@ -32,15 +32,16 @@ class Silence:
 
     def of_turn(self, member: Member, beat: Beat) -> str | None:
         """Why a worker is lost whose event loop does not turn; None: it is not."""
-        blocked_s, limit_s = beat.turn_age_s - beat.beat_age_s, self._config.hung_after_s
+        # a beat tells of the turn that the one before has asked for
+        asked_s = beat.turn_age_s - self._config.heartbeat_interval_s
+        blocked_s, limit_s = asked_s - beat.beat_age_s, self._config.hung_after_s
         what = (
             f"event loop has not turned for {blocked_s:.0f} s, most likely because of a blocking "
             "call in a workflow"
         )
         if blocked_s > limit_s:
             return f"hangs: its {what} (its log says where)"
-        # a beat tells of the turn that the one before has asked for
-        is_blocked = blocked_s > BLOCKED_WARNING_S + self._config.heartbeat_interval_s
+        is_blocked = blocked_s > BLOCKED_WARNING_S
         if is_blocked and not member.is_blocked:
             logger.warning(
                 "worker=%s %s (its log %s says where); it is lost after %g s",

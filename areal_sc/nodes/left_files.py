@@ -8,7 +8,7 @@ so its agent does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,7 +47,13 @@ def _used(names: set[str]) -> set[str]:
     used = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
-            used |= {os.readlink(fd) for fd in (process / "fd").iterdir()} & names
+            used |= set(_opened(process)) & names
             maps = (process / "maps").read_text(errors="replace")
             used |= {name for name in names if f" {name}\n" in maps}
     return used
+
+
+def _opened(process: Path) -> Iterator[str]:
+    for fd in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed
+            yield os.readlink(fd)

@@ -186,11 +186,15 @@ class LearningHealth(Tracker):
         return fmean([kl for kl in told if not math.isnan(kl)] or [0.0])
 
     def _disagreement(self) -> str | None:
-        told = [it.train for it in self._newest if {"mismatch", "mismatch_noise"} <= {*it.train}]
+        of_steps = (
+            (_number(it.train.get("mismatch")), _number(it.train.get("mismatch_noise")))
+            for it in self._newest
+        )
+        told = [pair for pair in of_steps if all(map(math.isfinite, pair))]
         if not told:
             return None
-        limit = self._max_mismatch * fmean(train["mismatch_noise"] for train in told)
-        found = fmean(train["mismatch"] for train in told)
+        found, noise = map(fmean, zip(*told, strict=True))
+        limit = self._max_mismatch * noise
         if not found > limit:
             return None
         worst = max(self._newest, key=lambda it: it.train.get("mismatch_max", 0.0)).train

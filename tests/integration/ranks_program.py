@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -266,13 +267,15 @@ def swap_gate_and_up() -> None:
     state.write = write_swapped
 
 
-def spoil_last_layer() -> None:
+def spoil_last_layer(model: str) -> None:
     """Ranks get a weight of the last layer the wrong way round."""
+    num_layers = json.loads((Path(model) / "config.json").read_text())["num_hidden_layers"]
+    last = f"layers.{num_layers - 1}.mlp.down_proj.weight"
     module: Any = importlib.import_module("areal_sc.engines.training.loading")
     receive = module.receive_part
 
     def receive_spoilt(target: torch.Tensor, source: Any, name: str, *others: Any) -> None:
-        is_spoilt = source is not None and name.endswith("layers.1.mlp.down_proj.weight")
+        is_spoilt = source is not None and name.endswith(last)
         receive(target, source.flip(1) if is_spoilt else source, name, *others)
 
     module.receive_part = receive_spoilt
@@ -286,15 +289,14 @@ def spoil_exchange() -> None:
 
 
 def swap_ranks() -> None:
-    """The ranks of a tensor group have each other's part of one projection."""
+    """The first two ranks of a tensor group have each other's part of one projection."""
     parts: Any = importlib.import_module("areal_sc.engines.fsdp.cuts").CutParts
     box = parts.box
 
     def swapped(self: Any, name: str, rank: int | None = None) -> Any:
         own = self.rank if rank is None else rank
-        return box(
-            self, name, 1 - own if name.endswith("layers.0.self_attn.o_proj.weight") else own
-        )
+        is_swapped = name.endswith("layers.0.self_attn.o_proj.weight") and own < 2
+        return box(self, name, 1 - own if is_swapped else own)
 
     parts.box = swapped
 
@@ -340,14 +342,15 @@ def lose_files_later() -> None:
     weights.read = read_before
 
 
-SPOILT = {
-    "files": lose_files_later,
+SPOILT: dict[str, Callable[[str], None]] = {
+    "files": lambda _: lose_files_later(),
     "last layer": spoil_last_layer,
-    "exchange": spoil_exchange,
-    "order of ranks": swap_ranks,
-    "bias": lose_bias,
-    "sum": lose_sum,
+    "exchange": lambda _: spoil_exchange(),
+    "order of ranks": lambda _: swap_ranks(),
+    "bias": lambda _: lose_bias(),
+    "sum": lambda _: lose_sum(),
 }
+"""By the folder of the model."""
 
 
 def actor_config(scenario: dict[str, Any]) -> ActorConfig:
@@ -390,7 +393,7 @@ def run_rank(
     if scenario.get("swaps_gate_and_up"):
         swap_gate_and_up()
     if "spoilt" in scenario:
-        SPOILT[scenario["spoilt"]]()
+        SPOILT[scenario["spoilt"]](scenario["model"])
     if scenario.get("pretends_device"):
         sys.path.insert(0, str(Path(__file__).parents[1]))
         importlib.import_module("pretended_device").install()

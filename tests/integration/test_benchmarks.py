@@ -54,7 +54,7 @@ PROMISED = {
     "safety_cost": {"journal_over_bare", "all_over_bare"},
     "sandbox": {"strongest_programs_per_s", "apart_over_bare"},
     "scale": {"just_in_time_eta8_sync_over", "train_x0.7_sync_over"},
-    "start_checks": {"model_refused", "starts_refused", "largest_distance"},
+    "start_checks": {"model_taken", "starts_refused", "largest_distance"},
     "soak": {"store_growth", "resident_growth"},
     "task_mix": {"0_larger_rise", "0_equal_rise", "0_share_of_larger"},
     "staleness": {"auc_decoupled_minus_naive_eta2", "over_bound_s_per_token"},
@@ -90,7 +90,7 @@ ZERO = {
         *("rows_lost", "rows_trained_twice", "rows_of_other_content", "false_zero_rewards"),
         *("groups_begun_again", "workers_restarted_by_script", "leftovers"),
     },
-    "start_checks": {"starts_refused"},
+    "start_checks": {"model_taken", "starts_refused"},
 }
 """benchmark -> metrics that must be 0, however loaded the machine is."""
 

@@ -129,7 +129,7 @@ def _one_thread() -> None:
 def run_dir(tmp_path: Path) -> Iterator[Path]:
     """Gigabytes, which pytest would keep."""
     yield tmp_path / "run"
-    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -150,24 +150,26 @@ def killed_run(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         "rollout.max_staleness=0",  # a step's rows are of the version before it
         *(*ON_DISK, "checkpoint.every_steps=2", "checkpoint.export_every_steps=2"),
     )
-    with tiny_run(run_dir, real_model, *settings) as first:
-        first.wait_for_step(1)
-        first.wait_until(lambda: len(list(rows(run_dir))) == 4, "the records of step 1")
-        os.kill(first.worker_pid("rollout/0"), signal.SIGKILL)
-        first.wait_for_step(2)
-        for written in ("checkpoints/step-000002", "models/step-2"):
-            first.wait_until((run_dir / written).exists, written)
-        os.kill(first.worker_pid("train/0"), signal.SIGKILL)
-        open_gate(run_dir)
-        first.wait_for_step(3)
-        first.send(signal.SIGKILL)
-        first.wait()
-        open_gate(run_dir)
-        with tiny_run(run_dir, real_model, *settings) as second:
-            second.finish()
-            second.wait_until_gone()
-    yield second
-    shutil.rmtree(run_dir)
+    try:
+        with tiny_run(run_dir, real_model, *settings) as first:
+            first.wait_for_step(1)
+            first.wait_until(lambda: len(list(rows(run_dir))) == 4, "the records of step 1")
+            os.kill(first.worker_pid("rollout/0"), signal.SIGKILL)
+            first.wait_for_step(2)
+            for written in ("checkpoints/step-000002", "models/step-2"):
+                first.wait_until((run_dir / written).exists, written)
+            os.kill(first.worker_pid("train/0"), signal.SIGKILL)
+            open_gate(run_dir)
+            first.wait_for_step(3)
+            first.send(signal.SIGKILL)
+            first.wait()
+            open_gate(run_dir)
+            with tiny_run(run_dir, real_model, *settings) as second:
+                second.finish()
+                second.wait_until_gone()
+        yield second
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def test_a_run_goes_on_after_kills(killed_run: RunProcess) -> None:

@@ -80,8 +80,7 @@ def probe_abilities(
             noises = [_noise(model, rows, it) for it in dict.fromkeys((torch.float32, dtype))]
     except _FORWARD_ERRORS as error:
         raise ModelError(f"{name} does not compute rows of any length: {error!r}") from error
-    if model.head is ModelHead.lm:
-        require_determined(model.causal_lm, noises[0])
+    require_determined(model.causal_lm, noises[0])
     expected = Expected(torch.cat(alone), noises[0])
     before = expected.part(range(len(shorter) - 1))  # its last value is of another next token
     if before.distance(shorter[:-1]) > before.limit:
@@ -115,7 +114,8 @@ def probe_abilities(
         )
     if not found.has_linear_head and model.head is ModelHead.lm:
         logger.info("model=%s changes its logits: they are made by its own forward", name)
-    return ModelTrial(found, tuple(rows), float(noises[-1].mean()))
+    is_likely = torch.cat([torch.arange(len(row)) < len(row) - 1 for row in rows])
+    return ModelTrial(found, tuple(rows), float(noises[-1][is_likely].mean()))
 
 
 def _of_batch(model: PackedModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:

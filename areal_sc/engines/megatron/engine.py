@@ -27,7 +27,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActorConfig, Dtype
 from areal_sc.engines.base import RankPosition
 from areal_sc.engines.likely_rows import likely_rows, plain_logprobs
 from areal_sc.engines.megatron.family import ModelSizes
@@ -36,7 +36,7 @@ from areal_sc.engines.megatron.mapping import MegatronParts, MeshPlace, Slot
 from areal_sc.engines.megatron.model import Rotary, build_stages, transformer_config, virtual_stages
 from areal_sc.engines.megatron.optimizer import PARAMETER, DistributedAdamW
 from areal_sc.engines.megatron.state import MegatronState
-from areal_sc.engines.rounding import Expected, measure_noise
+from areal_sc.engines.rounding import Expected, measure_noise, require_determined
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import build_without_parameters, compute_dtype
 from areal_sc.engines.training.export import ModelExport
@@ -177,7 +177,8 @@ class MegatronEngine(RankEngine):
             self._state.write(PARAMETER, name, weights.receive(name, parts))
         weights.check()
         self._check_mapping(*trial)
-        self.logprob_noise = float(trial[1].noise.mean())
+        if not self._has_tf32:
+            self.logprob_noise = float(trial[1].noise.mean())
         return causal_lm
 
     def _try_model(self, weights: ModelWeights) -> tuple[list[torch.Tensor], Expected]:
@@ -195,10 +196,16 @@ class MegatronEngine(RankEngine):
         def compute(num_copies: int) -> torch.Tensor:
             return plain_logprobs(causal_lm, rows * num_copies).view(num_copies, -1)[:, is_asked]
 
-        # TransformerEngine multiplies float32 with the precision of TF32
-        dtype = torch.bfloat16 if self.is_cuda else compute_dtype(self.config)
+        dtype = torch.float16 if self._has_tf32 else compute_dtype(self.config)
         noise = measure_noise(causal_lm, dtype, compute)
+        if dtype is torch.float32:
+            require_determined(causal_lm, noise)
         return rows, Expected(compute(1), noise[None], dtype)
+
+    @property
+    def _has_tf32(self) -> bool:
+        """TransformerEngine multiplies float32 as TF32, which has as many digits as float16."""
+        return self.is_cuda and self.config.dtype is Dtype.float32
 
     def _check_mapping(self, rows: Sequence[torch.Tensor], expected: Expected) -> None:
         """Compares the stages' forward with that of the Hugging Face model.

@@ -45,8 +45,8 @@ class SharedWeights:
         """Opens the weights.
 
         Args:
-            try_model: what rank 0 finds out with them, in some MB; it keeps no more of the model at
-                a time than `stream_layers` does.
+            try_model: what rank 0 finds out with them; it keeps no more of the model at a time
+                than `stream_layers` does, and some hundred rows of logits.
         Returns: what `try_model` gave, on every rank.
         Raises: ModelError, ConfigError: on every rank.
         """

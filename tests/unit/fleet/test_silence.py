@@ -13,7 +13,7 @@ from areal_sc.nodes.beats import BLOCKED_WARNING_S
 from areal_sc.nodes.spec import Beat
 
 
-@pytest.mark.parametrize("interval_s", [0.5, 2.0, 10.0, 30.0])
+@pytest.mark.parametrize("interval_s", [0.5, 2.0, 10.0, 30.0, 90.0])
 def test_the_turn_that_a_beat_tells_of_was_asked_for_by_the_one_before(interval_s: float) -> None:
     nobody: Any = None
     config = SchedulerConfig(heartbeat_interval_s=interval_s)
@@ -29,4 +29,5 @@ def test_the_turn_that_a_beat_tells_of_was_asked_for_by_the_one_before(interval_
     assert member.is_blocked
     assert told(interval_s + 0.1) is None
     assert not member.is_blocked
-    assert "hangs" in str(told(config.hung_after_s + 0.1))
+    assert told(interval_s + config.hung_after_s - 0.1) is None
+    assert "hangs" in str(told(interval_s + config.hung_after_s + 0.1))
