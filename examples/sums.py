@@ -3,10 +3,10 @@
     make real-model    # writes the model to .venv-models/SmolLM2-135M-Instruct
     python examples/sums.py --config configs/sums.yaml
 
-The model is asked "What is 27 + 14? Reply with the number only." An answer is right where its last
-number is the sum, and where it ends by itself: one that `generation.max_new_tokens` cuts is wrong,
-in training and in evaluations, so the model learns to add and to stop. Evaluations ask for sums
-that are never trained. `actor.path=<model>` takes another chat model, of a folder or the hub.
+The model is asked "What is 27 + 14? Reply with the number only." An answer is right where the sum
+is its one final answer (docs/rewards.md) and it ends by itself: one that
+`generation.max_new_tokens` cuts is wrong, so the model learns to add and to stop. Evaluations ask
+for sums that are never trained. `actor.path=<model>` takes another chat model, of a folder or the hub.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from areal_sc.config.follow_settings import EvaluationSetConfig
 from areal_sc.config.further_models import FURTHER_MODELS
+from areal_sc.config.length_settings import CutAnswers
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.rollout.evaluation import EvaluationSet
 from areal_sc.errors import CommandError, RunFolderError
@@ -221,12 +222,16 @@ def _prepare(out: Path, config: GRPOConfig, arguments: argparse.Namespace) -> di
         for name in (ANSWERS, SETTINGS, SUMMARY):
             remove(out / name)
     folder = local_model(config.rollout.path, config.rollout.revision)
+    generation = asdict(config.generation)
+    cut_answers = generation.pop("cut_answers")  # is applied to kept answers, but for their rewards
     settings: dict[str, Any] = {
         "model": arguments.model,
         "files of the model": content_of(folder),
-        "generation": asdict(config.generation),
+        "generation": generation,
         "max_context_tokens": config.rollout.max_context_tokens,
     }
+    if cut_answers is CutAnswers.wrong:
+        settings[f"{OF_REWARDS}cut answers"] = cut_answers
     for one in config.evaluation.sets:
         described = asdict(one)
         rewards: dict[str, Any] = {key: described.pop(key) for key in ("reward", "workflow")}

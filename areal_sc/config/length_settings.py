@@ -11,18 +11,18 @@ from areal_sc.config.fields import setting
 class CutAnswers(StrEnum):
     """What an answer counts that did not end by itself: `max_new_tokens` or the context cut it.
 
-    wrong: in training and in evaluations its accuracy is 0, and its reward 0 at most.
-    wrong_in_evaluations: its accuracy is 0 there; its reward, and training, are as judged.
-    judged: what the workflow says of it.
+    wrong: its accuracy is 0, and its reward 0 at most.
+    paid: its accuracy is 0; its reward is what the workflow says.
+    judged: both are what the workflow says.
     """
 
     wrong = "wrong"
-    wrong_in_evaluations = "wrong_in_evaluations"
+    paid = "paid"
     judged = "judged"
 
     @property
-    def is_wrong_in_evaluations(self) -> bool:
-        """Whether a cut answer has the accuracy 0 there, whatever the workflow says."""
+    def is_inaccurate(self) -> bool:
+        """Whether its accuracy is 0, whatever the workflow says."""
         return self is not CutAnswers.judged
 
 

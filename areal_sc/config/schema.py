@@ -168,7 +168,7 @@ class GenerationConfig:
     top_k: int = setting(0, "sample from this many likeliest tokens; 0: no limit", ge=0)
     stop: list[str] = setting(list, "strings that end a completion; its text ends before them")
     stop_token_ids: list[int] = setting(list, "tokens that end a completion, beside EOS")
-    cut_answers: CutAnswers = setting(CutAnswers.wrong_in_evaluations)
+    cut_answers: CutAnswers = setting(CutAnswers.paid)
 
 
 @dataclass

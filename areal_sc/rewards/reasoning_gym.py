@@ -5,16 +5,21 @@
 
 Nine verifiers run an answer as Python, by `eval` or by sympy's parser, which calls it: so a model
 could patch the verifier. Here lists are read as literals, and formulas have numbers, operators and
-mathematical functions alone; any other answer is wrong.
+mathematical functions alone; any other answer is wrong. Five verifiers look at a part of an answer
+and take wrong ones; `_is_fooled` knows them.
 """
 
 from __future__ import annotations
 
 import re
+import resource
 import sys
 from ast import literal_eval
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.errors import WorkflowError
@@ -23,7 +28,6 @@ from areal_sc.rewards.base import declare_reward
 from areal_sc.sources.reasoning_gym import (
     COLUMN,
     PREFIX,
-    check_installed,
     library_task,
 )
 from areal_sc.sources.reference import Referable
@@ -42,6 +46,15 @@ FORMULAS: Final = frozenset(
     )
 )
 """Tasks whose verifiers read an answer by sympy's parser."""
+
+_NUMBER_GAMES: Final = frozenset(("countdown", "puzzle24"))
+"""Of these formulas the answer has the numbers of the question, each once, and no names."""
+
+_NEAR: Final = 1e-4
+"""How far an answer of `coin_flip` may be off, as the library has it."""
+
+_MEMORY: Final = 2**30
+"""Bytes that a verifier may take: one of them writes out `R2000000000`, so many turns of a cube."""
 
 _FORMULA: Final = re.compile(r"[A-Za-z\d\s+\-*/^().,]*", re.ASCII)
 _ATTRIBUTE: Final = re.compile(r"\.\s*[A-Za-z]")
@@ -70,7 +83,7 @@ class ReasoningGymReward(Referable):
 
     def __init__(self, *, tag: str = "") -> None:
         self.tag = tag
-        declare_reward(late_reward=0.0, late_after_s=TIME_LIMIT_S, prepare=check_installed)(self)
+        declare_reward(late_reward=0.0, late_after_s=TIME_LIMIT_S, prepare=_warm_up)(self)
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
         if fault := _fault_of(prompt):
@@ -82,10 +95,15 @@ class ReasoningGymReward(Referable):
         task, reference = verified["task"], prompt["answer"]
         if task in FORMULAS and not _is_plain_formula(answer, reference):
             return 0.0
+        if _is_fooled(task, answer, reference, verified["metadata"]):
+            return 0.0
         verifier = _verifier(task, to_json(to_wire(verified["settings"])))
         entry = {"question": prompt["question"], "answer": reference}
         try:
-            return float(verifier.score_answer(answer, entry | {"metadata": verified["metadata"]}))
+            with _bounded_memory():
+                return float(
+                    verifier.score_answer(answer, entry | {"metadata": verified["metadata"]})
+                )
         except Exception:  # verifiers raise whatever they like over what a model writes
             return 0.0
 
@@ -125,6 +143,43 @@ def _is_plain_formula(answer: str, reference: str) -> bool:
         return False
     known = _FUNCTIONS.union(_NAME.findall(reference))
     return all(len(name) == 1 or name in known for name in _NAME.findall(answer))
+
+
+def _is_fooled(task: str, answer: str, reference: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether the answer is wrong, but might be right to the verifier, which looks at a part."""
+    if task in _NUMBER_GAMES:
+        numbers = sorted(map(int, re.findall(r"\d+", answer)))
+        return numbers != sorted(metadata["numbers"]) or any(map(str.isalpha, answer))
+    if task == "complex_arithmetic":
+        return "nan" in answer.lower()
+    if task == "game_of_life_halting":
+        return answer.lower() != reference.lower()
+    if task == "coin_flip":  # a number that has the first digits alone
+        try:
+            return abs(float(Fraction(answer) - Fraction(reference))) > _NEAR
+        except (ValueError, ZeroDivisionError, OverflowError):
+            return True
+    return False
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Within it Python raises MemoryError where the process would take `_MEMORY` more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + _MEMORY
+    if resource.RLIM_INFINITY not in (soft, hard):
+        limit = min(limit, soft, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _warm_up() -> None:
+    """Imports the library, which takes seconds at the first time."""
+    library_task("chain_sum", {})
 
 
 @lru_cache(maxsize=256)

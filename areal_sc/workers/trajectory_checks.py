@@ -28,7 +28,7 @@ def checked_episode(
 ) -> list[Trajectory] | Rejection:
     """The rows of an episode, with fields as arrays; why it is rejected if one cannot be used.
 
-    Rows whose answer was cut are wrong where `generation.cut_answers` says so. Rows that are
+    Rows whose answer was cut count what `generation.cut_answers` says. Rows that are
     trained have what `rollout.soft_length` takes from their rewards.
 
     Args:
@@ -63,21 +63,20 @@ def checked_episode(
             f"the episode's {len(rows)} rows have {num_tokens} tokens together, expected at most "
             f"{limits.episode_tokens}: raise rollout.max_episode_tokens",
         )
-    if limits.generation.cut_answers is CutAnswers.wrong:
-        rows = [_wrong(row) if row.metrics.get(STOPPED) == 0 else row for row in rows]
+    cut_answers = limits.generation.cut_answers
+    rows = [_cut(row, cut_answers) if row.metrics.get(STOPPED) == 0 else row for row in rows]
     is_limited = is_trained and limits.soft_length.limit_tokens > 0
     return [_with_soft_length(row, limits.soft_length) for row in rows] if is_limited else rows
 
 
-def _wrong(row: Trajectory) -> Trajectory:
-    """With the accuracy 0, where there is one, and rewards of 0 at most."""
-    accuracy = {ACCURACY: 0.0} if ACCURACY in row.metrics else {}
-    return replace(
-        row,
-        reward=min(float(row.reward), 0.0),
-        returns=[(min(value, 0.0), size) for value, size in row.returns],
-        metrics={**row.metrics, **accuracy},
-    )
+def _cut(row: Trajectory, cut_answers: CutAnswers) -> Trajectory:
+    """A row whose answer was cut, with what that counts."""
+    if cut_answers.is_inaccurate and ACCURACY in row.metrics:
+        row = replace(row, metrics={**row.metrics, ACCURACY: 0.0})
+    if cut_answers is not CutAnswers.wrong:
+        return row
+    returns = [(min(value, 0.0), size) for value, size in row.returns]
+    return replace(row, reward=min(float(row.reward), 0.0), returns=returns)
 
 
 def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:

@@ -98,7 +98,7 @@ class Evaluations(BesideTraining):
         if not sets or (name, self._rollout.version) in self._recorded:
             return
         self._running = self._rollout.begin_evaluation(
-            sets, cut_is_wrong=self._run.config.generation.cut_answers.is_wrong_in_evaluations
+            sets, cut_is_wrong=self._run.config.generation.cut_answers.is_inaccurate
         )
         self._asked_temperature = temperature
         self._named = {"name": name, "step": self._rollout.version}
@@ -179,7 +179,7 @@ class Evaluations(BesideTraining):
                     f"{one.first_rejection.describe()}"
                 )
             cut_answers = self._run.config.generation.cut_answers
-            if one.num_cut > MAX_CUT * num_answers and cut_answers.is_wrong_in_evaluations:
+            if one.num_cut > MAX_CUT * num_answers and cut_answers.is_inaccurate:
                 self._run.display.warning(
                     f"{one.num_cut} of {what} were cut by generation.max_new_tokens, or by the "
                     "context, and count as wrong; where answers need no end of their own, set "

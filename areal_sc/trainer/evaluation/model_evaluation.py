@@ -144,7 +144,7 @@ class ModelEvaluation:
 
         Raises: CommandError: answers are missing. WorkflowError: all of a set were rejected.
         """
-        cut_is_wrong = self._config.generation.cut_answers.is_wrong_in_evaluations
+        cut_is_wrong = self._config.generation.cut_answers.is_inaccurate
         outcomes = {}
         for name, one in self._sets.items():
             places = [(name, *place) for place in self._places(name)]
@@ -181,7 +181,7 @@ class ModelEvaluation:
         Raises: CommandError: the folders have no set in common, or other prompts of one.
             RunFolderError: as `read_answers`.
         """
-        cut_is_wrong = self._config.generation.cut_answers.is_wrong_in_evaluations
+        cut_is_wrong = self._config.generation.cut_answers.is_inaccurate
         places = [(name, *place) for name in self._sets for place in self._places(name)]
         own = _right([self._kept[place] for place in places], cut_is_wrong=cut_is_wrong)
         prompts = {place[:2] for place in places}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,36 @@ def test_no_answer_is_run_as_python(task: str, rows: Rows, tmp_path: Path) -> No
         assert not trace.exists(), attack
     if task in LISTS:
         assert 0 < reasoning_gym_reward(row, as_list(row)) < 1, "lists are read all the same"
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("countdown", "({sum})*0j - {target}j*1j"),
+        ("countdown", "({sum})*(x-x) - {target}j*1j"),
+        ("puzzle24", "4*6*1*1"),
+        ("coin_flip", "0"),
+        ("coin_flip", "0.0"),
+        ("complex_arithmetic", "nan"),
+        ("complex_arithmetic", "nan+nanj"),
+        ("game_of_life_halting", "I do not know"),
+    ],
+)
+def test_what_fools_a_verifier_is_wrong(task: str, answer: str) -> None:
+    for row in load_prompts(f"reasoning_gym:{task}", size=8, seed=3):
+        metadata = row["reasoning_gym"]["metadata"]
+        total = "+".join(map(str, metadata.get("numbers", [])))
+        given = answer.format(sum=total, target=metadata.get("target"))
+        is_right = task == "puzzle24" and sorted(metadata["numbers"]) == [1, 1, 4, 6]
+        assert is_right or reasoning_gym_reward(row, given) == 0.0
+        assert reasoning_gym_reward(row, row["answer"]) == 1.0
+
+
+def test_an_answer_that_would_take_all_memory_is_wrong() -> None:
+    (row,) = load_prompts("reasoning_gym:rubiks_cube", size=1, seed=1)
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    assert reasoning_gym_reward(row, "R2000000000") == 0.0
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
 
 
 @pytest.mark.parametrize("task", sorted(FORMULAS))

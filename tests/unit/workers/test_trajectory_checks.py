@@ -140,7 +140,8 @@ def test_what_a_cut_answer_counts(counts: CutAnswers, is_trained: bool) -> None:
     assert isinstance(rows, list)
     if counts is not CutAnswers.wrong:
         assert [one.reward for one in rows] == [1.0, -0.5, 1.0, 1.0, 1.0]
-        assert [one.metrics.get("accuracy") for one in rows] == [1.0, None, 1.0, 1.0, None]
+        of_cut = float(counts is CutAnswers.judged)
+        assert [one.metrics.get("accuracy") for one in rows] == [of_cut, None, of_cut, 1.0, None]
         return
     assert [one.reward for one in rows] == [0.0, -0.5, 0.0, 1.0, 1.0]
     assert rows[0].metrics == {"accuracy": 0.0, "stopped": 0.0, "reward/right": 1.0}
