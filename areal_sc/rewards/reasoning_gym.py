@@ -67,6 +67,11 @@ _FUNCTIONS: Final = frozenset(
 )
 
 
+def _warm_up() -> None:
+    """Imports the library, which takes seconds at the first time."""
+    library_task("chain_sum", {})
+
+
 class ReasoningGymReward(Referable):
     """What the library's verifier of a row's task gives the answer of a completion, 0.0 to 1.0.
 
@@ -175,11 +180,6 @@ def _bounded_memory() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _warm_up() -> None:
-    """Imports the library, which takes seconds at the first time."""
-    library_task("chain_sum", {})
 
 
 @lru_cache(maxsize=256)
