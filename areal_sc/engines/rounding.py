@@ -139,9 +139,10 @@ def _rounding(causal_lm: nn.Module, unit: float) -> Iterator[None]:
             generators[device] = torch.Generator(device).manual_seed(0)
         size = values.abs()
         if is_sum:  # of terms that cancel each other: a small sum is rounded as a typical one
-            size = torch.maximum(size, values.square().mean(-1, keepdim=True).sqrt())
+            typical = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+            torch.maximum(size, typical / values.shape[-1] ** 0.5, out=size)
         draws = torch.empty_like(values).uniform_(-widest, widest, generator=generators[device])
-        return values + draws.mul_(size)
+        return draws.mul_(size).add_(values)  # logits of all draws are large: no copy more
 
     def move(module: nn.Module, _inputs: Any, outputs: Any) -> Any:
         is_sum = isinstance(module, nn.Linear)
