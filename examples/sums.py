@@ -6,7 +6,8 @@
 The model is asked "What is 27 + 14? Reply with the number only." An answer is right where the sum
 is its one final answer (docs/rewards.md) and it ends by itself: one that
 `generation.max_new_tokens` cuts is wrong, so the model learns to add and to stop. Evaluations ask
-for sums that are never trained. `actor.path=<model>` takes another chat model, of a folder or the hub.
+for sums that are never trained. `actor.path=<model>` takes another chat model, of a folder or the
+hub.
 """
 
 from __future__ import annotations

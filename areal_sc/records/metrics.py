@@ -163,6 +163,12 @@ class StepMetrics(_Record):
         )
 
     @property
+    def cut_share(self) -> float | None:
+        """Share of the answers that did not end by themselves; None: the workflow does not tell."""
+        stopped = self.workflow.get("stopped")
+        return None if stopped is None else 1 - stopped
+
+    @property
     def num_rejected_episodes(self) -> int:
         """Episodes rejected since the step before, of all causes."""
         return sum(self.rejected_episodes.values())
