@@ -18,9 +18,10 @@ from typing import Any, Final
 
 import aiohttp
 
-from areal_sc.errors import RewardError
+from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.rewards.answer_text import without_reasoning
 from areal_sc.sources.reference import Referable
+from areal_sc.sources.values import is_missing
 
 _AGAIN: Final = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
 """Answers after which the same request may succeed."""
@@ -123,6 +124,15 @@ class JudgeReward(Referable):
         raise RewardError(
             f"judge {self._model} at {self._address}: no verdict in {self._tries} tries: {failure}"
         )
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises: WorkflowError: it has nothing in a column that the question names."""
+        for name in sorted(self._columns - {"completion"}):
+            if is_missing(row.get(name)):
+                raise WorkflowError(
+                    f"question of the judge: the row has nothing in its column {name!r}, only in "
+                    f"{', '.join(sorted(row))}"
+                )
 
     def _asked(self, prompt: Mapping[str, Any], completion: str) -> str:
         columns = {name: prompt[name] for name in self._columns if name in prompt}

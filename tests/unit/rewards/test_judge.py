@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from areal_sc.errors import RewardError
+from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.rewards.judge import JudgeReward
 
 ROW = {"prompt": "How many {legs}?", "answer": "4"}
@@ -131,6 +132,11 @@ async def test_so_many_are_asked_at_once(endpoint: Endpoint) -> None:
 
 
 async def test_a_column_that_is_missing_is_named(endpoint: Endpoint) -> None:
+    judge = JudgeReward(endpoint.url, "judge")
+    judge.check_row(ROW)
+    for row in ({"prompt": "How many?"}, {**ROW, "answer": None}, {**ROW, "answer": math.nan}):
+        with pytest.raises(WorkflowError, match="nothing in its column 'answer'"):
+            judge.check_row(row)
     with pytest.raises(RewardError, match="no column 'answer'"):
         await JudgeReward(endpoint.url, "judge")({"prompt": "How many?"}, "4")
 
