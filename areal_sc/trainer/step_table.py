@@ -104,7 +104,7 @@ _OF_GENERATION = frozenset(
 _CAUSES = Column(("rejected_episodes",), "", 0, 0, describe_counts)
 
 LOSSES = (
-    Column(("cut_share",), "cut", 0, 0, percent),
+    Column(("cut_share",), "cut", 0, 0, _share),
     Column(("masked_share",), "mask", 0, 0, percent),
     Column(("wasted_share",), "waste", 0, 0, percent),
     Column(("num_rejected_episodes",), "rej", 0, 0, str),

@@ -59,7 +59,13 @@ def test_several_rewards_are_shown_where_there_is_room(make_step: MakeStep) -> N
 def test_plain_lines_have_every_column_and_what_was_lost(make_step: MakeStep) -> None:
     names = [name for column in COLUMNS for name in column.names]
     values = dict(named_values(make_step()))
-    lost = ["masked_share", "wasted_share", "num_rejected_episodes", "rejected_episodes"]
+    lost = [
+        "cut_share",
+        "masked_share",
+        "wasted_share",
+        "num_rejected_episodes",
+        "rejected_episodes",
+    ]
     assert list(values) == [*names, *lost]
     assert values["grad_norm"] == 0.61
     assert {values[name] for name in lost} == {None}
