@@ -4,14 +4,15 @@ What a model is trained on is what it writes when it answers: each turn from whe
 an answer begin to the token that ends it. Where the template marks the turns itself (`{% generation
 %}`), its marks say which these are. Else the beginning of the conversation up to each turn is
 rendered; a template whose beginnings do not fit the whole is refused, as the model would never see
-those tokens when it answers.
+those tokens when it answers. Either way one rule, `_ended`, finds the token that ends a turn.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from functools import partial
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.errors import WorkflowError
@@ -29,6 +30,9 @@ class TurnEncoder:
     Args:
         ends: tokens that end an answer of the model.
         use_chat_template: False: rows are plain texts, and an end token follows each completion.
+
+    Attributes:
+        other_ends: special tokens that end turns that were encoded, and no answer of the model.
     Raises: WorkflowError: the model has no chat template, or nothing ends an answer.
     """
 
@@ -51,13 +55,17 @@ class TurnEncoder:
             )
         self._tokenizer = tokenizer
         self._ends = list(ends)
-        self._last = frozenset([*ends, *tokenizer.all_special_ids])
+        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        self._special = special.union(ends)
         self.use_chat_template = use_chat_template
+        self.other_ends = set[str]()
 
     def texts(self, prompt: str, completion: str) -> dict[str, list[Any]]:
         """A plain prompt, and the completion that follows it, with an end token."""
         before = encode_text(self._tokenizer, prompt)
-        after = encode_text(self._tokenizer, completion, begins=False) + self._ends[:1]
+        after = encode_text(self._tokenizer, completion, begins=False)
+        if after[-1:] == [] or after[-1] not in self._ends:
+            after += self._ends[:1]
         return _row([*before, *after], range(len(before), len(before) + len(after)))
 
     def conversation(
@@ -78,38 +86,54 @@ class TurnEncoder:
             for message in messages
         ]
         turns = [n for n, it in enumerate(given) if it["role"] == "assistant"]
-        template = self._tokenizer.get_chat_template(tools=tools)
-        if _MARK.search(template):
-            ids, spans = self._by_marks(given, len(turns), tools)
-        else:
-            ids, spans = self._by_beginnings(given, [n for n in turns if n >= first], tools)
-        num_trained = sum(n >= first for n in turns)
-        return _row(ids, *spans[len(spans) - num_trained :])
+        trained = [n for n in turns if n >= first]
+        find = self._by_beginnings
+        if _MARK.search(self._tokenizer.get_chat_template(tools=tools)):
+            find = partial(self._by_marks, num_turns=len(turns))
+        ids, spans = find(given, trained, tools)
+        ends = self._ends_in(ids)
+        ended = [self._ended(ids, *turn, ends) for turn in zip(trained, spans, strict=True)]
+        return _row(ids, *ended)
 
     def _by_marks(
-        self, messages: Sequence[Mapping[str, Any]], num_turns: int, tools: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        turns: Sequence[int],
+        tools: Any,
+        num_turns: int,
     ) -> tuple[list[int], list[range]]:
-        """Tokens, and where the template says that the turns are, with the token that ends each."""
+        """Tokens, and where the template says that these turns are.
+
+        Args: num_turns: of the assistant, these among them.
+        """
         encoded = self._render(messages, tools, return_assistant_tokens_mask=True)
-        ids, spans, place = [int(token) for token in encoded["input_ids"]], [], 0
-        for is_turn, run in groupby(encoded["assistant_masks"]):
-            end = place + len(list(run))
-            if is_turn:
-                is_ended = ids[end - 1] in self._last or ids[end : end + 1] == []
-                takes_end = not is_ended and ids[end] in self._last
-                spans.append(range(place, end + takes_end))
-            place = end
+        ids = [int(token) for token in encoded["input_ids"]]
+        spans, place = list[range](), 0
+        for is_marked, run in groupby(encoded["assistant_masks"]):
+            stop = place + len(list(run))
+            if is_marked:
+                spans.append(range(place, stop))
+            place = stop
         if len(spans) != num_turns:
             raise WorkflowError(
                 f"the chat template marks {len(spans)} turns by {{% generation %}}, but "
                 f"{num_turns} are the assistant's"
             )
+        spans = spans[num_turns - len(turns) :]
+        for number, (turn, span) in enumerate(zip(turns, spans, strict=True)):
+            before = self._ids(messages[:turn], tools, add_generation_prompt=True)
+            spans[number] = range(max(span.start, _num_shared(ids, before)), span.stop)
+            if not spans[number]:
+                raise WorkflowError(
+                    f"message {turn}: the chat template marks by {{% generation %}} what stands "
+                    "before the assistant's answer"
+                )
         return ids, spans
 
     def _by_beginnings(
         self, messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tools: Any
     ) -> tuple[list[int], list[range]]:
-        """Tokens, and where these turns are, each up to its last special token."""
+        """Tokens, and where these turns are."""
         ids, spans = self._ids(messages, tools), []
         for turn in turns:
             before = self._ids(messages[:turn], tools, add_generation_prompt=True)
@@ -122,14 +146,44 @@ class TurnEncoder:
                     "train on the last turn alone (last_turn_only), or give the template "
                     "{% generation %} marks"
                 )
-            specials = [n for n in range(len(before), len(after)) if ids[n] in self._last]
-            if not specials:
-                raise WorkflowError(
-                    f"message {turn}: the chat template ends the turn with no special token, so "
-                    "the model would not learn to end its answers"
-                )
-            spans.append(range(len(before), specials[-1] + 1))
+            spans.append(range(len(before), len(after)))
         return ids, spans
+
+    def _ends_in(self, ids: Sequence[int]) -> frozenset[int]:
+        """Tokens that end a turn: those that end an answer, and what closes the conversation."""
+        closing = takewhile(
+            lambda token: token in self._special or self._is_space(token), ids[::-1]
+        )
+        return frozenset([*self._ends, *(token for token in closing if token in self._special)])
+
+    def _ended(self, ids: Sequence[int], number: int, turn: range, ends: frozenset[int]) -> range:
+        """A turn, up to the first of the tokens that end it, of which each may follow white space.
+
+        Args:
+            number: of the message.
+            turn: what is known to be of it; the tokens that end it may stand behind.
+        Raises: WorkflowError: nothing ends it.
+        """
+        behind = takewhile(lambda token: token in ends or self._is_space(token), ids[turn.stop :])
+        written = range(turn.start, turn.stop + len(list(behind)))
+        places = [n for n in written if ids[n] in ends]
+        if not places:
+            raise WorkflowError(
+                f"message {number}: the chat template ends the turn with no special token, so "
+                "the model would not learn to end its answers"
+            )
+        while (
+            len(places) > 1
+            and ids[places[-2]] in self._ends
+            and self._is_space(*ids[places[-2] + 1 : places[-1]])
+        ):
+            places.pop()
+        if ids[places[-1]] not in self._ends:
+            self.other_ends.add(str(self._tokenizer.convert_ids_to_tokens(ids[places[-1]])))
+        return range(turn.start, places[-1] + 1)
+
+    def _is_space(self, *token_ids: int) -> bool:
+        return not str(self._tokenizer.decode(list(token_ids))).strip()
 
     def _ids(self, messages: Sequence[Any], tools: Any, **options: Any) -> list[int]:
         return [int(token) for token in self._render(messages, tools, **options)["input_ids"]]
@@ -172,6 +226,12 @@ def check_conversation(messages: Any, first: int = 0) -> None:
             f"the last message is of the role {messages[-1]['role']!r}: expected an answer of the "
             "assistant, which is trained"
         )
+
+
+def _num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(ids, others, strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _row(ids: list[int], *spans: range) -> dict[str, list[Any]]:
