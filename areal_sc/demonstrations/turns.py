@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.errors import WorkflowError
-from areal_sc.workflows.text import ROLES, check_messages, encode_text
+from areal_sc.workflows.text import ROLES, check_messages, describe_lost, encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARK: Final = re.compile(r"\{%-?\s*generation\b")
+
+_WEIGHT: Final = "weight"
+"""Field of a message of the assistant; with 0 it is not trained, as OpenAI's files have it."""
 
 
 class TurnEncoder:
@@ -32,7 +34,8 @@ class TurnEncoder:
         use_chat_template: False: rows are plain texts, and an end token follows each completion.
 
     Attributes:
-        other_ends: special tokens that end turns that were encoded, and no answer of the model.
+        complaints: what is wrong with the rows so far, by its kind, and does not keep them from
+            being trained on.
     Raises: WorkflowError: the model has no chat template, or nothing ends an answer.
     """
 
@@ -58,7 +61,7 @@ class TurnEncoder:
         special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         self._special = special.union(ends)
         self.use_chat_template = use_chat_template
-        self.other_ends = set[str]()
+        self.complaints: dict[str, str] = {}
 
     def texts(self, prompt: str, completion: str) -> dict[str, list[Any]]:
         """A plain prompt, and the completion that follows it, with an end token."""
@@ -66,12 +69,14 @@ class TurnEncoder:
         after = encode_text(self._tokenizer, completion, begins=False)
         if after[-1:] == [] or after[-1] not in self._ends:
             after += self._ends[:1]
-        return _row([*before, *after], range(len(before), len(before) + len(after)))
+        ids = [*before, *after]
+        self._look_for(ids, prompt, completion)
+        return _row(ids, range(len(before), len(ids)))
 
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], first: int = 0, tools: Any = None
     ) -> dict[str, list[Any]]:
-        """A conversation, whose turns of the assistant are trained.
+        """A conversation, whose turns of the assistant are trained, but for those of weight 0.
 
         Args:
             first: number of the message from which on they are.
@@ -85,27 +90,37 @@ class TurnEncoder:
             {key: value for key, value in message.items() if value is not None or key == "content"}
             for message in messages
         ]
-        turns = [n for n, it in enumerate(given) if it["role"] == "assistant"]
-        trained = [n for n in turns if n >= first]
-        find = self._by_beginnings
-        if _MARK.search(self._tokenizer.get_chat_template(tools=tools)):
-            find = partial(self._by_marks, num_turns=len(turns))
+        trained = [n for n in _turns(given) if n >= first and given[n].get(_WEIGHT, 1)]
+        if not trained:
+            raise WorkflowError("each turn of the assistant has the weight 0: nothing is trained")
+        template = self._tokenizer.get_chat_template(tools=tools)
+        if tools and not _reads(template, "tools"):
+            raise WorkflowError(
+                "the row has tools, of which the model's chat template does not tell a model"
+            )
+        find = self._by_marks if _MARK.search(template) else self._by_beginnings
         ids, spans = find(given, trained, tools)
         ends = self._ends_in(ids)
         ended = [self._ended(ids, *turn, ends) for turn in zip(trained, spans, strict=True)]
+        fields = {key for message in given for key in message} - {_WEIGHT, "tool_call_id"}
+        if unread := sorted(field for field in fields if not _reads(template, field)):
+            self.complaints["fields"] = (
+                "messages have fields that the model's chat template does not read, so that they "
+                f"have no effect: {', '.join(unread)}"
+            )
+        contents = (message.get("content") for message in given)
+        self._look_for(ids, *(text for text in contents if isinstance(text, str)))
         return _row(ids, *ended)
 
-    def _by_marks(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        turns: Sequence[int],
-        tools: Any,
-        num_turns: int,
-    ) -> tuple[list[int], list[range]]:
-        """Tokens, and where the template says that these turns are.
+    def _look_for(self, ids: Sequence[int], *texts: str) -> None:
+        """Notes a text that is another one in these tokens; the first one is enough."""
+        if "lost" not in self.complaints and (lost := describe_lost(self._tokenizer, texts, ids)):
+            self.complaints["lost"] = f"the model's tokenizer changes the text of rows: {lost}"
 
-        Args: num_turns: of the assistant, these among them.
-        """
+    def _by_marks(
+        self, messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tools: Any
+    ) -> tuple[list[int], list[range]]:
+        """Tokens, and where the template says that these turns are."""
         encoded = self._render(messages, tools, return_assistant_tokens_mask=True)
         ids = [int(token) for token in encoded["input_ids"]]
         spans, place = list[range](), 0
@@ -114,21 +129,22 @@ class TurnEncoder:
             if is_marked:
                 spans.append(range(place, stop))
             place = stop
-        if len(spans) != num_turns:
+        if len(spans) != len(_turns(messages)):
             raise WorkflowError(
                 f"the chat template marks {len(spans)} turns by {{% generation %}}, but "
-                f"{num_turns} are the assistant's"
+                f"{len(_turns(messages))} are the assistant's"
             )
-        spans = spans[num_turns - len(turns) :]
-        for number, (turn, span) in enumerate(zip(turns, spans, strict=True)):
+        marked, found = dict(zip(_turns(messages), spans, strict=True)), []
+        for turn in turns:
             before = self._ids(messages[:turn], tools, add_generation_prompt=True)
-            spans[number] = range(max(span.start, _num_shared(ids, before)), span.stop)
-            if not spans[number]:
+            start = max(marked[turn].start, _num_shared(ids, before))
+            found.append(range(start, marked[turn].stop))
+            if not found[-1]:
                 raise WorkflowError(
                     f"message {turn}: the chat template marks by {{% generation %}} what stands "
                     "before the assistant's answer"
                 )
-        return ids, spans
+        return ids, found
 
     def _by_beginnings(
         self, messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tools: Any
@@ -179,7 +195,13 @@ class TurnEncoder:
         ):
             places.pop()
         if ids[places[-1]] not in self._ends:
-            self.other_ends.add(str(self._tokenizer.convert_ids_to_tokens(ids[places[-1]])))
+            end, *known = self._tokenizer.convert_ids_to_tokens([ids[places[-1]], *self._ends])
+            self.complaints["end"] = (
+                f"the chat template ends turns with {end}, and an answer of the model ends with "
+                f"{' or '.join(known) or 'nothing'}: trained like this, it will write {end} and go "
+                "on; name it as eos_token_id in generation_config.json, or its number in "
+                "generation.stop_token_ids of runs that generate"
+            )
         return range(turn.start, places[-1] + 1)
 
     def _is_space(self, *token_ids: int) -> bool:
@@ -217,6 +239,11 @@ def check_conversation(messages: Any, first: int = 0) -> None:
             continue
         if number == 0:
             raise WorkflowError("message 0 is the assistant's: expected one that it answers before")
+        if message.get(_WEIGHT) not in (None, 0, 1):
+            raise WorkflowError(
+                f"message {number}: expected a weight of 0 (not trained) or 1, got "
+                f"{message[_WEIGHT]!r}"
+            )
         content = message.get("content")
         is_empty = not (content.strip() if isinstance(content, str) else content)
         if is_empty and not message.get("tool_calls"):
@@ -226,6 +253,16 @@ def check_conversation(messages: Any, first: int = 0) -> None:
             f"the last message is of the role {messages[-1]['role']!r}: expected an answer of the "
             "assistant, which is trained"
         )
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The numbers of the assistant's messages."""
+    return [number for number, it in enumerate(messages) if it["role"] == "assistant"]
+
+
+def _reads(template: str, name: str) -> bool:
+    """Whether a template has this name in it."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def _num_shared(ids: Sequence[int], others: Sequence[int]) -> int:

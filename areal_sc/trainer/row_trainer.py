@@ -91,6 +91,11 @@ class RowTrainer(Run):
         ends = read_end_token_ids(folder, tokenizer)
         return TurnEncoder(tokenizer, ends, use_chat_template=use_chat_template)
 
+    def _tell_complaints(self, encoder: TurnEncoder) -> None:
+        """About the rows that it has encoded."""
+        for text in encoder.complaints.values():
+            self.display.warning(text)
+
     def _tell_left_out(self, rows: EncodedRows, name: str) -> None:
         if rows.num_too_long:
             limit = self.config.actor.max_tokens_per_micro_batch

@@ -5,7 +5,7 @@ With a value head in place of their output layer, where that is asked for: `valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ def load_causal_lm(folder: Path, head: ModelHead = ModelHead.lm) -> Any:
     absent += sorted(map(str, loading["mismatched_keys"]))
     if absent:
         raise misfit(folder, absent)
+    check_all_used(folder, model, loading["unexpected_keys"], head)
     built = build_unfilled(folder, head)
     named = dict(built.named_parameters(remove_duplicate=False))
     first_names = {id(parameter): name for name, parameter in built.named_parameters()}
@@ -89,6 +90,25 @@ def misfit(folder: Path, names: Sequence[str]) -> ModelError:
         f"the weights in {folder} do not fit its config.json: "
         f"{len(names)} missing or misshapen, e.g. {names[0]}"
     )
+
+
+def check_all_used(
+    folder: Path, model: Any, unexpected: Iterable[str], head: ModelHead = ModelHead.lm
+) -> None:
+    """Checks that the model has all weights that are stored.
+
+    Args: unexpected: those that it does not have, but for those that it is known to do without.
+    Raises: ModelError: one belongs to it, and another model than the stored one would be computed.
+    """
+    body = f"{model.base_model_prefix}."  # a model of values has no output layer
+    unused = sorted(name for name in unexpected if head is ModelHead.lm or name.startswith(body))
+    if unused:
+        raise ModelError(
+            f"model folder {folder}: {len(unused)} of the stored weights are none of "
+            f"{type(model).__name__}, e.g. {unused[0]}: expected a config.json that describes all "
+            "of them, since without them something else is computed; if the model needs none of "
+            "these, have transformers write it anew (from_pretrained, save_pretrained)"
+        )
 
 
 def differently_tied(folder: Path, first: str, other: str) -> ModelError:
