@@ -104,10 +104,10 @@ def check_all_used(
     unused = sorted(name for name in unexpected if head is ModelHead.lm or name.startswith(body))
     if unused:
         raise ModelError(
-            f"model folder {folder}: {len(unused)} of the stored weights are none of "
-            f"{type(model).__name__}, e.g. {unused[0]}: expected a config.json that describes all "
-            "of them, since without them something else is computed; if the model needs none of "
-            "these, have transformers write it anew (from_pretrained, save_pretrained)"
+            f"model folder {folder}: {type(model).__name__} has no place for {len(unused)} of the "
+            f"stored weights, e.g. {unused[0]}: expected a config.json that describes all of them, "
+            "since without them something else is computed; if the model needs none of these, have "
+            "transformers write it anew (from_pretrained, save_pretrained)"
         )
 
 
