@@ -17,7 +17,7 @@ WRITTEN = {
     **{"base_model_name_or_path": "model", "revision": None, "inference_mode": True},
     **{"r": 4, "lora_alpha": 12, "lora_dropout": 0.05, "bias": "none", "init_lora_weights": True},
     **{"target_modules": ["q_proj"], "megatron_core": "megatron.core", "qalora_group_size": 16},
-    **dict.fromkeys(("rank_pattern", "alpha_pattern", "loftq_config"), {}),
+    **{name: {} for name in ("rank_pattern", "alpha_pattern", "loftq_config")},
     **dict.fromkeys(
         [
             *("fan_in_fan_out", "use_rslora", "use_dora", "use_qalora", "lora_bias"),
@@ -89,7 +89,7 @@ def test_an_adapter_that_may_compute_something_else_is_refused_by_name(
 
 def test_an_adapter_without_sizes_has_those_of_peft(tmp_path: Path) -> None:
     settings = {name: value for name, value in WRITTEN.items() if name not in ("r", "lora_alpha")}
-    with pytest.raises(ModelError, match="actor.lora.rank: expected 8, which the adapter in"):
+    with pytest.raises(ModelError, match=r"actor\.lora\.rank: expected 8, which the adapter in"):
         check(tmp_path, **settings)
     with pytest.raises(ModelError, match="expected an adapter with peft_type=LORA, got None"):
         check(tmp_path, r=4, lora_alpha=12)
