@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import chat_templates as templates
 import pytest
 
 from areal_sc.demonstrations.rows import encode_demonstrations, encode_pairs
@@ -244,3 +245,23 @@ def test_what_the_template_or_the_tokenizer_leaves_out_is_told(encoder_of: Any) 
         WorkflowError, match="the row has tools, of which the model's chat template"
     ):
         encode_demonstrations([{"messages": TALK, "tools": [{"name": "f"}]}], encoder, 99)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (templates.QWEN, "<|im_end|>"),
+        (templates.LLAMA, "<|eot_id|>"),
+        (templates.MISTRAL, "</s>"),
+        (templates.GEMMA, "<end_of_turn>"),
+    ],
+)
+def test_templates_of_common_models(template: str, end: str) -> None:
+    tokenizer = templates.tokenizer_for(template)
+    for ends, is_known in ((templates.end_token_ids(tokenizer), True), ([0], False)):
+        encoder = TurnEncoder(tokenizer, ends)
+        (item,) = encode_demonstrations([{"messages": TALK}], encoder, 99).items
+        tokens = zip(item["input_ids"], item["loss_mask"], strict=True)
+        trained = tokenizer.decode([token for token, is_trained in tokens if is_trained])
+        assert trained == f"yes{end}no{end}"
+        assert ("end" in encoder.complaints) != is_known
