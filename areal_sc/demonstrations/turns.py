@@ -58,8 +58,9 @@ class TurnEncoder:
             )
         self._tokenizer = tokenizer
         self._ends = list(ends)
-        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-        self._special = special.union(ends)
+        added = tokenizer.added_tokens_decoder.items()
+        special = {*tokenizer.all_special_ids, *(token for token, it in added if it.special)}
+        self._special = (special - {tokenizer.unk_token_id}).union(ends)
         self.use_chat_template = use_chat_template
         self.complaints: dict[str, str] = {}
 
