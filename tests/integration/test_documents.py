@@ -484,6 +484,9 @@ def test_files_that_a_page_names_are_in_the_repository_or_made_by_its_blocks() -
     ]
     assert len(named) > 50
     assert [it for it in named if not any(path.endswith(f"/{it[1]}") for path in there)] == []
+    paths = re.compile(rf"`((?:{'|'.join(folders)}|configs)/[\w./-]*)`")
+    whole = [it for page in documents() for it in paths.findall((REPOSITORY / page).read_text())]
+    assert [path for path in whole if not (REPOSITORY / path).exists()] == []
 
 
 def test_the_reference_of_all_public_names_is_built(tmp_path: Path) -> None:
