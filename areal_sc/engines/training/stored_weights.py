@@ -29,6 +29,7 @@ from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.training.causal_lm import (
     build_unfilled,
     check_all_used,
+    describe_unread,
     differently_tied,
     misfit,
     read_causal_lm,
@@ -86,6 +87,8 @@ def open_weights(config: ActorConfig) -> ModelWeights:
     if config.random_init:
         return WeightsInMemory(read_causal_lm(config))
     check_model_folder(folder)
+    if unread := describe_unread(folder):
+        logger.warning("%s", unread)
     try:
         files = _weight_files(folder)
         if files is not None:
