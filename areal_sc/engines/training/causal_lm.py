@@ -27,7 +27,6 @@ from areal_sc.errors import ArealError, ModelError
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.transport.tensor_bytes import dtype_named
 
-
 _OF_NO_MODEL = {"auto_map", "num_labels", "use_cache", "quantization_config"}
 """Settings that transformers keeps of any model, and which say nothing of what it computes."""
 
