@@ -9,6 +9,7 @@ those tokens when it answers. Either way one rule, `_ended`, finds the token tha
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby, takewhile
@@ -109,9 +110,22 @@ class TurnEncoder:
                 "messages have fields that the model's chat template does not read, so that they "
                 f"have no effect: {', '.join(unread)}"
             )
+        self._check_calls(given, ids)
         contents = (message.get("content") for message in given)
         self._look_for(ids, *(text for text in contents if isinstance(text, str)))
         return _row(ids, *ended)
+
+    def _check_calls(self, messages: Sequence[Mapping[str, Any]], ids: list[int]) -> None:
+        """Raises: WorkflowError: arguments of a call are text, which the template quotes again."""
+        calls = [call for message in messages for call in message.get("tool_calls") or ()]
+        whole = str(self._tokenizer.decode(ids)) if calls else ""
+        for call in calls:
+            given = call.get("function", call).get("arguments")
+            if isinstance(given, str) and json.dumps(given, ensure_ascii=False) in whole:
+                raise WorkflowError(
+                    f"the arguments of a call are text, {given:.80}, which the chat template quotes "
+                    "once more: give them as an object (json.loads)"
+                )
 
     def _look_for(self, ids: Sequence[int], *texts: str) -> None:
         """Notes a text that is another one in these tokens; the first one is enough."""

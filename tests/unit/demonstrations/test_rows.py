@@ -265,3 +265,17 @@ def test_templates_of_common_models(template: str, end: str) -> None:
         trained = tokenizer.decode([token for token, is_trained in tokens if is_trained])
         assert trained == f"yes{end}no{end}"
         assert ("end" in encoder.complaints) != is_known
+
+
+def test_arguments_that_would_be_quoted_twice_are_refused() -> None:
+    """OpenAI's files have them as text; most templates want objects."""
+    encoder = TurnEncoder(templates.tokenizer_for(templates.QWEN), ())
+
+    def rows(arguments: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return [{"messages": [TALK[0], answer], "tools": [{"name": "weather"}]}]
+
+    encode_demonstrations(rows({"city": "Rome"}), encoder, 999)
+    with pytest.raises(WorkflowError, match=r"arguments of a call are text, {\"city.*json.loads"):
+        encode_demonstrations(rows('{"city": "Rome"}'), encoder, 999)
