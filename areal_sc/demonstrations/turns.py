@@ -123,8 +123,8 @@ class TurnEncoder:
             given = call.get("function", call).get("arguments")
             if isinstance(given, str) and json.dumps(given, ensure_ascii=False) in whole:
                 raise WorkflowError(
-                    f"the arguments of a call are text, {given:.80}, which the chat template quotes "
-                    "once more: give them as an object (json.loads)"
+                    f"the arguments of a call are text, {given:.80}, which the chat template "
+                    "quotes once more: give them as an object (json.loads)"
                 )
 
     def _look_for(self, ids: Sequence[int], *texts: str) -> None:
