@@ -281,7 +281,8 @@ class TaskLook:
             if len(found.unusable) == UNUSABLE and not found.lengths:
                 found.tell(UNUSABLE, 0.0)
             return
-        found.lost = found.lost or describe_lost(self._tokenizer, _texts(row), tokens)
+        if not found.lost and len(found.lengths) < MAX_STREAMED:
+            found.lost = describe_lost(self._tokenizer, _texts(row), tokens)
         if not found.lengths:
             self._show(index, tokens)
             await self._play(workflow, row, own, index)

@@ -120,7 +120,7 @@ class TurnEncoder:
         calls = [call for message in messages for call in message.get("tool_calls") or ()]
         whole = str(self._tokenizer.decode(ids)) if calls else ""
         for call in calls:
-            given = call.get("function", call).get("arguments")
+            given = (call.get("function") or call).get("arguments")
             if isinstance(given, str) and json.dumps(given, ensure_ascii=False) in whole:
                 raise WorkflowError(
                     f"the arguments of a call are text, {given:.80}, which the chat template "

@@ -23,7 +23,7 @@ _PLAIN: Final[dict[str, tuple[Any, ...]]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     # others take a part off the model's own weights, which the file does not hold
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica"),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva", "mica"),
 }
 """Settings of peft that can change what an adapter computes -> values of a plain one."""
 

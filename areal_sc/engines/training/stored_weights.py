@@ -87,8 +87,6 @@ def open_weights(config: ActorConfig) -> ModelWeights:
     if config.random_init:
         return WeightsInMemory(read_causal_lm(config))
     check_model_folder(folder)
-    if unread := describe_unread(folder):
-        logger.warning("%s", unread)
     try:
         files = _weight_files(folder)
         if files is not None:
@@ -125,6 +123,8 @@ class StoredWeights:
         used = {id(conversion) for conversion in self._model._weight_conversions}
         self.conversions = [i for i, it in enumerate(self._conversions) if id(it) in used]
         self._check_tied()
+        if unread := describe_unread(folder):
+            logger.warning("%s", unread)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         stored = {name: self._stored_alias(name) for name in names}
