@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workers.stand_in import StandIn, played_episode
 from areal_sc.workflows.base import Trajectory, Workflow
 from areal_sc.workflows.registry import SourceReader
-from areal_sc.workflows.text import encode_text
+from areal_sc.workflows.text import describe_lost, encode_text
 
 MAX_ROWS: Final = 1000
 """Rows whose prompts are looked at; of a larger dataset they are spread over it."""
@@ -83,6 +83,11 @@ def look_at_model(
         try_loss(loss, handle.config.head)
         tell(f"loss {loss.name}: tried on two rows")
     folder = cached_model(handle.config.path, handle.config.revision)
+    if folder:
+        from areal_sc.engines.training.causal_lm import describe_unread
+
+        if unread := describe_unread(folder):
+            tell(f"WARNING: {unread}")
     if folder and handle.config.has_adapter:
         from areal_sc.engines.training.adapters.lora import describe_adapter
 
@@ -137,11 +142,12 @@ class _Model(StandIn):
 
 @dataclass
 class _Found:
-    """What the rows came to: lengths of prompts, and why others are of no use."""
+    """What the rows came to: lengths of prompts, why others are of no use, and what is lost."""
 
     lengths: list[int] = field(default_factory=list)
     too_long: list[Rejection] = field(default_factory=list)
     unusable: list[Rejection] = field(default_factory=list)
+    lost: str = ""
 
     def tell(self, num_rows: int | None, max_unusable: float) -> None:
         """Args: num_rows: of the dataset. max_unusable: share of those that were looked at.
@@ -165,6 +171,8 @@ class _Found:
         for what, same in (("left out", self.too_long), ("rejected", self.unusable)):
             if same:
                 tell(f"  {what}: {len(same)} of them; for example: {same[0].describe()}")
+        if self.lost:
+            tell(f"  WARNING: the model's tokenizer changes the text of prompts: {self.lost}")
 
 
 class TaskLook:
@@ -273,6 +281,8 @@ class TaskLook:
             if len(found.unusable) == UNUSABLE and not found.lengths:
                 found.tell(UNUSABLE, 0.0)
             return
+        if not found.lost and len(found.lengths) < MAX_STREAMED:
+            found.lost = describe_lost(self._tokenizer, _texts(row), tokens)
         if not found.lengths:
             self._show(index, tokens)
             await self._play(workflow, row, own, index)
@@ -330,3 +340,12 @@ class TaskLook:
         tell(f"row {index} as the model gets it, {len(tokens)} tokens:")
         for line in text.splitlines() or [""]:
             tell(f"  | {line}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a row, or in a part of one."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)

@@ -29,7 +29,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def end_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None, config: Any
 ) -> tuple[int, ...]:
-    """The tokenizer's, and those of the model, each once.
+    """The tokenizer's, and those of the model, each once; a number that no token has ends nothing.
 
     Every engine takes them from here: a model ends the same way wherever it is served.
 
@@ -37,23 +37,33 @@ def end_token_ids(
         generation: of the model's folder; None: it has none, or names no end. The model's config
             tells its ends then.
         config: as transformers reads it; None: it does not know the model.
+    Raises: ModelError: they are no numbers.
     """
     of_model = getattr(generation, "eos_token_id", None)
     if of_model is None and config is not None:
         of_model = getattr(config.get_text_config(), "eos_token_id", None)
         of_model = getattr(config, "eos_token_id", None) if of_model is None else of_model
-    ends: list[int] = []
+    ends: list[Any] = []
     for source in (tokenizer.eos_token_id, of_model):
         if source is not None:
-            ends += [source] if isinstance(source, int) else source
-    return tuple(dict.fromkeys(ends))
+            ends += source if isinstance(source, list | tuple) else [source]
+    if wrong := [end for end in ends if not isinstance(end, int)]:
+        raise ModelError(f"eos_token_id of the model: expected numbers of tokens, got {wrong[0]!r}")
+    tokens = {end: end >= 0 and tokenizer.convert_ids_to_tokens(end) for end in ends}
+    return tuple(end for end, token in tokens.items() if token)
 
 
 def read_end_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The same, where no model of the folder is loaded."""
+    """The same, where no model of the folder is loaded.
+
+    Raises: ModelError: they are no numbers, or `generation_config.json` cannot be read.
+    """
     generation = config = None
     if (Path(folder) / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        try:
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"model folder {folder}: {error}") from error
     with suppress(OSError, ValueError, KeyError):  # transformers does not know the model
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     return end_token_ids(tokenizer, generation, config)

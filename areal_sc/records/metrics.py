@@ -113,7 +113,8 @@ class StepMetrics(_Record):
         controller_bytes: bytes on the controllers' sockets since the step before.
         published_bytes: of the weights, as a worker gets them that is on another node than the
             trainers: whole, or what has changed in them.
-        train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
+        train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...; without
+            means over nothing, as of entropy where no token has a gradient.
         counters: all that workers and controllers count, summed; since the start of the workers.
     """
 
@@ -279,7 +280,7 @@ class Summary:
         num_rows_trained_twice: by the ledger; anything but 0 is a defect.
         num_worker_restarts: of workers that were lost and started again.
         rejected_episodes: their number by cause.
-        controller_bytes_per_row: bytes on the controllers' sockets for each trained row.
+        controller_bytes: on the controllers' sockets, until the end of the last step.
     """
 
     num_steps: int
@@ -303,7 +304,7 @@ class Summary:
     rejected_episodes: Mapping[str, int] | None = None
     num_masked_tokens: int | None = None
     num_wasted_tokens: int | None = None
-    controller_bytes_per_row: float | None = None
+    controller_bytes: int | None = None
     generated_tokens_per_s: float | None = None
     trained_tokens_per_s: float | None = None
     first_step_s: float | None = None
@@ -314,6 +315,15 @@ class Summary:
     def to_json(self) -> bytes:
         """The content of `summary.json`."""
         return msgspec.json.format(to_json(self), indent=2) + b"\n"
+
+
+def without_empty_means(reported: Mapping[str, float]) -> dict[str, float]:
+    """What an engine reports of a step, without its means over nothing, which are NaN.
+
+    Where the loss is NaN as well, something is broken, and all numbers are kept.
+    """
+    empty = {n for n, value in reported.items() if isinstance(value, float) and math.isnan(value)}
+    return {n: value for n, value in reported.items() if n not in empty or "loss" in empty}
 
 
 def summarize(
@@ -355,7 +365,7 @@ def summarize(
     }
     measured["other_evaluations"] = further or None
     if steps:
-        time_s, num_rows = total("step_time_s"), total("num_rows")
+        time_s = total("step_time_s")
         measured["trained_tokens_per_s"] = _ratio(total("num_trained_tokens"), time_s)
     if steps and not steps[-1].is_of_rows():
         measured |= {
@@ -363,7 +373,7 @@ def summarize(
             "max_group_staleness": max(step.group_staleness_max for step in steps),
             "num_masked_tokens": total("num_masked_tokens"),
             "num_wasted_tokens": total("num_wasted_tokens"),
-            "controller_bytes_per_row": _ratio(total("controller_bytes"), num_rows),
+            "controller_bytes": total("controller_bytes"),
             "generated_tokens_per_s": _ratio(total("num_generated_tokens"), time_s),
             **{f"{part}_share": _ratio(total(f"{part}_s"), time_s) for part in STEP_PARTS},
         }

@@ -19,13 +19,30 @@ from areal_sc.errors import ModelError
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
-_PLAIN: Final = {
-    **{"peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False,)},
-    **dict.fromkeys(("use_dora", "use_rslora", "lora_bias"), (False,)),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
-    **dict.fromkeys(("modules_to_save", "layer_replication", "trainable_token_indices"), (None,)),
+_PLAIN: Final[dict[str, tuple[Any, ...]]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # others take a part off the model's own weights, which the file does not hold
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva", "mica"),
 }
-"""Settings of peft that change what an adapter computes -> values with which it is a plain one."""
+"""Settings of peft that can change what an adapter computes -> values of a plain one."""
+
+_WITHOUT_EFFECT: Final = frozenset(
+    [
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
+        *("task_type", "megatron_core", "eva_config", "lora_dropout", "qalora_group_size"),
+        # which layers have an adapter, which its tensors show
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("r", "lora_alpha"),  # compared with the run's own
+    ]
+)
+"""Settings of peft that may have any value."""
+
+_PEFTS_SIZE: Final = 8
+"""Rank and alpha of an adapter whose settings do not name them."""
+
+_OFF: Final = (None, False, {}, [])
+"""Values with which any other setting, of a later peft too, leaves an adapter as it is."""
 
 
 def is_adapter_folder(path: str | Path) -> bool:
@@ -64,17 +81,19 @@ def check_adapter(lora: LoraConfig) -> None:
     """
     folder = Path(lora.path)
     settings = _read(folder)
-    for name, plain in _PLAIN.items():
-        if name in settings and settings[name] not in plain:
+    for name, value in ({"peft_type": None} | settings).items():
+        if name not in _WITHOUT_EFFECT and value not in _PLAIN.get(name, _OFF):
+            plain = f"with {name}={_PLAIN[name][0]}" if name in _PLAIN else f"without {name}"
             raise ModelError(
-                f"actor.lora.path={folder}: expected an adapter with {name}={plain[0]}, got "
-                f"{settings[name]!r}: merge it into the model with peft, and train a new one"
+                f"actor.lora.path={folder}: expected an adapter {plain}, got {value!r}: merge it "
+                "into the model with peft, and train a new one"
             )
     for name, own, key in (("r", lora.rank, "rank"), ("lora_alpha", lora.alpha, "alpha")):
-        if settings.get(name) != own:
+        stored = settings.get(name, _PEFTS_SIZE)
+        if stored != own:
             raise ModelError(
-                f"actor.lora.{key}: expected {settings.get(name)}, which the adapter in {folder} "
-                f"has, got {own:g}"
+                f"actor.lora.{key}: expected {stored}, which the adapter in {folder} has, got "
+                f"{own:g}"
             )
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ModelError(f"actor.lora.path={folder}: it has no {ADAPTER_WEIGHTS}")

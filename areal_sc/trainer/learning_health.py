@@ -182,8 +182,8 @@ class LearningHealth(Tracker):
 
     def _kl(self) -> float:
         """Mean over the newest steps that had tokens with signal; a ruined policy has none."""
-        told = (_number(it.train.get("proximal_kl")) for it in self._newest)
-        return fmean([kl for kl in told if not math.isnan(kl)] or [0.0])
+        kl = _mean(self._newest, lambda it: _number(it.train.get("proximal_kl")))
+        return 0.0 if math.isnan(kl) else kl
 
     def _disagreement(self) -> str | None:
         of_steps = (
@@ -276,7 +276,9 @@ def _stopped(metrics: StepMetrics) -> float:
 
 
 def _mean(steps: Iterable[StepMetrics], of: Callable[[StepMetrics], float]) -> float:
-    return fmean(map(of, steps))
+    """Over the steps in which it was measured; NaN: in none."""
+    measured = [value for value in map(of, steps) if not math.isnan(value)]
+    return fmean(measured) if measured else math.nan
 
 
 def _number(value: float | None) -> float:

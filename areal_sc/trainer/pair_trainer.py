@@ -29,11 +29,11 @@ class PairTrainer(RowTrainer):
             limit = self.config.actor.max_tokens_per_micro_batch
             training = encode_pairs(rows, encoder, limit)
             self._tell_left_out(training, "training")
-            if held_out is None:
-                return training.items, []
-            held = encode_pairs(held_out, encoder, limit)
-            self._tell_left_out(held, "held-out")
-        return training.items, held.items
+            held = None if held_out is None else encode_pairs(held_out, encoder, limit)
+            if held is not None:
+                self._tell_left_out(held, "held-out")
+            self._tell_complaints(encoder)
+        return training.items, [] if held is None else held.items
 
 
 def pair_metrics(margins: Sequence[float], label_smoothing: float = 0.0) -> dict[str, float]:

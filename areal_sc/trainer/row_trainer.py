@@ -29,7 +29,12 @@ from areal_sc.engines.handles import make_actor
 from areal_sc.errors import StepLost
 from areal_sc.hub import local_model
 from areal_sc.preflight.checks import check_models
-from areal_sc.records.metrics import EvaluationResult, StepMetrics, Summary
+from areal_sc.records.metrics import (
+    EvaluationResult,
+    StepMetrics,
+    Summary,
+    without_empty_means,
+)
 from areal_sc.records.metrics_log import History
 from areal_sc.sources.prompts import prompt_at
 from areal_sc.trainer.checkpoints import Checkpoints
@@ -85,6 +90,11 @@ class RowTrainer(Run):
         tokenizer = load_tokenizer(folder)
         ends = read_end_token_ids(folder, tokenizer)
         return TurnEncoder(tokenizer, ends, use_chat_template=use_chat_template)
+
+    def _tell_complaints(self, encoder: TurnEncoder) -> None:
+        """About the rows that it has encoded."""
+        for text in encoder.complaints.values():
+            self.display.warning(text)
 
     def _tell_left_out(self, rows: EncodedRows, name: str) -> None:
         if rows.num_too_long:
@@ -150,7 +160,8 @@ class RowTrainer(Run):
                 except StepLost as error:
                     step.lose(error)
                     continue
-                self._tell_row_step(actor, len(indices), step.seconds, stats)
+                num_rows = sum(2 if "chosen" in items[index] else 1 for index in indices)
+                self._tell_row_step(actor, num_rows, step.seconds, stats)
                 checkpoints.after_step()
                 if every_steps and actor.version % every_steps == 0 and actor.version < total:
                     evaluate("periodic")
@@ -180,7 +191,7 @@ class RowTrainer(Run):
             sync_s=0.0,
             mean_sequence_length=stats["num_tokens"] / num_rows,
             num_train_workers=actor.engine.num_workers,
-            train=stats,
+            train=without_empty_means(stats),
         )
         self._tell_metrics(metrics)
 

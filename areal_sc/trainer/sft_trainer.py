@@ -50,6 +50,7 @@ class SFTTrainer(RowTrainer):
                 self._tell_left_out(training, "training")
                 if held is not None:
                     self._tell_left_out(held, "held-out")
+                self._tell_complaints(encoder)
 
             judged = [] if held is None else held.items
 

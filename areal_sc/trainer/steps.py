@@ -17,7 +17,7 @@ from areal_sc.controller.standstill import Standstill
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import StepLost
 from areal_sc.metadata import BatchMetadata
-from areal_sc.records.metrics import StepMetrics
+from areal_sc.records.metrics import StepMetrics, without_empty_means
 from areal_sc.rejection import RejectionKind
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class Step(BareStep):
             controller_bytes=new("controller_bytes"),
             published_bytes=new("published_bytes"),
             workflow=self._rollout.batch_metrics,
-            train=stats,
+            train=without_empty_means(stats),
             counters=now,
         )
         self.counters = now

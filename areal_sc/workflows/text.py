@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -155,6 +155,27 @@ def describe_unknown(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int
         return ""
     shown = " ".join(map(str, tokenizer.convert_ids_to_tokens(list(input_ids[:20]))))
     return f"{num_unknown} of its {len(input_ids)} tokens are {token}: {shown}"
+
+
+def describe_lost(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], input_ids: Sequence[int]
+) -> str:
+    """The first of these texts that is another one in the tokens made of it, "" if none is.
+
+    Args: input_ids: the tokens that the texts are in; a text that they do not have is passed over.
+    """
+    whole = _written(tokenizer, input_ids)
+    longest = 10 * len(whole) + 100  # one that is far longer is not in it
+    for text in texts:
+        if len(text) <= longest and text.strip() not in whole:
+            given = _written(tokenizer, bare_tokens(tokenizer, text)).strip()
+            if given and given in whole:
+                return f"{text!r:.200} differs from what the model gets, {given!r:.200}"
+    return ""
+
+
+def _written(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
 
 def decode_completion(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:

@@ -469,8 +469,24 @@ def test_the_ten_files_have_the_functions_that_the_page_names() -> None:
     for _, file, function in named:
         module = import_module(f"areal_sc.{file.removesuffix('.py').replace('/', '.')}")
         assert callable(attrgetter(function)(module))
-    for file in re.findall(r"`(\w+/[\w/]+\.py)`", page):
-        assert (REPOSITORY / "areal_sc" / file).is_file(), file
+
+
+def test_files_that_a_page_names_are_in_the_repository_or_made_by_its_blocks() -> None:
+    folders = ("areal_sc", "benchmarks", "docs", "examples", "tests")
+    there = [f"/{path}" for folder in folders for path in (REPOSITORY / folder).rglob("*.py")]
+    made = (re.match(r"# (\S+)\n", block.text) for block in blocks(*documents()))
+    there += [f"/{head[1]}" for head in made if head]
+    named = [
+        (page, file)
+        for page in documents()
+        if page != "CHANGELOG.md"  # of what was
+        for file in re.findall(r"`([\w./-]+\.py)`", (REPOSITORY / page).read_text())
+    ]
+    assert len(named) > 50
+    assert [it for it in named if not any(path.endswith(f"/{it[1]}") for path in there)] == []
+    paths = re.compile(rf"`((?:{'|'.join(folders)}|configs)/[\w./-]*)`")
+    whole = [it for page in documents() for it in paths.findall((REPOSITORY / page).read_text())]
+    assert [path for path in whole if not (REPOSITORY / path).exists()] == []
 
 
 def test_the_reference_of_all_public_names_is_built(tmp_path: Path) -> None:

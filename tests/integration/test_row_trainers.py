@@ -197,6 +197,9 @@ def test_dpo_orders_held_out_pairs(chat_model: Path, tmp_path: Path, lora: list[
     before, after = (
         next(it for it in history.evaluations if it.name == name) for name in ("before", "after")
     )
+    assert {step.num_rows for step in history.steps} == {2 * 16}, "both answers of each pair"
+    of_rows = [step.train["num_tokens"] / step.num_rows for step in history.steps]
+    assert [step.mean_sequence_length for step in history.steps] == pytest.approx(of_rows)
     assert before.workflow["margin"] == pytest.approx(0.0, abs=1e-4)  # it is its own reference
     assert after.workflow["margin"] > 0
     assert after.accuracy is not None

@@ -31,6 +31,7 @@ from areal_sc.engines.local.attention import (
 )
 from areal_sc.engines.rotary import rope_limits
 from areal_sc.engines.tokenizer import load_tokenizer
+from areal_sc.engines.training.causal_lm import check_all_used
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.sizing.model_folder import check_model_folder
 
@@ -79,6 +80,7 @@ def _load(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
             f"model folder {folder}: {len(wrong)} weights are missing or of another shape, "
             f"the first is {wrong[0]}"
         )
+    check_all_used(folder, model, loading["unexpected_keys"])
     return model  # type: ignore[no-any-return]
 
 

@@ -5,7 +5,8 @@ With a value head in place of their output layer, where that is asked for: `valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from areal_sc.engines.training.value_head import (
 from areal_sc.errors import ArealError, ModelError
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.transport.tensor_bytes import dtype_named
+
+_OF_NO_MODEL = {"auto_map", "num_labels", "use_cache", "quantization_config"}
+"""Settings that transformers keeps of any model, and which say nothing of what it computes."""
 
 
 def compute_dtype(config: ActorConfig) -> torch.dtype:
@@ -70,6 +74,7 @@ def load_causal_lm(folder: Path, head: ModelHead = ModelHead.lm) -> Any:
     absent += sorted(map(str, loading["mismatched_keys"]))
     if absent:
         raise misfit(folder, absent)
+    check_all_used(folder, model, loading["unexpected_keys"], head)
     built = build_unfilled(folder, head)
     named = dict(built.named_parameters(remove_duplicate=False))
     first_names = {id(parameter): name for name, parameter in built.named_parameters()}
@@ -83,12 +88,52 @@ def load_causal_lm(folder: Path, head: ModelHead = ModelHead.lm) -> Any:
     return model.eval()
 
 
+def describe_unread(folder: Path) -> str:
+    """Settings of `config.json` that the model's class does not know, so that they do nothing.
+
+    Returns: "" if there are none but such that are null, false or empty.
+    Raises: ModelError: transformers cannot read the file.
+    """
+    try:
+        config: Any = model_config(folder, ModelHead.lm)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read the settings of the model in {folder}: {error}") from error
+    known = {field.name for field in fields(config)} | _OF_NO_MODEL
+    given = vars(config).items()  # what the class does not know is kept as it is given
+    unread = [name for name, value in given if name not in known and value and name[0] != "_"]
+    if not unread:
+        return ""
+    return (
+        f"config.json of {folder} has settings that {type(config).__name__} does not know, so that "
+        f"they have no effect: {', '.join(sorted(unread))}"
+    )
+
+
 def misfit(folder: Path, names: Sequence[str]) -> ModelError:
     """The error of weights that are missing or misshapen."""
     return ModelError(
         f"the weights in {folder} do not fit its config.json: "
         f"{len(names)} missing or misshapen, e.g. {names[0]}"
     )
+
+
+def check_all_used(
+    folder: Path, model: Any, unexpected: Iterable[str], head: ModelHead = ModelHead.lm
+) -> None:
+    """Checks that the model has all weights that are stored.
+
+    Args: unexpected: those that it does not have, but for those that it is known to do without.
+    Raises: ModelError: one belongs to it, and another model than the stored one would be computed.
+    """
+    body = f"{model.base_model_prefix}."  # a model of values has no output layer
+    unused = sorted(name for name in unexpected if head is ModelHead.lm or name.startswith(body))
+    if unused:
+        raise ModelError(
+            f"model folder {folder}: {type(model).__name__} has no place for {len(unused)} of the "
+            f"stored weights, e.g. {unused[0]}: expected a config.json that describes all of them, "
+            "since without them something else is computed; if the model needs none of these, have "
+            "transformers write it anew (from_pretrained, save_pretrained)"
+        )
 
 
 def differently_tied(folder: Path, first: str, other: str) -> ModelError:

@@ -28,6 +28,8 @@ from transformers.utils import logging as hf_logging
 from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.training.causal_lm import (
     build_unfilled,
+    check_all_used,
+    describe_unread,
     differently_tied,
     misfit,
     read_causal_lm,
@@ -121,6 +123,8 @@ class StoredWeights:
         used = {id(conversion) for conversion in self._model._weight_conversions}
         self.conversions = [i for i, it in enumerate(self._conversions) if id(it) in used]
         self._check_tied()
+        if unread := describe_unread(folder):
+            logger.warning("%s", unread)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         stored = {name: self._stored_alias(name) for name in names}
@@ -183,15 +187,16 @@ class StoredWeights:
             else:
                 renamed[target] = [key]
         sources: dict[str, list[str]] = {}
-        mismatched: set[str] = set()
+        mismatched, unexpected = set[str](), set[str]()
         for keys in [[key for (key,) in renamed.values()], *converted.values()]:
             unfilled = {key: torch.empty(tuple(shapes[key]), device="meta") for key in keys}
             found = self._convert(unfilled, "meta")
             mismatched |= {str(name) for name, *_ in found.mismatched_keys}
+            unexpected |= found.unexpected_keys
             sources |= {n: renamed.get(n, keys) for n in expected.keys() - found.missing_keys}
         self._drop_values()
         missing = {n for n in expected if not any(it in sources for it in self._aliases[n])}
-        found.missing_keys = set(missing)
+        found.missing_keys, found.unexpected_keys = set(missing), unexpected
         self._model._adjust_missing_and_unexpected_keys(found)
         parameters = dict(self._model.named_parameters())
         # transformers would draw parameters that it allows to be missing
@@ -199,6 +204,7 @@ class StoredWeights:
         absent = [n for n in sorted(missing) if n in found.missing_keys or n in parameters]
         if absent or mismatched:
             raise misfit(self._folder, absent + sorted(mismatched))
+        check_all_used(self._folder, self._model, found.unexpected_keys, self._head)
         return sources
 
     def _first_target(self, key: str, expected: dict[str, Any]) -> tuple[str, bool]:

@@ -120,6 +120,17 @@ def test_a_trainer_shows_a_prompt_a_reward_and_what_is_left_out(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_text_that_the_tokenizer_changes_is_told(
+    dry: Dry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*ROWS, {"prompt": "aB=", "answer": "Ba", "of": ["C"]}]
+    fit(dry(), SingleTurnWorkflow(reversed_letters), rows)
+    shown = capsys.readouterr().out
+    assert "WARNING: the model's tokenizer changes the text of prompts: 'aB=' differs from" in shown
+    fit(dry(), SingleTurnWorkflow(reversed_letters), [{**row, "of": ["C"]} for row in ROWS])
+    assert "WARNING" not in capsys.readouterr().out
+
+
 def test_a_loop_of_ones_own_ends_at_its_first_batch(
     dry: Dry, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import chat_templates as templates
 import pytest
 
 from areal_sc.demonstrations.rows import encode_demonstrations, encode_pairs
@@ -26,6 +27,20 @@ FORGETS = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.con
 ENDLESS = PLAIN.replace("$2", "2")
 
 
+OF_USER = "u={% generation %}{{ m.content }}{% endgeneration %}"
+
+
+def marked(answer: str, *, closing: str = "") -> str:
+    """A template whose turns of the assistant are this; parentheses stand for marks."""
+    written = answer.replace("(", "{% generation %}").replace(")", "{% endgeneration %}")
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}ANSWER{% else %}#u=TEXT$\n{% endif %}"
+        "{% endfor %}CLOSING{% if add_generation_prompt %}#a={% endif %}"
+    )
+    template = template.replace("ANSWER", written).replace("CLOSING", closing)
+    return template.replace("TEXT", "{{ m.content }}").replace("\n", '{{ "\\n" }}')
+
+
 def turn(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
@@ -38,6 +53,8 @@ def encoder_of(tiny_model_folder: Path) -> Any:
     def encoder(template: str = PLAIN, **options: Any) -> TurnEncoder:
         tokenizer = load_tokenizer(tiny_model_folder)
         tokenizer.chat_template = template
+        tokenizer.add_special_tokens({"additional_special_tokens": ["#", "&", "@"]})
+        tokenizer.add_tokens(["\n"])
         return TurnEncoder(tokenizer, [1], **options)
 
     return encoder
@@ -146,3 +163,119 @@ def test_templates_that_do_not_tell_where_a_turn_is(encoder_of: Any) -> None:
         encode_demonstrations(rows, encoder_of(ENDLESS), 99)
     with pytest.raises(WorkflowError, match="no chat template"):
         encoder_of("")
+
+
+@pytest.mark.parametrize(
+    ("template", "trained"),
+    [
+        (marked("#a=(TEXT$)\n"), "yes$no$"),
+        (marked("#a=(TEXT)$\n"), "yes$no$"),
+        (marked("#a=(TEXT$\n)"), "yes$no$"),
+        (marked("#a=(TEXT\n)\n$"), "yes\n\n$no\n\n$"),
+        (marked("#a=(TEXT)$\n$"), "yes$no$"),  # two ends: the model stops at the first
+        (marked("(#a=TEXT$\n)"), "yes$no$"),  # the template writes the head, and not the model
+        (marked("#a=(TEXT@)&\n"), "yes@&no@&"),  # no end of the model: what closes the whole
+        (marked("#a=TEXT$\n"), "yes$no$"),
+        (marked("#a=TEXT@&\n"), "yes@&no@&"),
+    ],
+)
+def test_marks_say_where_a_turn_begins_and_one_rule_where_it_ends(
+    template: str, trained: str, encoder_of: Any
+) -> None:
+    encoder = encoder_of(template)
+    (item,) = encode_demonstrations([{"messages": TALK}], encoder, 99).items
+    assert read(item, encoder)[1] == trained
+    pair = {"prompt": TALK[:3], "chosen": TALK[3:], "rejected": [turn("assistant", "yes")]}
+    (of_pair,) = encode_pairs([pair], encoder, 99).items
+    assert read(of_pair["chosen"], encoder)[1] == trained[trained.index("no") :]
+    end = encoder.complaints.get("end", "")
+    assert ("ends turns with &, and an answer of the model ends with $" in end) == ("&" in trained)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (marked("#a=(TEXT)\n"), "message 1: the chat template ends the turn with no special token"),
+        (marked("#a=(TEXT\n)"), "message 1: .* with no special token"),
+        (marked("#a=(TEXT)"), "message 1: .* with no special token"),  # the next head is no end
+        (marked("#a=(TEXT)\n", closing="$"), "message 1: .* with no special token"),
+        (marked("#a=TEXT$\n").replace("u={{ m.content }}", OF_USER), "what stands before the ass"),
+        (marked("#a=TEXT\n"), "message 1: .* with no special token"),
+    ],
+)
+def test_marks_without_an_end_or_of_something_else_are_refused(
+    template: str, message: str, encoder_of: Any
+) -> None:
+    with pytest.raises(WorkflowError, match=message):
+        encode_demonstrations([{"messages": TALK}], encoder_of(template), 99)
+
+
+def test_a_text_that_has_its_end_gets_no_second_one(encoder_of: Any) -> None:
+    encoder = encoder_of(use_chat_template=False)
+    (item,) = encode_demonstrations([{"prompt": "hi", "completion": "yes$"}], encoder, 99).items
+    assert read(item, encoder)[1] == "yes$"
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_turn_of_weight_0_is_not_trained(template: str, encoder_of: Any) -> None:
+    encoder = encoder_of(template)
+
+    def rows(*weights: Any) -> list[dict[str, Any]]:
+        turns = zip(TALK, (None, weights[0], None, weights[1]), strict=True)
+        return [{"messages": [{**message, "weight": weight} for message, weight in turns]}]
+
+    for weights, trained in (((0, 1), "no$"), ((1, 0), "yes$"), ((None, 1), "yes$no$")):
+        (item,) = encode_demonstrations(rows(*weights), encoder, 99).items
+        assert read(item, encoder)[1] == trained
+    with pytest.raises(WorkflowError, match=r"message 3: expected a weight of 0 .* got 0\.5"):
+        encode_demonstrations(rows(1, 0.5), encoder, 99)
+    with pytest.raises(WorkflowError, match="each turn of the assistant has the weight 0"):
+        encode_demonstrations(rows(0, 0), encoder, 99)
+
+
+def test_what_the_template_or_the_tokenizer_leaves_out_is_told(encoder_of: Any) -> None:
+    encoder = encoder_of()
+    encode_demonstrations([{"messages": TALK}], encoder, 99)
+    assert encoder.complaints == {}
+    odd = [{**TALK[0], "train": False}, turn("assistant", "a B")]
+    encode_demonstrations([{"messages": odd}], encoder, 99)
+    assert encoder.complaints["fields"].endswith("have no effect: train")
+    assert "'a B' differs from what the model gets, 'a<pad><pad>'" in encoder.complaints["lost"]
+    with pytest.raises(
+        WorkflowError, match="the row has tools, of which the model's chat template"
+    ):
+        encode_demonstrations([{"messages": TALK, "tools": [{"name": "f"}]}], encoder, 99)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (templates.QWEN, "<|im_end|>"),
+        (templates.LLAMA, "<|eot_id|>"),
+        (templates.MISTRAL, "</s>"),
+        (templates.GEMMA, "<end_of_turn>"),
+    ],
+)
+def test_templates_of_common_models(template: str, end: str) -> None:
+    tokenizer = templates.tokenizer_for(template)
+    for ends, is_known in ((templates.end_token_ids(tokenizer), True), ((), False)):
+        encoder = TurnEncoder(tokenizer, ends)
+        (item,) = encode_demonstrations([{"messages": TALK}], encoder, 99).items
+        tokens = zip(item["input_ids"], item["loss_mask"], strict=True)
+        trained = tokenizer.decode([token for token, is_trained in tokens if is_trained])
+        assert trained == f"yes{end}no{end}"
+        assert ("end" in encoder.complaints) != is_known
+
+
+def test_arguments_that_would_be_quoted_twice_are_refused() -> None:
+    """OpenAI's files have them as text; most templates want objects."""
+    encoder = TurnEncoder(templates.tokenizer_for(templates.QWEN), ())
+
+    def rows(arguments: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return [{"messages": [TALK[0], answer], "tools": [{"name": "weather"}]}]
+
+    encode_demonstrations(rows({"city": "Rome"}), encoder, 999)
+    with pytest.raises(WorkflowError, match=r"arguments of a call are text, {\"city.*json.loads"):
+        encode_demonstrations(rows('{"city": "Rome"}'), encoder, 999)

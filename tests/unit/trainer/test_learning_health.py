@@ -127,6 +127,11 @@ def narrows(share: float, rng: random.Random) -> dict[str, Any]:
     return {"reward": 0.3, "accuracy": 0.3, "entropy": 2.0 if share < 0.3 else 0.01}
 
 
+def narrows_with_gaps(share: float, rng: random.Random) -> dict[str, Any]:
+    """Of some steps no token has a gradient."""
+    return narrows(share, rng) | ({"entropy": math.nan} if rng.random() < 0.3 else {})
+
+
 def leaps(share: float, rng: random.Random) -> dict[str, Any]:
     return {"reward": 0.3, "kl": 0.01 if share < 0.3 else 3.0}
 
@@ -147,6 +152,7 @@ def never_ends(share: float, rng: random.Random) -> dict[str, Any]:
         (collapses, "fallen reward", "the reward has fallen to"),
         (falls_from_zero, "fallen reward", "from -0."),
         (narrows, "no entropy", "its entropy is 0.01, and was 2 at first"),
+        (narrows_with_gaps, "no entropy", "its entropy is 0.01, and was 2 at first"),
         (leaps, "wide steps", "moves the policy by"),
         (overflows, "skipped updates", " were skipped and "),
         (never_ends, "endless answers", "of the answers end by themselves, and 90% did at first"),

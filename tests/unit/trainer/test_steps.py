@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import io
+import math
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 from msgspec.structs import replace
+from rich.console import Console
 
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.standstill import Standstill
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.rejection import Rejection, RejectionKind
+from areal_sc.trainer.display import make_display
 from areal_sc.trainer.steps import Step, count
 from areal_sc.workers.calls import RejectedEpisodes
 
@@ -91,3 +95,21 @@ def test_no_worker_was_up_when_the_step_began() -> None:
     stats.append({"generated_tokens": 7.0, "cancelled_tokens": 0.0})
     step.record(BATCH, {})
     assert told[0].num_generated_tokens == 7
+
+
+def test_a_mean_over_nothing_is_not_told_and_a_loss_that_is_broken_is() -> None:
+    actor, rollout = sides([])
+    out = io.StringIO()
+    display = make_display(Console(file=out, force_terminal=False))
+    told: list[StepMetrics] = []
+    for reported in (
+        {"loss": 0.0, "grad_norm": 0.0, "entropy": math.nan, "own": math.nan},
+        {"loss": math.nan, "grad_norm": math.nan, "entropy": math.nan},
+    ):
+        Step(actor, rollout, count(actor, rollout), told.append).record(BATCH, reported)
+        display.on_step(told[-1])
+    assert told[0].train == {"loss": 0.0, "grad_norm": 0.0}
+    without_signal, broken = out.getvalue().splitlines()
+    assert "loss=0 " in without_signal
+    assert "nan" not in without_signal
+    assert "entropy=nan loss=nan grad_norm=nan" in broken

@@ -86,26 +86,27 @@ class UpdateMetrics:
             there are tokens of the weights that the step begins from, the `mismatch` of trainer and
             sampler there, the mean difference of log-probabilities in nats, and the `WORST` token.
             Effective tokens are trained ones that go through the model: not those of rows of
-            advantage 0. Without any, means over them are NaN.
+            advantage 0. Means over nothing are NaN, as `grad_norm` if all updates were skipped.
         Raises: WorkflowError: on all ranks: the loss has failed on one, or ranks combine a metric
             in different ways.
         """
         combined, worst = self._combined(world, is_counted=is_counted)
         finite = [norm for norm in self.gradient_norms if math.isfinite(norm)]
         made = [norm for norm in finite if norm != 0]
+        num_skipped = len(self.gradient_norms) - len(finite)
         loss = combined.pop("loss", 0.0) / max(1, len(self.gradient_norms))
         mismatch, num_compared = (combined.pop(name, 0.0) for name in (MISMATCH, NUM_COMPARED))
         if num_compared:
             combined |= {MISMATCH: mismatch / num_compared, **worst}
         return {
             "loss": loss,
-            "grad_norm": sum(made) / max(1, len(made)),
+            "grad_norm": sum(made) / len(made) if made else math.nan if num_skipped else 0.0,
             "lr": lr,
             "num_tokens": float(num_tokens),
             "num_loss_tokens": float(num_loss_tokens),
             "num_effective_tokens": 0.0,  # unless there are any
             "num_updates": float(len(made)),
-            "num_skipped_updates": float(len(self.gradient_norms) - len(finite)),
+            "num_skipped_updates": float(num_skipped),
             "num_micro_batches": float(self.num_micro_batches),
             **combined,
         }

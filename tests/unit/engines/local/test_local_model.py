@@ -64,6 +64,7 @@ def test_a_folder_becomes_an_engine(folder: Path) -> None:
         ([5, 7], None, {0, 5, 7}),
         (5, {"temperature": 0.6}, {0, 5}),  # it names no end
         (5, {"eos_token_id": [6]}, {0, 6}),
+        (5, {"eos_token_id": [6, 999, -1]}, {0, 6}),  # which no token has
         (None, None, {0}),
     ],
 )
@@ -79,6 +80,19 @@ def test_every_engine_ends_at_the_same_tokens(
     expected = expected - {0} | {end}
     assert set(ServedModel.read(str(folder)).end_token_ids) == expected
     assert set(LocalEngine(config_for(folder)).end_token_ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"eos_token_id": ["$"]}', r"eos_token_id of the model: expected numbers .*, got '\$'"),
+        ("{", "generation_config.json"),
+    ],
+)
+def test_ends_that_cannot_be_read_are_named(folder: Path, content: str, words: str) -> None:
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=words):
+        ServedModel.read(str(folder))
 
 
 def test_weights_that_are_not_finite_are_named(folder: Path) -> None:
@@ -114,6 +128,12 @@ def add_a_layer(folder: Path) -> None:
     path.write_text(json.dumps(config))
 
 
+def add_a_norm(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    stored["model.layers.0.self_attn.q_norm.weight"] = torch.ones(8)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+
+
 def remove_tokenizer(folder: Path) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
@@ -127,6 +147,7 @@ def remove_tokenizer(folder: Path) -> None:
         (remove_config, "it has no config.json"),
         (break_config, "cannot be read"),
         (add_a_layer, r"missing or of another shape, the first is model\.layers\.2\."),
+        (add_a_norm, r"has no place for 1 of the stored weights, e\.g\. model\.layers\.0\.self"),
         (remove_tokenizer, "no usable tokenizer"),
         (shutil.rmtree, "there is no such folder"),
     ],

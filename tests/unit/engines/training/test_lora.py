@@ -258,7 +258,7 @@ def test_an_adapter_that_does_not_fit_is_refused(build: Build, tmp_path: Path) -
     path = tmp_path / "adapter" / "adapter_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps(settings | {"use_dora": True}))
-    with pytest.raises(ModelError, match=r"expected an adapter with use_dora=False, got True"):
+    with pytest.raises(ModelError, match=r"expected an adapter without use_dora, got True"):
         build(lora)
     path.write_text(json.dumps(settings))
     weights = tmp_path / "adapter" / "adapter_model.safetensors"

@@ -15,8 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 from unit.engines.families import EXPERTS, FAMILIES, HEADS_OF_8, SIZES, build
 
-from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.training.causal_lm import build_without_parameters, load_causal_lm
+from areal_sc.config.schema import ActorConfig, ModelHead
+from areal_sc.engines.training.causal_lm import (
+    build_without_parameters,
+    describe_unread,
+    load_causal_lm,
+)
 from areal_sc.engines.training.stored_weights import StoredWeights, WeightsInMemory, open_weights
 from areal_sc.errors import ModelError
 
@@ -116,6 +120,45 @@ def test_files_that_do_not_hold_the_model(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"config\.json: 1 missing .*, e\.g\. model\.norm\.weight"):
         open_parts(tmp_path)
+
+
+def test_weights_that_the_model_has_no_place_for_are_refused(tmp_path: Path) -> None:
+    """Of another kind of layers, say: a newer family, or a setting that the config lacks."""
+    untied = hf.Qwen2Config(**SIZES, tie_word_embeddings=False)
+    save(tmp_path, hf.AutoModelForCausalLM.from_config(untied))
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # of old files
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_reads(open_parts(tmp_path), tmp_path)
+    for head in ModelHead:  # one has no place for an output layer, and needs none
+        open_weights(ActorConfig(path=str(tmp_path), head=head))
+        load_causal_lm(tmp_path, head)
+    stored["model.layers.0.self_attn.q_norm.weight"] = torch.ones(8)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    words = r"has no place for 1 of the stored weights, e\.g\. model\.layers\.0\.self_attn\.q_norm"
+    for head in ModelHead:
+        with pytest.raises(ModelError, match=words):
+            open_weights(ActorConfig(path=str(tmp_path), head=head))
+        with pytest.raises(ModelError, match=words):
+            load_causal_lm(tmp_path, head)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_it_knows(family: str, tmp_path: Path) -> None:
+    FAMILIES[family]().save_pretrained(tmp_path)
+    assert describe_unread(tmp_path) == ""
+
+
+def test_settings_that_the_class_does_not_know_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, hf.AutoModelForCausalLM.from_config(TIED))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"logit_scale": 0.5, "use_mrope": False, "rope_theta": 1e4, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING):
+        open_parts(tmp_path)
+    assert "Qwen2Config does not know, so that they have no effect: logit_scale" in caplog.text
 
 
 def test_tied_parameters_must_be_stored_alike(tmp_path: Path) -> None:

@@ -102,3 +102,5 @@ def test_an_update_without_a_gradient_is_none() -> None:
     metrics = UpdateMetrics(gradient_norms=[2.0, 0.0, math.nan])
     found = summary(metrics)
     assert (found["num_updates"], found["num_skipped_updates"], found["grad_norm"]) == (1, 1, 2.0)
+    assert summary(UpdateMetrics(gradient_norms=[0.0]))["grad_norm"] == 0.0
+    assert math.isnan(summary(UpdateMetrics(gradient_norms=[0.0, math.inf]))["grad_norm"])
