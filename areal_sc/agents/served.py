@@ -81,7 +81,7 @@ class SessionAddress:
                 del self._clients[past]
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
             self._clients[loop] = httpx.AsyncClient(
-                timeout=None, follow_redirects=True, limits=limits
+                timeout=None, follow_redirects=True, limits=limits, trust_env=False
             )
         return self._clients[loop]
 

@@ -32,6 +32,7 @@ from areal_sc.system import interrupts
 from areal_sc.system.durable import own_file
 from areal_sc.system.interrupts import SNAPSHOT_SIGNAL
 from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.own_addresses import keep_from_proxies
 from areal_sc.system.process import be_deaf, open_files_advice, refuse_in_worker
 from areal_sc.system.telling import Outlet, end_outlets, tolerate_other_encodings
 from areal_sc.user_code import causes_of, describe, first_of, text_of
@@ -76,6 +77,7 @@ def run_script(
     Returns: the process's exit code, 0 when `main` returned.
     """
     refuse_in_worker("run_script")
+    keep_from_proxies()
     tolerate_other_encodings()
     arrived: list[signal.Signals] = []
     try:

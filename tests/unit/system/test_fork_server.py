@@ -52,6 +52,10 @@ def behave(spec):
                 {signal.getsignal(number).__name__ for number in FOR_SCRIPT},
                 {"wave", "colorsys"} <= set(sys.modules),
             )).encode())
+        case "tell_proxies":
+            import urllib.request
+            spared = [urllib.request.proxy_bypass(host) for host in spec["hosts"]]
+            os.write(spec["fd"], repr(list(map(bool, spared))).encode())
         case "fork":
             fork = os.fork()
             if fork == 0:
@@ -178,6 +182,20 @@ async def test_exit_codes_and_output_come_back(tmp_path: Path) -> None:
     assert "printed 7" in text
     assert "ValueError: from the child" in text
     assert "no_such_function" in text
+
+
+async def test_children_reach_own_addresses_without_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
+    hosts = ["127.0.0.1:80", "localhost:80", "judge.example:80"]
+    async with started() as server:
+        child = await server.spawn({"do": "tell_proxies", "hosts": hosts}, tmp_path / "child.log")
+        with child.connection:
+            told = await asyncio.get_running_loop().sock_recv(child.connection, 4096)
+    assert told == b"[True, True, False]"
 
 
 async def test_many_are_started_at_a_time(tmp_path: Path) -> None:
