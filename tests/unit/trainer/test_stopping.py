@@ -5,22 +5,24 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
+from types import FrameType
 
 import pytest
 
 from areal_sc.fleet.events import Wished
 from areal_sc.nodes.spec import Wish
 from areal_sc.system import interrupts
+from areal_sc.system.process import STOP_SIGNALS, name_of_stop
 from areal_sc.trainer.failure import Terminated
 from areal_sc.trainer.stopping import StopWish, stop_wishes
 
 LIMIT_S = 60.0
 
 
-def steps(told: list[signal.Signals], limit_s: float) -> Generator[StopWish, None, None]:
+def steps(told: list[str], limit_s: float) -> Generator[StopWish, None, None]:
     """As a `Run` gives them; endless without a wish."""
     with stop_wishes(limit_s, told.append) as wish:
         while wish.asked_by is None:
@@ -30,7 +32,7 @@ def steps(told: list[signal.Signals], limit_s: float) -> Generator[StopWish, Non
 
 def train(
     step: Callable[[], None],
-    told: list[signal.Signals] | None = None,
+    told: list[str] | None = None,
     *,
     limit_s: float = LIMIT_S,
     is_left: bool = False,
@@ -43,11 +45,23 @@ def train(
                 break
 
 
+@contextmanager
+def answered(
+    handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals
+) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, its in before.items():
+            signal.signal(number, its)
+
+
 def press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("asked_by", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("asked_by", STOP_SIGNALS)
 def test_the_first_one_is_told_and_ends_the_loop_after_the_step(asked_by: signal.Signals) -> None:
     def stop(number: int, frame: object) -> None:
         raise Terminated(signal.Signals(number))
@@ -56,16 +70,13 @@ def test_the_first_one_is_told_and_ends_the_loop_after_the_step(asked_by: signal
         signal.raise_signal(asked_by)
         done.append("the step")
 
-    before = signal.signal(signal.SIGTERM, stop)  # as `run_script` does
-    told: list[signal.Signals] = []
+    told: list[str] = []
     done: list[str] = []
-    try:
+    with answered(stop, *STOP_SIGNALS[1:]):  # as `run_script` does
         with pytest.raises(Terminated) as ended:
             train(step, told)
         assert signal.getsignal(signal.SIGTERM) is stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (done, told) == (["the step"], [asked_by])
+    assert (done, told) == (["the step"], [name_of_stop(asked_by)])
     assert ended.value.exit_code == 128 + asked_by
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -75,7 +86,7 @@ def test_what_a_cluster_tells_agents_and_script_is_one_wish() -> None:
         raise Terminated(signal.Signals(number))
 
     before = signal.signal(signal.SIGTERM, stop)
-    told: list[signal.Signals] = []
+    told: list[str] = []
     loop = steps(told, LIMIT_S)
     try:
         wish = next(loop)
@@ -87,7 +98,7 @@ def test_what_a_cluster_tells_agents_and_script_is_one_wish() -> None:
             next(loop)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert told == [signal.SIGTERM]
+    assert told == ["SIGTERM"]
 
 
 def test_a_snapshot_is_taken_once_and_the_loop_goes_on() -> None:
