@@ -283,12 +283,15 @@ def leave_signals_to_script() -> None:
 def _around_fork(how: int, *, is_fork: bool = False) -> None:
     """What user code forks can be ended from its first moment: `multiprocessing` sends SIGTERM.
 
+    And it ends by a limit of CPU time that it sets itself.
+
     Args:
         how: SIGTERM is blocked, or no more.
     """
     if signal.getsignal(signal.SIGTERM) is be_deaf:
         if is_fork:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         signal.pthread_sigmask(how, [signal.SIGTERM])
 
 

@@ -62,6 +62,14 @@ def behave(spec):
                 time.sleep(600)
             os.kill(fork, signal.SIGTERM)
             return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) + 100
+        case "fork_with_little_cpu_time":
+            import resource
+            fork = os.fork()
+            if fork == 0:
+                resource.setrlimit(resource.RLIMIT_CPU, (1, resource.RLIM_INFINITY))
+                while True:
+                    pass
+            return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) + 100
         case "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.write(spec["fd"], b"ready")
@@ -141,6 +149,12 @@ async def test_what_a_child_forks_can_be_ended_by_sigterm(tmp_path: Path) -> Non
         child = await server.spawn({"do": "return", "value": 3}, tmp_path / "child.log")
         assert await code_of(child) == 3
         child.connection.close()
+
+
+async def test_what_a_child_forks_ends_by_its_own_limit_of_cpu_time(tmp_path: Path) -> None:
+    async with started() as server:
+        child = await spawn(server, {"do": "fork_with_little_cpu_time"}, tmp_path / "child.log")
+        assert await code_of(child) == 100 - signal.SIGXCPU
 
 
 async def code_of(child: Child) -> int:

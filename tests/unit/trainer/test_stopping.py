@@ -15,7 +15,7 @@ import pytest
 from areal_sc.fleet.events import Wished
 from areal_sc.nodes.spec import Wish
 from areal_sc.system import interrupts
-from areal_sc.system.process import STOP_SIGNALS, name_of_stop
+from areal_sc.system.process import SNAPSHOT_SIGNALS, STOP_SIGNALS, name_of_stop
 from areal_sc.trainer.failure import Terminated
 from areal_sc.trainer.stopping import StopWish, stop_wishes
 
@@ -57,38 +57,36 @@ def answered(
             signal.signal(number, its)
 
 
+def raise_terminated(number: int, frame: FrameType | None) -> None:
+    """As the handler of `run_script` does."""
+    raise Terminated(signal.Signals(number))
+
+
 def press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("asked_by", STOP_SIGNALS)
 def test_the_first_one_is_told_and_ends_the_loop_after_the_step(asked_by: signal.Signals) -> None:
-    def stop(number: int, frame: object) -> None:
-        raise Terminated(signal.Signals(number))
-
     def step() -> None:
         signal.raise_signal(asked_by)
         done.append("the step")
 
     told: list[str] = []
     done: list[str] = []
-    with answered(stop, *STOP_SIGNALS[1:]):  # as `run_script` does
+    with answered(raise_terminated, *STOP_SIGNALS[1:]):
         with pytest.raises(Terminated) as ended:
             train(step, told)
-        assert signal.getsignal(signal.SIGTERM) is stop
+        assert signal.getsignal(signal.SIGTERM) is raise_terminated
     assert (done, told) == (["the step"], [name_of_stop(asked_by)])
     assert ended.value.exit_code == 128 + asked_by
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_what_a_cluster_tells_agents_and_script_is_one_wish() -> None:
-    def stop(number: int, frame: object) -> None:
-        raise Terminated(signal.Signals(number))
-
-    before = signal.signal(signal.SIGTERM, stop)
     told: list[str] = []
-    loop = steps(told, LIMIT_S)
-    try:
+    with answered(raise_terminated, signal.SIGTERM):
+        loop = steps(told, LIMIT_S)
         wish = next(loop)
         for _ in range(3):  # an agent each
             wish.hear(Wished(Wish.leave))
@@ -96,28 +94,56 @@ def test_what_a_cluster_tells_agents_and_script_is_one_wish() -> None:
         assert wish.takes_snapshot()
         with pytest.raises(Terminated):
             next(loop)
-    finally:
-        signal.signal(signal.SIGTERM, before)
     assert told == ["SIGTERM"]
 
 
 def test_a_snapshot_is_taken_once_and_the_loop_goes_on() -> None:
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    loop = steps([], LIMIT_S)
-    try:
+    with (
+        answered(lambda *_: None, *SNAPSHOT_SIGNALS),
+        closing(steps([], LIMIT_S)) as loop,
+    ):
         wish = next(loop)
         assert not wish.takes_snapshot()
         for wished in (
             partial(wish.hear, Wished(Wish.snapshot)),
-            partial(signal.raise_signal, signal.SIGUSR1),
+            *(partial(signal.raise_signal, number) for number in SNAPSHOT_SIGNALS),
         ):
             wished()
             assert wish.takes_snapshot()
             assert not wish.takes_snapshot()
             next(loop)
-    finally:
-        loop.close()
-        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [signal.SIGHUP, signal.SIGHUP, signal.SIGHUP],  # of the kernel, and of the shell
+        [signal.SIGHUP, signal.SIGTERM],
+        [signal.SIGTERM, signal.SIGHUP],  # of systemd, for a session that ends
+        [signal.SIGHUP, signal.SIGTERM, signal.SIGHUP],
+    ],
+)
+def test_all_that_tells_of_a_closed_terminal_is_one_wish(sent: list[signal.Signals]) -> None:
+    def step() -> None:
+        for number in sent:
+            signal.raise_signal(number)
+        done.append("the step")
+
+    done: list[str] = []
+    told: list[str] = []
+    with answered(raise_terminated, *STOP_SIGNALS[1:]), pytest.raises(Terminated) as ended:
+        train(step, told)
+    assert (done, told, ended.value.stopped_by) == (["the step"], [sent[0].name], sent[0])
+
+
+def test_a_closed_terminal_does_not_hold_up_who_wants_the_end_now() -> None:
+    def step() -> None:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
+            signal.raise_signal(number)
+        raise AssertionError("it went on")
+
+    with answered(raise_terminated, *STOP_SIGNALS[1:]), pytest.raises(Terminated):
+        train(step)
 
 
 def test_the_second_one_stops_at_once() -> None:
@@ -131,13 +157,14 @@ def test_the_second_one_stops_at_once() -> None:
     assert not isinstance(ended.value, Terminated)
 
 
-def test_a_step_that_takes_too_long_is_stopped() -> None:
+@pytest.mark.parametrize("asked_by", [signal.SIGINT, signal.SIGHUP])
+def test_a_step_that_takes_too_long_is_stopped(asked_by: signal.Signals) -> None:
     def step() -> None:
-        press_ctrl_c()
+        signal.raise_signal(asked_by)
         time.sleep(LIMIT_S)
         raise AssertionError("it went on")
 
-    with pytest.raises(KeyboardInterrupt):
+    with answered(raise_terminated, signal.SIGHUP), pytest.raises(KeyboardInterrupt):
         train(step, limit_s=0.1)
 
 
