@@ -1,4 +1,4 @@
-"""overflow.py URL KEY: what each client makes of a conversation that is too long, and of no path."""
+"""overflow.py URL KEY: what clients make of a conversation that is too long, and of no path."""
 
 from __future__ import annotations
 
