@@ -69,8 +69,8 @@ class SessionAddress:
         """An `AsyncClient` of httpx that all sessions of the running event loop share.
 
         To make one takes as long as some answers: `AsyncOpenAI(..., http_client=...)` needs none of
-        its own then. It has no time limit, and no limit of connections. Raises: ImportError: there
-        is no httpx. RuntimeError: no event loop runs.
+        its own then. It has no time limit, no limit of connections, and no proxy. Raises:
+        ImportError: there is no httpx. RuntimeError: no event loop runs.
         """
         loop = asyncio.get_running_loop()
         if loop not in self._clients:

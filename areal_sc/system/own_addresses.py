@@ -6,7 +6,7 @@ import os
 from collections.abc import MutableMapping
 from typing import Final
 
-_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK: Final = ("localhost", "127.0.0.1")  # older clients fail by `::1` there
 _EXCEPTIONS: Final = ("no_proxy", "NO_PROXY")
 """Clients read one of the two names, which one first differs: so both get the same value."""
 _ALL: Final = "*"

@@ -37,7 +37,7 @@ class StopWish:
     Attributes:
         asked_by: the first signal that arrived; None: the run does not have to stop.
         may_repeat: SIGTERM may arrive once more and mean the same: a cluster sends it to the agents
-            and, if it is in a job itself, to the script.
+            and, if it is in a job itself, to the script; systemd beside SIGHUP.
         is_late: the time for the wish is over: whatever arrives is an order.
     """
 

@@ -25,7 +25,10 @@ def read_body(body: Mapping[str, Any], kind: type[_Body], *, without: Collection
         return msgspec.convert(asked, kind)
     except msgspec.ValidationError as error:
         raise CallRefused(
-            400, "invalid_body", f"{error}: it is wrong, or cannot be done here: leave it out"
+            400,
+            "invalid_body",
+            f"{error}: it is wrong, or cannot be done here: leave it out "
+            "(docs/agent-frameworks.md)",
         ) from error
 
 

@@ -105,7 +105,9 @@ class _ResponseStream:
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def fail(self, refused: CallRefused) -> Sequence[bytes]:
-        return [self._event("error", error=_error(refused))]
+        error = _error(refused)
+        outer = {name: error[name] for name in ("code", "message", "param")}
+        return [self._event("error", **outer, error=error)]  # some clients look for the inner one
 
     def _item(self, number: int, item: Mapping[str, Any]) -> Iterator[bytes]:
         """A whole item, or the rest of the message."""
