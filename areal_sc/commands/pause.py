@@ -7,13 +7,7 @@ import sys
 from typing import Final
 
 from areal_sc.commands.arguments import add_run_dir
-from areal_sc.commands.wishing import (
-    EXIT_CODES,
-    check_lives,
-    checked_folder,
-    wait_until_heard,
-    wishes_now,
-)
+from areal_sc.commands.wishing import EXIT_CODES, check_lives, checked_folder, wait_until_heard
 from areal_sc.errors import CommandError
 from areal_sc.run.run_status import RunStatus
 from areal_sc.run.wishes import PauseWish, RunWishes, told_pause, write_wish
@@ -36,11 +30,11 @@ def run(arguments: argparse.Namespace) -> None:
     script has not heard it in time."""
     folder = checked_folder(arguments)
     before = _heard_pause(check_lives(folder).status)
-    if before is not None and wishes_now(folder).pause is not None:
+    if before is not None and folder.pause_path.exists():
         raise CommandError(f"the run is {told_pause(before, folder.path)}")
 
     def is_heard(now: RunWishes, status: RunStatus) -> bool:
-        if now.pause is None:
+        if not folder.pause_path.exists():
             raise CommandError("a `resume` has taken the pause back: the run is not paused")
         # or that of somebody else, who pauses it at the same time
         return _heard_pause(status) not in (None, before)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from areal_sc.commands.arguments import run_folder
-from areal_sc.errors import CommandError, RunFolderError, WaitTimeout
+from areal_sc.errors import CommandError, WaitTimeout
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
 from areal_sc.run.run_status import RunStatus
 from areal_sc.run.verdict import Verdict, verdict
@@ -49,18 +49,6 @@ def check_lives(folder: RunFolder) -> Verdict:
     return found
 
 
-def wishes_now(folder: RunFolder) -> RunWishes:
-    """What is wished of a run, whether its script has heard it or not.
-
-    Raises: RunFolderError: a wish cannot be read.
-    """
-
-    def refuse(problem: str) -> None:
-        raise RunFolderError(problem)
-
-    return RunWishes().renewed(folder, refuse)
-
-
 def wait_until_heard(
     folder: RunFolder, is_heard: Callable[[RunWishes, RunStatus], bool]
 ) -> Verdict:
@@ -74,7 +62,7 @@ def wait_until_heard(
     """
     give_up_s = time.monotonic() + TIMEOUT_S
     while True:
-        now = wishes_now(folder)
+        now = RunWishes().renewed(folder, lambda problem: None)  # the script tells of problems
         found = check_lives(folder)
         if found.status is not None and is_heard(now, found.status):
             return found

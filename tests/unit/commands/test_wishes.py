@@ -259,7 +259,7 @@ def test_an_answer_to_an_earlier_wish_replaces_none(
     answers = iter([past, None])
 
     def answer_later(seconds: float) -> None:
-        wish = wishing.wishes_now(folder).scale
+        wish = RunWishes().renewed(folder, pytest.fail).scale
         assert wish is not None
         answer = next(answers) or ScaleAnswer(wish.id, wish.num_workers)
         tell(folder, status_of(owner, time.time(), wishes=HeardWishes(scale=answer)))
@@ -293,7 +293,7 @@ def test_a_pause_beside_a_resume_that_is_not_heard_yet_is_one_of_its_own(
     heard = list[PauseWish | None]()
 
     def hear(seconds: float) -> None:
-        heard.append(wishing.wishes_now(folder).pause)
+        heard.append(RunWishes().renewed(folder, pytest.fail).pause)
         tell(folder, status_of(owner, now, wishes=HeardWishes(heard[-1])))
 
     monkeypatch.setattr(wishing.time, "sleep", hear)
