@@ -65,6 +65,7 @@ EXIT_CODES: Final = {
     11: "a later start has taken the run over",
     129: "SIGHUP: the terminal was closed",
     INTERRUPTED: "Ctrl-C",
+    131: "SIGQUIT: Ctrl-\\",
     143: "SIGTERM",
 }
 """Exit codes of scripts. docs/troubleshooting.md says what to do about each."""

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from areal_sc.system.own_addresses import keep_from_proxies
+
 # Examples have no time limit of their own, only the test as a whole has: a busy machine may hold up
 # any of them. Loaded before the test modules, whose own settings start from it.
 settings.register_profile("areal_sc", deadline=None)
@@ -30,6 +32,12 @@ In the folders much is waited for: beside them others compute.
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is kept for a user, as rows that a page has read, is kept for the tests alone."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_addresses() -> None:
+    """What tests serve on this machine is reached without the proxy that leads outside."""
+    keep_from_proxies()
 
 
 @pytest.fixture(scope="module", autouse=True)

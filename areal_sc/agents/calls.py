@@ -34,6 +34,31 @@ class CallRefused(Exception):
         self.message = message
         self.retry_after_s = retry_after_s
 
+    def told(self, of_overflow: str) -> str:
+        """The message as a dialect has it, whose words for a `ContextOverflow` these are."""
+        return self.message
+
+
+class ContextOverflow(CallRefused):
+    """The conversation leaves no room for an answer: whoever has sent it may send a shorter one.
+
+    Agents that do so know the error by its words, which differ by dialect.
+
+    Args:
+        num_tokens: of the conversation.
+        max_tokens: of the conversation and its answer.
+    """
+
+    def __init__(self, num_tokens: int, max_tokens: int) -> None:
+        message = f"the messages are {num_tokens} tokens: expected fewer than {max_tokens}"
+        super().__init__(400, "context_length_exceeded", message)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+    def told(self, of_overflow: str) -> str:
+        """Args: of_overflow: has the two numbers by name."""
+        return of_overflow.format(num_tokens=self.num_tokens, max_tokens=self.max_tokens)
+
 
 @dataclass(frozen=True)
 class ModelCall:
@@ -56,6 +81,7 @@ class ModelCall:
         after: id of an answer whose conversation comes before the messages; "": they are all.
         num_instructions: of the messages, those at the beginning that are for this call alone.
         is_kept: a later call may go on from the answer by its id.
+        metadata: of the client's own, that it is told back.
     """
 
     messages: tuple[Message, ...]
@@ -71,6 +97,7 @@ class ModelCall:
     after: str = ""
     num_instructions: int = 0
     is_kept: bool = False
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,10 +157,14 @@ class Dialect(Protocol):
         """Raises: CallRefused: 400: the body is wrong, or asks for what cannot be done exactly."""
 
     def write(self, call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """The body of an answer that is not streamed.
+
+        Args:
+            call: with the sampling that the answer has, which may be another than was asked for.
+        """
 
     def stream(self, call: ModelCall, answer_id: str, created_s: int) -> AnswerStream:
-        """Begins a streamed answer."""
+        """Begins a streamed answer; `call` as of `write`."""
 
     def refuse(self, refused: CallRefused) -> dict[str, Any]:
         """The body of an answer that says why there is none."""

@@ -124,9 +124,17 @@ def refuse_path(paths: str) -> Handler:
 
     async def refuse(request: web.Request) -> web.StreamResponse:
         why = f"there is no {request.method} {request.path:.80} here: expected {paths}"
-        raise CallRefused(404, "unknown_path", why)
+        return refusal_of(_dialect_of(request), CallRefused(404, "unknown_path", why))
 
-    return refusing(refuse)
+    return refuse
+
+
+def _dialect_of(request: web.Request) -> Dialect:
+    """That of a client which asks for something else: below a path of its dialect, or anywhere."""
+    if "anthropic-version" in request.headers:
+        return AnthropicMessages()
+    path = f"{request.path}/"
+    return next((it for it in DIALECTS if path.startswith(f"{it.path}/")), DIALECTS[0])
 
 
 def no_session() -> CallRefused:

@@ -69,8 +69,8 @@ class SessionAddress:
         """An `AsyncClient` of httpx that all sessions of the running event loop share.
 
         To make one takes as long as some answers: `AsyncOpenAI(..., http_client=...)` needs none of
-        its own then. It has no time limit, and no limit of connections. Raises: ImportError: there
-        is no httpx. RuntimeError: no event loop runs.
+        its own then. It has no time limit, no limit of connections, and no proxy. Raises:
+        ImportError: there is no httpx. RuntimeError: no event loop runs.
         """
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
@@ -81,7 +81,7 @@ class SessionAddress:
                 del self._clients[past]
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
             self._clients[loop] = httpx.AsyncClient(
-                timeout=None, follow_redirects=True, limits=limits
+                timeout=None, follow_redirects=True, limits=limits, trust_env=False
             )
         return self._clients[loop]
 

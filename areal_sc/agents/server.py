@@ -332,6 +332,7 @@ class AgentServer:
             key=f"key {retried}" if retried else digest,
             is_retry=bool(retried) or request.headers.get(RETRY_COUNT, "0") != "0",
         )
+        call = session.as_sampled(call)
         with begun.client():
             if call.is_streamed:
                 return await self._stream(dialect, request, call, begun)

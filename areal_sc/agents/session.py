@@ -20,13 +20,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
-from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall, SampledToken
+from areal_sc.agents.calls import (
+    CallRefused,
+    ContextOverflow,
+    ModelAnswer,
+    ModelCall,
+    SampledToken,
+)
 from areal_sc.agents.history import CallHistory, CallPlace
 from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings, special_token_in
-from areal_sc.errors import AgentError, PromptTooLong, WorkflowError
+from areal_sc.errors import AgentError, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.workflows.chat import checked_message
 from areal_sc.workflows.chat_turn import (
@@ -162,6 +168,12 @@ class Session:
         task.add_done_callback(self._note_done)
         return begun
 
+    def as_sampled(self, call: ModelCall) -> ModelCall:
+        """The call with the sampling that its answer has, as clients are told it."""
+        run = self._run_sampling
+        sampling = {"temperature": run.temperature, "top_p": run.top_p}
+        return replace(call, max_tokens=self._max_tokens(call), sampling=sampling)
+
     def check_open(self) -> None:
         """Raises: CallRefused: the session has ended."""
         if self._ended:
@@ -250,8 +262,6 @@ class Session:
             begun.finish(await self._answer(call, begun))
         except CallRefused as refused:
             self._forget(begun, refused)
-        except PromptTooLong as error:
-            self._forget(begun, _too_long(str(error)))
         except (WorkflowError, UnicodeError, RecursionError) as error:
             self._forget(begun, CallRefused(400, "invalid_call", str(error)))
         except Exception as error:  # no fault of the agent
@@ -298,10 +308,7 @@ class Session:
             self.counts["other_tools" if turn.new_row == OTHER_TOOLS else "template_rewrites"] += 1
         most, num_prompt_tokens = self._engine.max_context_tokens, len(turn.prompt)
         if num_prompt_tokens >= most:
-            raise _too_long(
-                f"the messages are {num_prompt_tokens} tokens: expected fewer than "
-                f"max_context_tokens={most}"
-            )
+            raise ContextOverflow(num_prompt_tokens, most)
         on_tokens = turn.text_stream(begun.add_text) if call.is_streamed else None
         completion = await self._engine.generate(turn.prompt, sampling, on_tokens=on_tokens)
         node = turn.node(completion, self._num_tool_calls)
@@ -368,8 +375,11 @@ class Session:
             if value != own:
                 self.counts["other_sampling"] += 1
                 _tell_of_sampling(name, own)
-        most = min(run.max_new_tokens, call.max_tokens or run.max_new_tokens)
-        return replace(run, max_new_tokens=most, stop=stop)
+        return replace(run, max_new_tokens=self._max_tokens(call), stop=stop)
+
+    def _max_tokens(self, call: ModelCall) -> int:
+        most = self._run_sampling.max_new_tokens
+        return min(most, call.max_tokens or most)
 
 
 def _trained(calls: Sequence[SessionCall]) -> list[TrainedCall]:
@@ -388,10 +398,6 @@ def _stop_of(node: TurnNode, stop: Sequence[str]) -> str:
         tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return next((it for it in stop if text.startswith(it, cut)), "")
-
-
-def _too_long(message: str) -> CallRefused:
-    return CallRefused(400, "context_length_exceeded", message)
 
 
 def given_up(error: BaseException) -> CallRefused:

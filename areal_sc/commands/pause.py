@@ -9,7 +9,8 @@ from typing import Final
 from areal_sc.commands.arguments import add_run_dir
 from areal_sc.commands.wishing import EXIT_CODES, check_lives, checked_folder, wait_until_heard
 from areal_sc.errors import CommandError
-from areal_sc.run.wishes import PauseWish, told_pause, write_wish
+from areal_sc.run.run_status import RunStatus
+from areal_sc.run.wishes import PauseWish, RunWishes, told_pause, write_wish
 
 COMMAND: Final = dict(
     help="have a run stand still until `resume`",
@@ -24,13 +25,24 @@ add_arguments = add_run_dir
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises: CommandError: this is not the folder of a run that goes on, or it is paused already.
-    RunFolderError: it cannot be written. WaitTimeout: the script has not heard it in time."""
+    """Raises: CommandError: this is not the folder of a run that goes on, it is paused already, or
+    a `resume` has taken the pause back. RunFolderError: it cannot be written. WaitTimeout: the
+    script has not heard it in time."""
     folder = checked_folder(arguments)
-    found = check_lives(folder)
-    if found.status is not None and found.status.wishes and (before := found.status.wishes.pause):
+    before = _heard_pause(check_lives(folder).status)
+    if before is not None and folder.pause_path.exists():
         raise CommandError(f"the run is {told_pause(before, folder.path)}")
+
+    def is_heard(now: RunWishes, status: RunStatus) -> bool:
+        if not folder.pause_path.exists():
+            raise CommandError("a `resume` has taken the pause back: the run is not paused")
+        # or that of somebody else, who pauses it at the same time
+        return _heard_pause(status) not in (None, before)
+
     write_wish(folder.pause_path, PauseWish.of_now())
-    # or that of somebody else, who pauses it at the same time
-    found = wait_until_heard(folder, lambda wishes: wishes.pause is not None)
+    found = wait_until_heard(folder, is_heard)
     sys.stdout.write(f"{found.state}: {found.text}\n")
+
+
+def _heard_pause(status: RunStatus | None) -> PauseWish | None:
+    return status.wishes.pause if status is not None and status.wishes else None

@@ -9,8 +9,10 @@ from typing import Final
 from areal_sc.commands.arguments import add_run_dir
 from areal_sc.commands.wishing import EXIT_CODES, checked_folder, wait_until_heard
 from areal_sc.errors import CommandError
-from areal_sc.run.verdict import verdict
-from areal_sc.run.wishes import take_back
+from areal_sc.run.run_owner import Owner
+from areal_sc.run.run_status import RunStatus
+from areal_sc.run.verdict import State, verdict
+from areal_sc.run.wishes import RunWishes, take_back, told_pause
 
 COMMAND: Final = dict(
     help="let a paused run go on",
@@ -23,14 +25,28 @@ add_arguments = add_run_dir
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises: CommandError: this is not the folder of a run, or it is not paused. RunFolderError:
-    it cannot be written. WaitTimeout: the script has not heard it in time."""
+    """Raises: CommandError: this is not the folder of a run, it is not paused, or another `pause`
+    has followed. RunFolderError: it cannot be written. WaitTimeout: the script has not heard it in
+    time."""
     folder = checked_folder(arguments)
     found = verdict(folder)
-    if not take_back(folder.pause_path):
+    # where another `resume` has just done it, this one waits with it
+    if not take_back(folder.pause_path) and found.state is not State.paused:
         raise CommandError(f"the run in {folder.path} is not paused: {found.text}")
     if not found.has_script:
         sys.stdout.write("no script has the run now: its next start is not paused\n")
         return
-    wait_until_heard(folder, lambda wishes: wishes.pause is None)
+    owner = Owner.read(folder.path)
+    if folder.is_taken and owner is not None and owner.go_on():
+        sys.stdout.write(f"process {owner.pid} was stopped by a signal, and goes on now\n")
+    last = found.status.written if found.status is not None else None
+
+    def is_heard(now: RunWishes, status: RunStatus) -> bool:
+        if now.pause is not None:
+            raise CommandError(f"the run is {told_pause(now.pause, folder.path)}")
+        # what it wrote before says nothing: it may be stopped
+        is_paused = status.wishes is not None and status.wishes.pause is not None
+        return status.written != last and not is_paused
+
+    wait_until_heard(folder, is_heard)
     sys.stdout.write("the run goes on\n")

@@ -10,7 +10,8 @@ from areal_sc.commands.arguments import add_run_dir
 from areal_sc.commands.wishing import EXIT_CODES, check_lives, checked_folder, wait_until_heard
 from areal_sc.errors import CommandError
 from areal_sc.nodes.spec import ROLLOUT_ROLE
-from areal_sc.run.wishes import ScaleWish, drop_scale, write_wish
+from areal_sc.run.run_status import RunStatus, ScaleAnswer
+from areal_sc.run.wishes import RunWishes, ScaleWish, drop_scale, write_wish
 
 COMMAND: Final = dict(
     help="change the number of rollout workers of a run",
@@ -30,29 +31,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises: CommandError: this is not the folder of a run that goes on, or there cannot be so
-    many. RunFolderError: it cannot be written. WaitTimeout: the script has not answered in time."""
+    """Raises: CommandError: this is not the folder of a run that goes on, there cannot be so many,
+    or another command has asked for another number since. RunFolderError: it cannot be written.
+    WaitTimeout: the script has not answered in time."""
     folder = checked_folder(arguments)
     status = check_lives(folder).status
     if status is not None and status.roles and ROLLOUT_ROLE not in status.roles:
         raise CommandError(f"the run in {folder.path} has no rollout workers")
-    wish = ScaleWish.of_now(arguments.num_workers)
+    wish, before = ScaleWish.of_now(arguments.num_workers), _answer_in(status)
+
+    def is_answered(now: RunWishes, status: RunStatus) -> bool:
+        answer = _answer_in(status)
+        if answer is not None and answer.id == wish.id:
+            if answer.refusal:
+                raise CommandError(f"refused: {answer.refusal}")
+            return True
+        newer = now.scale or (answer if answer != before else None)
+        if newer is not None and newer != wish:
+            raise CommandError(
+                f"another command has asked for {newer.num_workers} rollout workers since: that "
+                f"counts, and not {wish.num_workers}"
+            )
+        return False
+
     write_wish(folder.scale_path, wish)
     try:
-        found = wait_until_heard(
-            folder, lambda wishes: wishes.scale is not None and wishes.scale.id == wish.id
-        )
+        wait_until_heard(folder, is_answered)
     except CommandError:  # the script has ended; a later start is not to follow the wish
         drop_scale(folder, wish)
         raise
-    assert found.status is not None
-    assert found.status.wishes is not None
-    assert found.status.wishes.scale is not None
-    if refusal := found.status.wishes.scale.refusal:
-        raise CommandError(f"refused: {refusal}")
     sys.stdout.write(
         f"rollout workers are {wish.num_workers} from now on; `status` shows how they come and go\n"
     )
+
+
+def _answer_in(status: RunStatus | None) -> ScaleAnswer | None:
+    return status.wishes.scale if status is not None and status.wishes else None
 
 
 def _num_workers(text: str) -> int:

@@ -10,15 +10,17 @@ from typing import Final
 from areal_sc.commands.arguments import run_folder
 from areal_sc.errors import CommandError, WaitTimeout
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
-from areal_sc.run.run_status import HeardWishes
+from areal_sc.run.run_status import RunStatus
 from areal_sc.run.verdict import Verdict, verdict
+from areal_sc.run.wishes import RunWishes
 
 TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.1
 
 EXIT_CODES: Final = (
     "Exit code 0: the script has heard it; 2: this is not the folder of a run, no run goes on in "
-    "it, or it is refused; 9: the script has not heard it in time, and may yet."
+    "it, it is refused, or another command has changed it since; 9: the script has not heard it in "
+    "time, and may yet."
 )
 
 
@@ -47,15 +49,22 @@ def check_lives(folder: RunFolder) -> Verdict:
     return found
 
 
-def wait_until_heard(folder: RunFolder, is_heard: Callable[[HeardWishes], bool]) -> Verdict:
+def wait_until_heard(
+    folder: RunFolder, is_heard: Callable[[RunWishes, RunStatus], bool]
+) -> Verdict:
     """How the run is once its script has heard a wish.
 
-    Raises: CommandError: the script has ended before. WaitTimeout: it has not heard it in time.
+    Args:
+        is_heard: gets what is wished now, and what the script has said after that was read. It
+            raises CommandError where another command has changed the wish, which nobody will hear.
+    Raises: CommandError: as that, or the script has ended before. WaitTimeout: it has not heard it
+        in time.
     """
     give_up_s = time.monotonic() + TIMEOUT_S
     while True:
+        now = RunWishes().renewed(folder, lambda problem: None)  # the script tells of problems
         found = check_lives(folder)
-        if found.status is not None and found.status.wishes and is_heard(found.status.wishes):
+        if found.status is not None and is_heard(now, found.status):
             return found
         if time.monotonic() > give_up_s:
             raise WaitTimeout(

@@ -19,8 +19,9 @@ owner of the script's, and passes on what the script sends for each worker.
 
 SIGTERM says that the node is taken away soon, or is sent to all processes of a run that is to end.
 So an agent whose workers are in use tells the script, which ends them when it has saved what they
-did; the second SIGTERM is the end, and so is the first one where no script is heard. SIGUSR1 asks
-for a snapshot. Workers, and what else an agent forks, obey none of `FOR_SCRIPT`.
+did; the second SIGTERM is the end, and so is the first one where no script is heard.
+`SNAPSHOT_SIGNALS` ask for a snapshot. Workers, and what else an agent forks, obey none of
+`FOR_SCRIPT`.
 
 An agent deletes the run's shared memory and its keys when the run ends. One whose fork server has
 died, while a script has the run's folder, leaves them to its successor, which the scheduler starts,

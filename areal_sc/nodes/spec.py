@@ -309,7 +309,7 @@ class Wish(StrEnum):
 
     stop: the run is to end; the command `stop` asks for it.
     leave: the node is taken away soon: SIGTERM, of a preemption or `scancel`.
-    snapshot: what is done is to be saved: SIGUSR1, some time before the job's time is over.
+    snapshot: what is done is to be saved: SIGUSR1, say, some time before the job's time is over.
     """
 
     stop = "stop"

@@ -11,7 +11,7 @@ from typing import Final
 
 from areal_sc.config.slurm_script import COMES_BACK
 from areal_sc.nodes.spec import Wish
-from areal_sc.system.process import END_SIGNAL
+from areal_sc.system.process import END_SIGNAL, SNAPSHOT_SIGNALS
 
 SAVE_EVERY_S: Final = 1.0
 """Between wishes for a snapshot of a node that is about to go; steps without one are lost."""
@@ -52,7 +52,7 @@ class Wishes:
         return Wish.stop in self._wishes or Wish.leave in self._wishes
 
     def take_signals(self, is_in_use: Callable[[], bool], end: Callable[[], None]) -> None:
-        """SIGUSR1 asks for a snapshot. SIGTERM says that the node, or the run, is to end soon.
+        """`SNAPSHOT_SIGNALS` ask for a snapshot. SIGTERM says that node or run is to end soon.
 
         The script waits for a node that comes back, and does not end: so it is asked for snapshots
         alone, again and again, until the node is gone.
@@ -80,6 +80,7 @@ class Wishes:
             loop.call_later(SAVE_EVERY_S, save)
 
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGUSR1, self.add, Wish.snapshot)
+        for number in SNAPSHOT_SIGNALS:
+            loop.add_signal_handler(number, self.add, Wish.snapshot)
         loop.add_signal_handler(signal.SIGTERM, leave)
         loop.add_signal_handler(END_SIGNAL, end)

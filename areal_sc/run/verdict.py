@@ -7,19 +7,20 @@ Whether the script lives is told by the lock of the run folder, which is the ker
 from __future__ import annotations
 
 import json
+import signal
 import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from areal_sc.errors import INTERRUPTED, RunFolderError
+from areal_sc.errors import RunFolderError
 from areal_sc.quantities import short_duration
 from areal_sc.run.agent_files import AgentFile, living_agents
 from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import PAUSE_END, SCRIPT, RoleStatus, RunStatus, read_status
 from areal_sc.run.wishes import PauseWish
-from areal_sc.system.process import is_stopped, machine_id
+from areal_sc.system.process import STOP_SIGNALS, is_stopped, machine_id, name_of_stop
 
 STALE_AFTER_S: Final = 15.0
 """The file is written every 2 s; a thread that does not come to it for so long stands still."""
@@ -29,7 +30,7 @@ HUNG_S: Final = 600.0
 """
 _QUIET_FACTOR: Final = 2
 _HUNG_FACTOR: Final = 10
-_STOPS: Final = (129, INTERRUPTED, 143)
+_STOPS: Final = tuple(128 + number for number in STOP_SIGNALS)
 
 
 class State(StrEnum):
@@ -204,7 +205,7 @@ def _ended(
         if end.exit_code == 0:
             return State.ended, f"The script ended without an error, {ago}. {next_start}"
         if end.exit_code in _STOPS:
-            by = {129: "SIGHUP", INTERRUPTED: "Ctrl-C", 143: "SIGTERM"}[end.exit_code]
+            by = name_of_stop(signal.Signals(end.exit_code - 128))
             return State.interrupted, f"It was stopped by {by}, {ago}. {next_start}"
         return State.failed, (
             f"It ended with exit code {end.exit_code}, {ago}: {end.cause}. {next_start}"

@@ -115,8 +115,10 @@ def drop_scale(files: RunFiles, wish: ScaleWish) -> None:
     """Deletes a wish for workers, unless another one has taken its place, or does so just now."""
     path = files.scale_path
     aside = path.with_name(f"{path.name}.dropped")
-    with suppress(OSError):
-        path.rename(aside)
+    with suppress(OSError, RunFolderError):
+        if _read(path, ScaleWish) != wish:
+            return
+        path.rename(aside)  # another one may have taken its place just now
         found = None
         with suppress(RunFolderError):
             found = _read(aside, ScaleWish)

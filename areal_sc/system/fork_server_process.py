@@ -34,6 +34,7 @@ from msgspec import msgpack
 
 from areal_sc.errors import ArealError
 from areal_sc.system.durable import own_file
+from areal_sc.system.own_addresses import keep_from_proxies
 from areal_sc.system.process import (
     children_of,
     die_with,
@@ -228,6 +229,7 @@ def run_fork_server(server: ForkServerProcess, preload: Sequence[str], owner_pid
         name_process("forks")
         # numpy would start a thread of OpenBLAS when it is imported
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        keep_from_proxies()  # workers, and all that they start
         gc.disable()  # imports make hardly any garbage, and take a quarter less time so
         for name in preload:
             found = resolve_name(name)

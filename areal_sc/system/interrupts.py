@@ -14,13 +14,9 @@ from functools import partial
 from types import FrameType
 from typing import Final
 
+from areal_sc.system.process import STOP_SIGNALS
+
 logger = logging.getLogger(__name__)
-
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-SNAPSHOT_SIGNAL: Final = signal.SIGUSR1
-"""Asks a script that trains for a snapshot; it goes on."""
-
 
 _asked: Final[set[str]] = set()
 _answers: Final[list[Callable[[], None]]] = []
@@ -92,7 +88,7 @@ def deferred(*, are_dropped: bool = False) -> Iterator[None]:
         arrived.append(number)
 
     # what is ignored, or ends the process without a word, stays as it is
-    before = {n: handler for n in _SIGNALS if callable(handler := signal.getsignal(n))}
+    before = {n: handler for n in STOP_SIGNALS if callable(handler := signal.getsignal(n))}
     for number in before:
         signal.signal(number, hold)
     try:

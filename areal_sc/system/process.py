@@ -27,10 +27,13 @@ from areal_sc.system.waiting import polled
 MAX_OPEN_FILES: Final = 1 << 20
 """Linux allows no more by default. A higher limit slows programs that try every descriptor."""
 
-FOR_SCRIPT: Final = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2),
-)
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""End a run: of Ctrl-C, a scheduler, a terminal that is gone, Ctrl-\\."""
+
+SNAPSHOT_SIGNALS: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Warn, each on some cluster, that a job's time is over soon: a snapshot, and the run goes on."""
+
+FOR_SCRIPT: Final = (*STOP_SIGNALS, *SNAPSHOT_SIGNALS)
 """Signals that are the script's to answer, also where they are sent to all processes of its run: by
 systemd, supervisord, a cluster, or a closed terminal."""
 
@@ -189,6 +192,11 @@ def exit_text(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
 
 
+def name_of_stop(number: signal.Signals) -> str:
+    """One of `STOP_SIGNALS`, as people know it."""
+    return "Ctrl-C" if number == signal.SIGINT else number.name
+
+
 def machine_id() -> str:
     """Names this machine since its last start, and what of it shares its process ids.
 
@@ -275,12 +283,15 @@ def leave_signals_to_script() -> None:
 def _around_fork(how: int, *, is_fork: bool = False) -> None:
     """What user code forks can be ended from its first moment: `multiprocessing` sends SIGTERM.
 
+    And it ends by a limit of CPU time that it sets itself.
+
     Args:
         how: SIGTERM is blocked, or no more.
     """
     if signal.getsignal(signal.SIGTERM) is be_deaf:
         if is_fork:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         signal.pthread_sigmask(how, [signal.SIGTERM])
 
 

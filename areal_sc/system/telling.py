@@ -10,8 +10,10 @@ import errno
 import io
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, ParamSpec, TextIO, cast
 
 from areal_sc.user_code import describe
@@ -106,12 +108,29 @@ class Outlet:
     def _leave(self) -> None:
         """From now on all that this process writes there goes nowhere."""
         try:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            _lead_nowhere(self._stream.fileno())
             self._stream.flush()
         except (OSError, ValueError, AttributeError):
             return  # it has no file, or is closed: nothing is left to be written
+
+
+def _lead_nowhere(fd: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)
+
+
+def leave_closed_terminal() -> None:
+    """What is printed to a terminal that was closed goes nowhere from now on, and raises nothing.
+
+    For handlers of signals: no buffer is touched, as the script may write to it just now.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError, ValueError, AttributeError):  # it has no file
+            look = select.poll()
+            look.register(stream.fileno(), 0)
+            if any(seen & select.POLLHUP for _, seen in look.poll(0)):
+                _lead_nowhere(stream.fileno())
 
 
 def tolerate_other_encodings() -> None:

@@ -30,14 +30,23 @@ from areal_sc.log import Screen, logging_to
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.system import interrupts
 from areal_sc.system.durable import own_file
-from areal_sc.system.interrupts import SNAPSHOT_SIGNAL
 from areal_sc.system.os_errors import os_errors_as
-from areal_sc.system.process import be_deaf, open_files_advice, refuse_in_worker
-from areal_sc.system.telling import Outlet, end_outlets, tolerate_other_encodings
+from areal_sc.system.own_addresses import keep_from_proxies
+from areal_sc.system.process import (
+    SNAPSHOT_SIGNALS,
+    STOP_SIGNALS,
+    be_deaf,
+    name_of_stop,
+    open_files_advice,
+    refuse_in_worker,
+)
+from areal_sc.system.telling import (
+    Outlet,
+    end_outlets,
+    leave_closed_terminal,
+    tolerate_other_encodings,
+)
 from areal_sc.user_code import causes_of, describe, first_of, text_of
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""End a run as Ctrl-C does; SIGHUP says that the terminal is gone."""
 
 _NO_WAY_ON = ("--overwrite", "overwrite=true", "resume=never")
 """Arguments with which a command does not go on with a run."""
@@ -64,10 +73,10 @@ def run_script(
 ) -> int:
     """Runs a script's `main` to its end: `sys.exit(run_script(main))`.
 
-    A failure is shown as one block. SIGTERM and SIGHUP (unless it is ignored, as under nohup)
+    A failure is shown as one block. `STOP_SIGNALS` (SIGHUP unless it is ignored, as under nohup)
     unwind `main` as Ctrl-C does, once; further ones are ignored, so that the clean-up can finish.
-    SIGUSR1 has a meaning while a run trains; elsewhere nothing happens. In another thread than the
-    main one no signal is answered; `python -m areal_sc stop` is.
+    `SNAPSHOT_SIGNALS` have a meaning while a run trains; elsewhere nothing happens. In another
+    thread than the main one no signal is answered; `python -m areal_sc stop` is.
 
     Args:
         main: takes the command line's arguments.
@@ -76,17 +85,15 @@ def run_script(
     Returns: the process's exit code, 0 when `main` returned.
     """
     refuse_in_worker("run_script")
+    keep_from_proxies()
     tolerate_other_encodings()
-    arrived: list[signal.Signals] = []
     try:
-        with _stop_signals_raise() as arrived:
+        with _stop_signals_raise():
             main(list(sys.argv[1:] if argv is None else argv))
     except SystemExit:
         raise
     except BaseException as error:  # the boundary of the process
         run_dir = getattr(error, "run_dir", None)  # a `Run` that it ended
-        if arrived == [signal.SIGHUP] and isinstance(error, OSError) and error.errno == errno.EIO:
-            error = Terminated(signal.SIGHUP)  # the display wrote to a terminal that is gone
         with interrupts.deferred(are_dropped=True):  # the script is ending already
             return report_failure(error, console, run_dir)
     finally:
@@ -129,7 +136,7 @@ def report_failure(
     block = _TextBlock(console or Console(file=Outlet.of(sys.stderr)))
     if isinstance(error, KeyboardInterrupt):
         stopped_by = error.stopped_by if isinstance(error, Terminated) else signal.SIGINT
-        by = "Ctrl-C" if stopped_by == signal.SIGINT else stopped_by.name
+        by = name_of_stop(stopped_by)
         if run_dir is not None:
             _append_to_log(run_dir, "INFO", f"stopped by {by}\n")
         with suppress(OSError):  # there may be no terminal any more
@@ -245,28 +252,27 @@ def _append_to_log(run_dir: Path, level: str, text: str) -> Path | None:
 
 
 @contextmanager
-def _stop_signals_raise() -> Iterator[list[signal.Signals]]:
-    """While open, `STOP_SIGNALS` raise `Terminated` in the main thread; gives those that did."""
+def _stop_signals_raise() -> Iterator[None]:
+    """While open, `STOP_SIGNALS` raise `Terminated` in the main thread; Ctrl-C is Python's."""
     before: dict[signal.Signals, Any] = {}
-    arrived: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
-        yield arrived  # Python takes handlers in the main thread alone
+        yield  # Python takes handlers in the main thread alone
         return
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
         for number in before:
             signal.signal(number, signal.SIG_IGN)
-        arrived.append(signal.Signals(signal_number))
-        raise Terminated(arrived[0])
+        leave_closed_terminal()
+        raise Terminated(signal.Signals(signal_number))
 
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.getsignal(number)
-            signal.signal(number, stop)
-    if signal.getsignal(SNAPSHOT_SIGNAL) == signal.SIG_DFL:
-        before[SNAPSHOT_SIGNAL] = signal.signal(SNAPSHOT_SIGNAL, be_deaf)
+        if number != signal.SIGINT and signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, stop)
+    for number in SNAPSHOT_SIGNALS:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            before[number] = signal.signal(number, be_deaf)
     try:
-        yield arrived
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

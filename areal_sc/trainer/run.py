@@ -13,7 +13,6 @@ Training itself is the caller's: `PPOTrainer` is a run whose loop is written alr
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -419,11 +418,10 @@ class Run:
                     )
                 phase.advance()
 
-    def _tell_stop(self, actor: TrainController, asked_by: signal.Signals) -> None:
-        name = "Ctrl-C" if asked_by == signal.SIGINT else asked_by.name
+    def _tell_stop(self, actor: TrainController, stopped_by: str) -> None:
         self.display.note(
-            f"{name}: finishing step {actor.version + 1} and its snapshot, in "
-            f"{self.config.checkpoint.stop_within_s:g} s at most; {name} again stops now"
+            f"{stopped_by}: finishing step {actor.version + 1} and its snapshot, in "
+            f"{self.config.checkpoint.stop_within_s:g} s at most; {stopped_by} again stops now"
         )
 
     def _note_phases(self, phases: Sequence[ShownPhase]) -> None:

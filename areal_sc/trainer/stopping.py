@@ -1,10 +1,12 @@
-"""Ctrl-C and SIGTERM while a run trains: the first one is a wish, the second one an order.
+"""`STOP_SIGNALS` while a run trains: the first one is a wish, the second one an order.
 
 consumes     signals, in the main thread; and what a cluster tells the agents of its nodes
 waits for    the first of them; then for the end of the step and its snapshot
 unblocked by the signal, the end of the block, and the time limit, which is the second signal
 
-SIGUSR1 wishes for a snapshot alone: after the step the run goes on.
+A closed terminal is told by several SIGHUP, of the kernel and of the shell, and systemd may send
+SIGTERM beside them: all of that is one wish. `SNAPSHOT_SIGNALS` wish for a snapshot alone: after
+the step the run goes on.
 """
 
 from __future__ import annotations
@@ -21,9 +23,7 @@ from typing import Any, Final
 from areal_sc.fleet.events import FleetEvent, Wished
 from areal_sc.nodes.spec import Wish
 from areal_sc.system import interrupts, telling
-from areal_sc.system.interrupts import SNAPSHOT_SIGNAL
-
-_WISHES: Final = (signal.SIGINT, signal.SIGTERM)
+from areal_sc.system.process import SNAPSHOT_SIGNALS, STOP_SIGNALS, name_of_stop
 
 _JOIN_LIMIT_S: Final = 5.0
 
@@ -37,12 +37,14 @@ class StopWish:
     Attributes:
         asked_by: the first signal that arrived; None: the run does not have to stop.
         may_repeat: SIGTERM may arrive once more and mean the same: a cluster sends it to the agents
-            and, if it is in a job itself, to the script.
+            and, if it is in a job itself, to the script; systemd beside SIGHUP.
+        is_late: the time for the wish is over: whatever arrives is an order.
     """
 
     def __init__(self, *, is_noted: bool) -> None:
         self.asked_by: signal.Signals | None = None
         self.may_repeat = False
+        self.is_late = False
         self.noted: SimpleQueue[signal.Signals | None] = SimpleQueue()  # may interrupt itself
         self._is_noted = is_noted
         self._wants_snapshot = False
@@ -77,15 +79,15 @@ class StopWish:
 
 
 @contextmanager
-def stop_wishes(limit_s: float, tell: Callable[[signal.Signals], None]) -> Iterator[StopWish]:
-    """The first SIGINT or SIGTERM is noted; a further one does what it did before the block.
+def stop_wishes(limit_s: float, tell: Callable[[str], None]) -> Iterator[StopWish]:
+    """The first stop signal is noted; a further one does what it did before the block.
 
     A noted one that the block ends without an error for takes effect at its end. No signal reaches
     another thread than the main one; there `python -m areal_sc stop` stands for Ctrl-C.
 
     Args:
         limit_s: after which a noted signal arrives again; 0: none is noted.
-        tell: is called at once with the signal that was noted, on a thread of its own.
+        tell: is called at once with the name of the noted signal, on a thread of its own.
     """
     if limit_s <= 0:
         yield StopWish(is_noted=False)
@@ -95,7 +97,12 @@ def stop_wishes(limit_s: float, tell: Callable[[signal.Signals], None]) -> Itera
     is_over = threading.Event()
 
     def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            telling.leave_closed_terminal()
+            if wish.asked_by is not None and not wish.is_late:
+                return
         if wish.asked_by is None:
+            wish.may_repeat = number == signal.SIGHUP
             wish.note(signal.Signals(number))
         elif wish.may_repeat and number == signal.SIGTERM:
             wish.may_repeat = False
@@ -107,9 +114,9 @@ def stop_wishes(limit_s: float, tell: Callable[[signal.Signals], None]) -> Itera
     def watch() -> None:
         asked_by = wish.noted.get()
         if asked_by is not None:
-            telling.tell(tell, asked_by)
+            telling.tell(tell, name_of_stop(asked_by))
             if not is_over.wait(limit_s):
-                wish.may_repeat = False
+                wish.is_late, wish.may_repeat = True, False
                 again(asked_by)
 
     def again(number: signal.Signals) -> None:
@@ -122,9 +129,9 @@ def stop_wishes(limit_s: float, tell: Callable[[signal.Signals], None]) -> Itera
     is_main = threading.current_thread() is threading.main_thread()
     watcher = threading.Thread(target=watch, name="stop", daemon=True)
     watcher.start()
-    notes = dict.fromkeys(_WISHES, note) | {
-        SNAPSHOT_SIGNAL: lambda *_: wish.hear(Wished(Wish.snapshot))
-    }
+    notes = dict.fromkeys(STOP_SIGNALS, note) | dict.fromkeys(
+        SNAPSHOT_SIGNALS, lambda *_: wish.hear(Wished(Wish.snapshot))
+    )
     for number, its in notes.items() if is_main else ():
         handler = signal.getsignal(number)
         if callable(handler):  # what is ignored, or ends the process, stays as it is

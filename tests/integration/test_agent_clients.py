@@ -147,6 +147,29 @@ async def test_a_client_as_it_is(
         assert "".join(texts) == "Let me look."
 
 
+async def test_clients_know_a_conversation_that_is_too_long(
+    programs: Path, server: AgentServer, router: RouterProcess
+) -> None:
+    """By their own exceptions and words, at the address of a worker and at that of a run."""
+    router.tell({"rollout/0": await server.reachable(LOOPBACK)}, {})
+    tokenizer = templates.tokenizer_for(templates.QWEN)
+    engine = ScriptedEngine(tokenizer, max_context_tokens=50)
+    async with server.open(engine.episode, GenerationConfig(), SessionSettings()) as session:
+        for url in (session.base_url.removesuffix("/v1"), router.url):
+            program = programs / "python", CLIENTS / "overflow.py", url, session.api_key
+            told = await output_of(*program)
+            assert told.pop("count")[:4] == ["NotFoundError", False, None, "not_found_error"]
+            for name, (kind, is_known, code, error_type, message) in told.items():
+                assert is_known == name.startswith("langchain"), (name, kind)
+                assert error_type == "invalid_request_error"
+                if name in ("messages", "streamed"):
+                    assert (kind, code) == ("BadRequestError", None)
+                    assert message.startswith("prompt is too long: ")
+                else:
+                    assert code == "context_length_exceeded"
+                    assert "This model's maximum context length is 50 tokens" in message
+
+
 def test_clients_run_without_areal_sc_in_an_interpreter_of_their_own(
     programs: Path, start_rollout: Callable[..., Any], chat_model: Path
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_sc.agents.calls import CallRefused
+from areal_sc.agents.calls import CallRefused, ContextOverflow
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -25,7 +25,10 @@ def read_body(body: Mapping[str, Any], kind: type[_Body], *, without: Collection
         return msgspec.convert(asked, kind)
     except msgspec.ValidationError as error:
         raise CallRefused(
-            400, "invalid_body", f"{error}: it is wrong, or cannot be done here: leave it out"
+            400,
+            "invalid_body",
+            f"{error}: it is wrong, or cannot be done here: leave it out "
+            "(docs/agent-frameworks.md)",
         ) from error
 
 
@@ -48,6 +51,21 @@ def one_call_only() -> CallRefused:
         "parallel calls of tools cannot be forbidden: the model calls as many as it samples; "
         "leave it out, and run the calls one after the other",
     )
+
+
+def openai_error(refused: CallRefused, of_overflow: str, prompt: str) -> dict[str, Any]:
+    """A refusal as OpenAI's clients read it.
+
+    Args:
+        of_overflow: as of `CallRefused.told`.
+        prompt: the field that has the prompt.
+    """
+    return {
+        "message": refused.told(of_overflow),
+        "type": "invalid_request_error" if refused.status < 500 else "server_error",
+        "param": prompt if isinstance(refused, ContextOverflow) else None,
+        "code": refused.code,
+    }
 
 
 def event(kind: str, **fields: Any) -> bytes:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_sc.agents.calls import AnswerStream, CallRefused, ModelAnswer, ModelCall
-from areal_sc.agents.dialects.bodies import one_call_only, read_body
+from areal_sc.agents.dialects.bodies import one_call_only, openai_error, read_body
 from areal_sc.workflows.chat_format import Message
 
 _WITHOUT: Final = frozenset(
@@ -27,6 +27,11 @@ _WITHOUT: Final = frozenset(
         "user",
         "verbosity",
     ]
+)
+_OF_OVERFLOW: Final = (
+    "This model's maximum context length is {max_tokens} tokens. However, your messages resulted "
+    "in {num_tokens} tokens. Please reduce the length of the messages, or raise "
+    "rollout.max_context_tokens."
 )
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty")
 
@@ -71,9 +76,7 @@ class ChatCompletions:
         return _Chunks(call, answer_id, created_s)
 
     def refuse(self, refused: CallRefused) -> dict[str, Any]:
-        kind = "invalid_request_error" if refused.status < 500 else "server_error"
-        told = {"message": refused.message, "type": kind, "param": None, "code": refused.code}
-        return {"error": told}
+        return {"error": openai_error(refused, _OF_OVERFLOW, "messages")}
 
 
 class _Chunks:

@@ -26,6 +26,10 @@ _ERRORS: Final = {
     504: "timeout_error",
 }
 
+_OF_OVERFLOW: Final = (
+    "prompt is too long: {num_tokens} tokens > {max_tokens} maximum (rollout.max_context_tokens)"
+)
+
 _STOP_REASONS: Final = {"length": "max_tokens", "context": "model_context_window_exceeded"}
 
 
@@ -212,7 +216,7 @@ def _joined(content: str | Sequence[_AnthropicText]) -> str:
 
 def _error(refused: CallRefused) -> dict[str, str]:
     other = "invalid_request_error" if refused.status < 500 else "api_error"
-    return {"type": _ERRORS.get(refused.status, other), "message": refused.message}
+    return {"type": _ERRORS.get(refused.status, other), "message": refused.told(_OF_OVERFLOW)}
 
 
 def _message(model: str, answer_id: str) -> dict[str, Any]:

@@ -9,13 +9,18 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta, Struct
 
 from areal_sc.agents.calls import AnswerStream, CallRefused, ModelAnswer, ModelCall
-from areal_sc.agents.dialects.bodies import event, function_tool, one_call_only, read_body
+from areal_sc.agents.dialects.bodies import (
+    event,
+    function_tool,
+    one_call_only,
+    openai_error,
+    read_body,
+)
 from areal_sc.workflows.chat_format import Message
 
 _WITHOUT: Final = frozenset(
     [
         "max_tool_calls",  # of tools that OpenAI runs itself
-        "metadata",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -25,6 +30,11 @@ _WITHOUT: Final = frozenset(
         "stream_options",
         "user",
     ]
+)
+_OF_OVERFLOW: Final = (
+    "Your input exceeds the context window of this model. Please adjust your input and try again. "
+    "This model's maximum context length is {max_tokens} tokens (rollout.max_context_tokens), and "
+    "your input has {num_tokens}."
 )
 _ID: Final = "resp_"
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -54,6 +64,7 @@ class Responses:
             after=(asked.previous_response_id or "").removeprefix(_ID),
             num_instructions=1 if asked.instructions else 0,
             is_kept=asked.store is not False,
+            metadata=asked.metadata,
         )
 
     def write(self, call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
@@ -94,7 +105,9 @@ class _ResponseStream:
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def fail(self, refused: CallRefused) -> Sequence[bytes]:
-        return [self._event("error", error=_error(refused))]
+        error = _error(refused)
+        outer = {name: error[name] for name in ("code", "message", "param")}
+        return [self._event("error", **outer, error=error)]  # some clients look for the inner one
 
     def _item(self, number: int, item: Mapping[str, Any]) -> Iterator[bytes]:
         """A whole item, or the rest of the message."""
@@ -201,6 +214,7 @@ class _ResponsesBody(Struct, forbid_unknown_fields=True):
     text: _TextOptions | None = None
     truncation: Literal["disabled"] = "disabled"
     include: list[str] = []
+    metadata: dict[str, Any] = {}
     stream: bool = False
 
     def as_messages(self) -> list[Message]:
@@ -270,9 +284,9 @@ def _response(call: ModelCall, answer_id: str, created_s: int) -> dict[str, Any]
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "instructions": None,
+        "instructions": call.messages[0]["content"] if call.num_instructions else None,
         "max_output_tokens": call.max_tokens,
-        "metadata": {},
+        "metadata": dict(call.metadata),
         "model": call.model,
         "output": [],
         "parallel_tool_calls": True,
@@ -351,5 +365,4 @@ def _message(answer_id: str, text: str, tokens: Sequence[Mapping[str, Any]]) -> 
 
 
 def _error(refused: CallRefused) -> dict[str, Any]:
-    kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    return {"message": refused.message, "type": kind, "param": None, "code": refused.code}
+    return openai_error(refused, _OF_OVERFLOW, "input")

@@ -30,10 +30,11 @@ def end_by_sigterm(number: int, frame: FrameType | None) -> None:
 def leave_signals_to_script() -> None:
     """The script answers signals that are sent to all processes of a run.
 
-    They are blocked, also in all that this process starts: a server takes its own handlers.
+    They are blocked, also in all that this process starts: a server takes its own handlers. By
+    SIGQUIT the processes of a server tell each other of a failure.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, OF_SCRIPT)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(END_SIGNAL, end_by_sigterm)
 

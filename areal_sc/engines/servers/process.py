@@ -33,6 +33,7 @@ from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.errors import ConfigError, PeerLost, RpcTimeout, ServerBusy, WorkerStartError
 from areal_sc.sizing.model_folder import check_model_folder
+from areal_sc.system.own_addresses import keep_from_proxies
 from areal_sc.transport.shards.memory_folder import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,11 @@ def server_environment(handle: ServersHandle, instance: ServerInstance) -> dict[
         environment["CUDA_VISIBLE_DEVICES"] = _devices(handle, instance.index, seen)
     else:
         environment.setdefault("OMP_NUM_THREADS", "1")
-    return environment | handle.servers.environment
+    environment |= handle.servers.environment
+    # some servers ask themselves for a first answer
+    host = reachable_host(handle.servers.host).strip("[]")
+    keep_from_proxies(host, environment=environment)
+    return environment
 
 
 def _devices(handle: ServersHandle, index: int, visible: str) -> str:

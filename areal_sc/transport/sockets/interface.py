@@ -21,6 +21,7 @@ _HOW_TO: Final = (
     "expected auto, an IP address of this machine, the name of one of its network interfaces, a "
     "network such as 10.1.0.0/16, or 0.0.0.0 for all"
 )
+_LOOPBACK_HOSTS: Final = ("127.0.0.1", "::1")
 _ANY_PORT: Final = 9  # nothing is sent to it
 
 
@@ -45,24 +46,28 @@ class Interface:
                 network such as `10.1.0.0/16` or `fd00::/8`, or `0.0.0.0` or `*`.
             controller: IP address under which this machine reaches the script's; `auto` is the
                 address that the way there begins at. "": the script runs here, and `auto` is
-                loopback.
+                loopback: that of IPv6 where there is no other.
         Raises: ConfigError: this machine has no such address; or all interfaces are meant, and its
             own name does not lead to any that others can reach.
         """
         if bind in EVERYWHERE:
             return cls("0.0.0.0", _address_of_own_name(bind))
         if bind == AUTO:
-            host = own_address_towards(controller) if controller else "127.0.0.1"
+            hosts = (own_address_towards(controller),) if controller else _LOOPBACK_HOSTS
         else:
-            host = _address_meant_by(bind)
-        try:
-            socket.create_server((host, 0), family=family_of(host)).close()
-        except OSError as error:
-            raise ConfigError(
-                f"transport.bind={bind!r}: {host} cannot be listened on: {error.strerror}; "
-                f"{_HOW_TO} (ports are chosen by the system); its interfaces: {_own_interfaces()}"
-            ) from error
-        return cls(host, host)
+            hosts = (_address_meant_by(bind),)
+        failures = list[OSError]()
+        for host in hosts:
+            try:
+                socket.create_server((host, 0), family=family_of(host)).close()
+            except OSError as error:
+                failures.append(error)
+            else:
+                return cls(host, host)
+        raise ConfigError(
+            f"transport.bind={bind!r}: {hosts[0]} cannot be listened on: {failures[0].strerror}; "
+            f"{_HOW_TO} (ports are chosen by the system); its interfaces: {_own_interfaces()}"
+        ) from failures[0]
 
     @classmethod
     def towards(cls, bind: str, hosts: Iterable[str]) -> Interface:
@@ -75,12 +80,16 @@ class Interface:
         own, failure = None, ConfigError(f"transport.bind={bind}: no machine is named")
         for host in hosts:
             try:
-                found = cls.of(bind, str(socket.getaddrinfo(host, None)[0][4][0]))
-            except ConfigError as error:
-                failure = error
+                addresses = dict.fromkeys(str(it[4][0]) for it in socket.getaddrinfo(host, None))
             except OSError as error:
                 failure = ConfigError(f"the host {host} has no address: {error.strerror}")
-            else:
+                continue
+            for address in addresses:  # of both protocols, of which one may lead there
+                try:
+                    found = cls.of(bind, address)
+                except ConfigError as error:
+                    failure = error
+                    continue
                 if not ipaddress.ip_address(found.host).is_loopback:
                     return found
                 own = found
@@ -174,8 +183,11 @@ def _address_meant_by(bind: str) -> str:
 
 
 def _address_of(host: str) -> str:
-    """An IP address stays what it is; a host name stands for its IPv4 address."""
-    return str(ipaddress.ip_address(host)) if ":" in host else socket.gethostbyname(host)
+    """An IP address stays what it is; a host name stands for its IPv4 address, if it has one."""
+    if ":" in host:
+        return str(ipaddress.ip_address(host))
+    found = [str(it[4][0]) for it in socket.getaddrinfo(host, None)]
+    return min(found, key=lambda address: ":" in address)
 
 
 def _own_addresses() -> Iterator[tuple[str, str]]:

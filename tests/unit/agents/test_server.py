@@ -187,6 +187,48 @@ async def test_keys_and_bad_requests() -> None:
         assert (await post(client, asks("hi"), bare))[0] == 200
 
 
+async def test_a_path_that_is_not_there_is_refused_in_its_client_s_dialect() -> None:
+    anthropic = {"anthropic-version": "2023-06-01"}
+    async with serving(engine_for(templates.QWEN)) as (opened, _), client_of(opened) as client:
+        for path, headers, is_anthropic in (
+            ("messages/count_tokens", {}, True),
+            ("messages/count_tokens", anthropic, True),
+            ("models", anthropic, True),
+            ("models", {}, False),
+            ("responses/resp_1", {}, False),
+            ("messages_of_others", {}, False),
+        ):
+            async with client.post(path, headers=headers) as response:
+                assert response.status == 404
+                body = await response.json()
+            assert body["error"]["message"].startswith("there is no POST")
+            if is_anthropic:
+                assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+            else:
+                assert body["error"]["code"] == "unknown_path"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_response_tells_the_sampling_that_it_has(is_streamed: bool) -> None:
+    engine = engine_for(templates.QWEN)
+    engine.will_say("hello<|im_end|>")
+    asked = {"input": "hi", "temperature": 0.3, "top_p": 0.5, "max_output_tokens": 10_000}
+    async with (
+        serving(engine) as (opened, _),
+        client_of(opened) as client,
+        client.post("responses", json={**asked, "stream": is_streamed}) as response,
+    ):
+        text = await response.text()
+    bodies = [json.loads(text)] if not is_streamed else []
+    for event in text.split("\n\n") if is_streamed else ():
+        told = json.loads(event.partition("data: ")[2] or "{}")
+        bodies += [told["response"]] if "response" in told else []
+    assert len(bodies) == (3 if is_streamed else 1)
+    for body in bodies:
+        assert (body["temperature"], body["top_p"]) == (SAMPLING.temperature, SAMPLING.top_p)
+        assert body["max_output_tokens"] == SAMPLING.max_new_tokens
+
+
 async def test_a_session_that_ended_or_was_given_up_says_so() -> None:
     engine = engine_for(templates.QWEN)
     server = AgentServer("rollout-0")

@@ -163,6 +163,7 @@ def test_of_a_process_that_is_stopped_then_killed(
         (0, State.ended, "The script ended without an error, 10.0s ago."),
         (130, State.interrupted, "It was stopped by Ctrl-C, 10.0s ago."),
         (143, State.interrupted, "It was stopped by SIGTERM, 10.0s ago."),
+        (131, State.interrupted, "It was stopped by SIGQUIT, 10.0s ago."),
         (5, State.failed, "It ended with exit code 5, 10.0s ago: WorkerLost: rollout/0 is lost."),
     ],
 )

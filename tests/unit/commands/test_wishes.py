@@ -16,17 +16,26 @@ import msgspec
 import pytest
 
 from areal_sc import __main__ as program
-from areal_sc.commands import pause, scale, wishing
+from areal_sc.commands import pause, resume, scale, wishing
 from areal_sc.errors import CommandError, RunFolderError, WaitTimeout
 from areal_sc.run import wishes
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_status import PAUSE_END, SCRIPT, HeardWishes, RoleStatus, RunStatus, Wait
+from areal_sc.run.run_status import (
+    PAUSE_END,
+    SCRIPT,
+    HeardWishes,
+    RoleStatus,
+    RunStatus,
+    ScaleAnswer,
+    Wait,
+)
 from areal_sc.run.verdict import State, verdict
 from areal_sc.run.wishes import (
     PauseWish,
     RunWishes,
     ScaleWish,
     drop_scale,
+    take_back,
     write_wish,
 )
 from areal_sc.system.process import machine_id
@@ -217,6 +226,141 @@ def test_who_pauses_at_the_same_time_as_another_is_answered(
         patch.setattr(pause, "write_wish", write_and_hear)
         program.main(["pause", str(folder.path)])
     assert capsys.readouterr().out.startswith("paused: ")
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_of_two_that_scale_at_once_one_hears_that_the_other_counts(
+    folder: RunFolder, owner: int, monkeypatch: pytest.MonkeyPatch, is_answered: bool
+) -> None:
+    """Whether the script has answered the newer wish already, or heard none of them yet."""
+    newer, past = ScaleWish(5, "b2", "you"), HeardWishes(scale=ScaleAnswer("z9", 1))
+    tell(folder, status_of(owner, time.time(), wishes=past))
+    write = scale.write_wish
+
+    def write_and_replace(path: Path, wish: ScaleWish) -> None:
+        write(path, wish)
+        write(path, newer)
+        if is_answered:
+            heard = HeardWishes(scale=ScaleAnswer(newer.id, newer.num_workers))
+            tell(folder, status_of(owner, time.time(), wishes=heard))
+            drop_scale(folder, newer)
+
+    monkeypatch.setattr(scale, "write_wish", write_and_replace)
+    with pytest.raises(CommandError, match=r"has asked for 5 rollout .* counts, and not 3"):
+        program.main(["scale", str(folder.path), "rollout=3"])
+    assert folder.scale_path.exists() is not is_answered
+
+
+def test_an_answer_to_an_earlier_wish_replaces_none(
+    folder: RunFolder, owner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = ScaleAnswer("z9", 1)
+    tell(folder, status_of(owner, time.time(), wishes=HeardWishes(scale=past)))
+    answers = iter([past, None])
+
+    def answer_later(seconds: float) -> None:
+        wish = RunWishes().renewed(folder, pytest.fail).scale
+        assert wish is not None
+        answer = next(answers) or ScaleAnswer(wish.id, wish.num_workers)
+        tell(folder, status_of(owner, time.time(), wishes=HeardWishes(scale=answer)))
+
+    monkeypatch.setattr(wishing.time, "sleep", answer_later)
+    program.main(["scale", str(folder.path), "rollout=3"])
+    assert next(answers, "none is left") == "none is left"
+
+
+def test_a_pause_that_is_taken_back_is_told(
+    folder: RunFolder, owner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(folder, status_of(owner, time.time(), wishes=HeardWishes()))
+    write = pause.write_wish
+
+    def write_and_take_back(path: Path, wish: PauseWish) -> None:
+        write(path, wish)
+        assert take_back(path)
+
+    monkeypatch.setattr(pause, "write_wish", write_and_take_back)
+    with pytest.raises(CommandError, match="`resume` has taken the pause back"):
+        program.main(["pause", str(folder.path)])
+
+
+def test_a_pause_beside_a_resume_that_is_not_heard_yet_is_one_of_its_own(
+    folder: RunFolder, owner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the script says of the pause before neither refuses nor confirms it."""
+    now = time.time()
+    tell(folder, status_of(owner, now, wishes=HeardWishes(PAUSE)))
+    heard = list[PauseWish | None]()
+
+    def hear(seconds: float) -> None:
+        heard.append(RunWishes().renewed(folder, pytest.fail).pause)
+        tell(folder, status_of(owner, now, wishes=HeardWishes(heard[-1])))
+
+    monkeypatch.setattr(wishing.time, "sleep", hear)
+    program.main(["pause", str(folder.path)])
+    assert len(heard) == 1
+    assert heard[0] not in (None, PAUSE)
+
+
+def test_a_resume_that_another_pause_follows_is_told(
+    folder: RunFolder, owner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(folder, status_of(owner, time.time(), wishes=HeardWishes(PAUSE)))
+    write_wish(folder.pause_path, PAUSE)
+
+    def take_back_and_pause(path: Path) -> bool:
+        has_taken = take_back(path)
+        write_wish(path, PauseWish(2000.0, "you"))
+        return has_taken
+
+    monkeypatch.setattr(resume, "take_back", take_back_and_pause)
+    with pytest.raises(CommandError, match="the run is paused by you"):
+        program.main(["resume", str(folder.path)])
+
+
+def test_two_that_resume_at_once_both_hear_that_the_run_goes_on(
+    folder: RunFolder,
+    owner: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = time.time()
+    tell(folder, status_of(owner, now, wishes=HeardWishes(PAUSE)))  # whose file is gone already
+
+    def hear(seconds: float) -> None:
+        tell(folder, status_of(owner, now + 1, wishes=HeardWishes()))
+
+    monkeypatch.setattr(wishing.time, "sleep", hear)
+    program.main(["resume", str(folder.path)])
+    assert capsys.readouterr().out == "the run goes on\n"
+
+
+def test_a_script_that_was_stopped_is_let_go_on_and_has_to_say_so_itself(
+    folder: RunFolder,
+    owner: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was stopped before it heard of the pause: what it has written says nothing."""
+    now = time.time()
+    tell(folder, status_of(owner, now, wishes=HeardWishes()))
+    write_wish(folder.pause_path, PAUSE)
+    os.kill(owner, signal.SIGSTOP)
+    os.waitid(os.P_PID, owner, os.WSTOPPED | os.WNOWAIT)
+    monkeypatch.setattr(wishing, "TIMEOUT_S", 0.0)
+    with pytest.raises(WaitTimeout, match="has not answered"):
+        program.main(["resume", str(folder.path)])
+    assert capsys.readouterr().out == f"process {owner} was stopped by a signal, and goes on now\n"
+    os.waitid(os.P_PID, owner, os.WCONTINUED | os.WNOWAIT)
+    write_wish(folder.pause_path, PAUSE)
+
+    def write_anew(seconds: float) -> None:
+        tell(folder, status_of(owner, now + 1, wishes=HeardWishes()))
+
+    monkeypatch.setattr(wishing, "TIMEOUT_S", 60.0)
+    monkeypatch.setattr(wishing.time, "sleep", write_anew)
+    program.main(["resume", str(folder.path)])
+    assert capsys.readouterr().out == "the run goes on\n"
 
 
 def test_a_script_that_ends_leaves_no_wish_for_workers(folder: RunFolder, owner: int) -> None:

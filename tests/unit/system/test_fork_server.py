@@ -52,11 +52,23 @@ def behave(spec):
                 {signal.getsignal(number).__name__ for number in FOR_SCRIPT},
                 {"wave", "colorsys"} <= set(sys.modules),
             )).encode())
+        case "tell_proxies":
+            import urllib.request
+            spared = [urllib.request.proxy_bypass(host) for host in spec["hosts"]]
+            os.write(spec["fd"], repr(list(map(bool, spared))).encode())
         case "fork":
             fork = os.fork()
             if fork == 0:
                 time.sleep(600)
             os.kill(fork, signal.SIGTERM)
+            return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) + 100
+        case "fork_with_little_cpu_time":
+            import resource
+            fork = os.fork()
+            if fork == 0:
+                resource.setrlimit(resource.RLIMIT_CPU, (1, resource.RLIM_INFINITY))
+                while True:
+                    pass
             return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) + 100
         case "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -139,6 +151,12 @@ async def test_what_a_child_forks_can_be_ended_by_sigterm(tmp_path: Path) -> Non
         child.connection.close()
 
 
+async def test_what_a_child_forks_ends_by_its_own_limit_of_cpu_time(tmp_path: Path) -> None:
+    async with started() as server:
+        child = await spawn(server, {"do": "fork_with_little_cpu_time"}, tmp_path / "child.log")
+        assert await code_of(child) == 100 - signal.SIGXCPU
+
+
 async def code_of(child: Child) -> int:
     return await asyncio.wait_for(asyncio.shield(child.ended), LIMIT_S)
 
@@ -178,6 +196,20 @@ async def test_exit_codes_and_output_come_back(tmp_path: Path) -> None:
     assert "printed 7" in text
     assert "ValueError: from the child" in text
     assert "no_such_function" in text
+
+
+async def test_children_reach_own_addresses_without_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
+    hosts = ["127.0.0.1:80", "localhost:80", "judge.example:80"]
+    async with started() as server:
+        child = await server.spawn({"do": "tell_proxies", "hosts": hosts}, tmp_path / "child.log")
+        with child.connection:
+            told = await asyncio.get_running_loop().sock_recv(child.connection, 4096)
+    assert told == b"[True, True, False]"
 
 
 async def test_many_are_started_at_a_time(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from areal_sc.errors import (
     WorkerLost,
     WorkerStartError,
 )
+from areal_sc.system.process import SNAPSHOT_SIGNALS
 from areal_sc.trainer.failure import Terminated, report_failure, run_script
 
 
@@ -250,6 +251,7 @@ sys.exit(run_script(main))
     [
         (signal.SIGTERM, 143, "stopped by SIGTERM\n"),
         (signal.SIGHUP, 129, "stopped by SIGHUP\n"),
+        (signal.SIGQUIT, 131, "stopped by SIGQUIT\n"),
         (signal.SIGINT, 130, "stopped by Ctrl-C\n"),
     ],
 )
@@ -303,15 +305,33 @@ def test_frames_of_an_unexpected_error_begin_in_the_script(run_dir: Path) -> Non
     assert "run_script" not in result.stderr
 
 
+def test_a_warning_of_a_cluster_does_nothing_where_nothing_is_trained() -> None:
+    def main(argv: list[str]) -> None:
+        for number in SNAPSHOT_SIGNALS:
+            signal.raise_signal(number)
+
+    before = [signal.getsignal(number) for number in SNAPSHOT_SIGNALS]
+    assert run_script(main, []) == 0
+    assert [signal.getsignal(number) for number in SNAPSHOT_SIGNALS] == before
+
+
 HANG_UP = """
 import signal, sys, time
-from areal_sc.trainer.failure import run_script
+from areal_sc.trainer.failure import Terminated, run_script
+from areal_sc.trainer.stopping import stop_wishes
 
 def main(argv):
     if argv == ["ignored"]:
         signal.raise_signal(signal.SIGHUP)
         print("ended", flush=True)
         return
+    if argv == ["trains"]:
+        with stop_wishes(60.0, lambda name: None) as wish:
+            print("ready", flush=True)
+            while wish.asked_by is None:
+                time.sleep(0.01)
+            print("of a loop of the user's", flush=True)
+            raise Terminated(wish.asked_by)
     try:
         print("ready", flush=True)
         time.sleep(60)
@@ -324,10 +344,12 @@ sys.exit(run_script(main))
 """
 
 
-def test_a_closed_terminal_ends_the_script() -> None:
+@pytest.mark.parametrize("does", ["waits", "trains"])
+def test_a_closed_terminal_ends_the_script(does: str) -> None:
+    """And no error of what it prints there on the way."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-c", HANG_UP])
+        os.execv(sys.executable, [sys.executable, "-c", HANG_UP, does])
     try:
         assert os.read(terminal, 100).startswith(b"ready")
         os.close(terminal)

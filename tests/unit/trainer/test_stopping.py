@@ -5,22 +5,24 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
+from types import FrameType
 
 import pytest
 
 from areal_sc.fleet.events import Wished
 from areal_sc.nodes.spec import Wish
 from areal_sc.system import interrupts
+from areal_sc.system.process import SNAPSHOT_SIGNALS, STOP_SIGNALS, name_of_stop
 from areal_sc.trainer.failure import Terminated
 from areal_sc.trainer.stopping import StopWish, stop_wishes
 
 LIMIT_S = 60.0
 
 
-def steps(told: list[signal.Signals], limit_s: float) -> Generator[StopWish, None, None]:
+def steps(told: list[str], limit_s: float) -> Generator[StopWish, None, None]:
     """As a `Run` gives them; endless without a wish."""
     with stop_wishes(limit_s, told.append) as wish:
         while wish.asked_by is None:
@@ -30,7 +32,7 @@ def steps(told: list[signal.Signals], limit_s: float) -> Generator[StopWish, Non
 
 def train(
     step: Callable[[], None],
-    told: list[signal.Signals] | None = None,
+    told: list[str] | None = None,
     *,
     limit_s: float = LIMIT_S,
     is_left: bool = False,
@@ -43,41 +45,48 @@ def train(
                 break
 
 
+@contextmanager
+def answered(
+    handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals
+) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, its in before.items():
+            signal.signal(number, its)
+
+
+def raise_terminated(number: int, frame: FrameType | None) -> None:
+    """As the handler of `run_script` does."""
+    raise Terminated(signal.Signals(number))
+
+
 def press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("asked_by", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("asked_by", STOP_SIGNALS)
 def test_the_first_one_is_told_and_ends_the_loop_after_the_step(asked_by: signal.Signals) -> None:
-    def stop(number: int, frame: object) -> None:
-        raise Terminated(signal.Signals(number))
-
     def step() -> None:
         signal.raise_signal(asked_by)
         done.append("the step")
 
-    before = signal.signal(signal.SIGTERM, stop)  # as `run_script` does
-    told: list[signal.Signals] = []
+    told: list[str] = []
     done: list[str] = []
-    try:
+    with answered(raise_terminated, *STOP_SIGNALS[1:]):
         with pytest.raises(Terminated) as ended:
             train(step, told)
-        assert signal.getsignal(signal.SIGTERM) is stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (done, told) == (["the step"], [asked_by])
+        assert signal.getsignal(signal.SIGTERM) is raise_terminated
+    assert (done, told) == (["the step"], [name_of_stop(asked_by)])
     assert ended.value.exit_code == 128 + asked_by
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_what_a_cluster_tells_agents_and_script_is_one_wish() -> None:
-    def stop(number: int, frame: object) -> None:
-        raise Terminated(signal.Signals(number))
-
-    before = signal.signal(signal.SIGTERM, stop)
-    told: list[signal.Signals] = []
-    loop = steps(told, LIMIT_S)
-    try:
+    told: list[str] = []
+    with answered(raise_terminated, signal.SIGTERM):
+        loop = steps(told, LIMIT_S)
         wish = next(loop)
         for _ in range(3):  # an agent each
             wish.hear(Wished(Wish.leave))
@@ -85,28 +94,56 @@ def test_what_a_cluster_tells_agents_and_script_is_one_wish() -> None:
         assert wish.takes_snapshot()
         with pytest.raises(Terminated):
             next(loop)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert told == [signal.SIGTERM]
+    assert told == ["SIGTERM"]
 
 
 def test_a_snapshot_is_taken_once_and_the_loop_goes_on() -> None:
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    loop = steps([], LIMIT_S)
-    try:
+    with (
+        answered(lambda *_: None, *SNAPSHOT_SIGNALS),
+        closing(steps([], LIMIT_S)) as loop,
+    ):
         wish = next(loop)
         assert not wish.takes_snapshot()
         for wished in (
             partial(wish.hear, Wished(Wish.snapshot)),
-            partial(signal.raise_signal, signal.SIGUSR1),
+            *(partial(signal.raise_signal, number) for number in SNAPSHOT_SIGNALS),
         ):
             wished()
             assert wish.takes_snapshot()
             assert not wish.takes_snapshot()
             next(loop)
-    finally:
-        loop.close()
-        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [signal.SIGHUP, signal.SIGHUP, signal.SIGHUP],  # of the kernel, and of the shell
+        [signal.SIGHUP, signal.SIGTERM],
+        [signal.SIGTERM, signal.SIGHUP],  # of systemd, for a session that ends
+        [signal.SIGHUP, signal.SIGTERM, signal.SIGHUP],
+    ],
+)
+def test_all_that_tells_of_a_closed_terminal_is_one_wish(sent: list[signal.Signals]) -> None:
+    def step() -> None:
+        for number in sent:
+            signal.raise_signal(number)
+        done.append("the step")
+
+    done: list[str] = []
+    told: list[str] = []
+    with answered(raise_terminated, *STOP_SIGNALS[1:]), pytest.raises(Terminated) as ended:
+        train(step, told)
+    assert (done, told, ended.value.stopped_by) == (["the step"], [sent[0].name], sent[0])
+
+
+def test_a_closed_terminal_does_not_hold_up_who_wants_the_end_now() -> None:
+    def step() -> None:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
+            signal.raise_signal(number)
+        raise AssertionError("it went on")
+
+    with answered(raise_terminated, *STOP_SIGNALS[1:]), pytest.raises(Terminated):
+        train(step)
 
 
 def test_the_second_one_stops_at_once() -> None:
@@ -120,13 +157,14 @@ def test_the_second_one_stops_at_once() -> None:
     assert not isinstance(ended.value, Terminated)
 
 
-def test_a_step_that_takes_too_long_is_stopped() -> None:
+@pytest.mark.parametrize("asked_by", [signal.SIGINT, signal.SIGHUP])
+def test_a_step_that_takes_too_long_is_stopped(asked_by: signal.Signals) -> None:
     def step() -> None:
-        press_ctrl_c()
+        signal.raise_signal(asked_by)
         time.sleep(LIMIT_S)
         raise AssertionError("it went on")
 
-    with pytest.raises(KeyboardInterrupt):
+    with answered(raise_terminated, signal.SIGHUP), pytest.raises(KeyboardInterrupt):
         train(step, limit_s=0.1)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.agents.dialects.answers import QUESTION, an_answer, streamed
 
-from areal_sc.agents.calls import CallRefused, Dialect, ModelAnswer, ModelCall
+from areal_sc.agents.calls import CallRefused, ContextOverflow, Dialect, ModelAnswer, ModelCall
 from areal_sc.agents.dialects.chat_completions import ChatCompletions
 from areal_sc.agents.dialects.messages import AnthropicMessages
 from areal_sc.agents.dialects.responses import Responses
@@ -133,6 +133,29 @@ def test_a_streamed_message_is_the_whole_one(answer: ModelAnswer, cuts: list[int
 def test_any_other_body_is_refused(dialect: Dialect, body: dict[str, Any]) -> None:
     with suppress(CallRefused):  # and nothing else is raised
         dialect.read(body)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words"),
+    [
+        # litellm; vLLM's and OpenAI's callers; LangChain
+        (CHAT, "this model's maximum context length is 50 tokens"),
+        (CHAT, "however, your messages resulted in 99 tokens"),
+        (CHAT, "please reduce the length of the messages"),
+        (CHAT, "context_length_exceeded"),
+        (RESPONSES, "your input exceeds the context window of this model"),
+        (RESPONSES, "this model's maximum context length is"),
+        (RESPONSES, "context_length_exceeded"),
+        (MESSAGES, "prompt is too long: 99 tokens > 50 maximum"),
+        (MESSAGES, "invalid_request_error"),
+    ],
+)
+def test_a_conversation_that_is_too_long_is_told_in_words_that_clients_look_for(
+    dialect: Dialect, words: str
+) -> None:
+    refused = ContextOverflow(99, 50)
+    assert refused.status == 400
+    assert words in json.dumps(dialect.refuse(refused)).lower()
 
 
 def test_developer_is_another_name_of_system() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,6 +133,16 @@ def test_what_cannot_be_done_is_refused_by_name(asked: dict[str, Any], named: st
     with pytest.raises(CallRefused, match=named) as caught:
         DIALECT.read({"input": "key c", **asked})
     assert (caught.value.status, caught.value.code) == (400, "invalid_body")
+
+
+def test_what_is_told_back_is_what_was_done() -> None:
+    call = DIALECT.read(
+        {"input": "key c", "instructions": "Be brief.", "metadata": {"a": "b"}, "temperature": 0.3}
+    )
+    sampled = replace(call, sampling={"temperature": 1.0, "top_p": 0.9}, max_tokens=64)
+    body = DIALECT.write(sampled, an_answer("7"))
+    assert (body["instructions"], body["metadata"]) == ("Be brief.", {"a": "b"})
+    assert (body["temperature"], body["top_p"], body["max_output_tokens"]) == (1.0, 0.9, 64)
 
 
 @pytest.mark.parametrize("finish", ["length", "context"])

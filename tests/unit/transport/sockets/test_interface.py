@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from datetime import timedelta
 from types import NoneType
@@ -61,6 +62,31 @@ def test_what_is_listened_on_is_what_others_are_told(bind: str, host: str) -> No
 )
 def test_auto_follows_the_way_to_the_controller(controller: str, host: str) -> None:
     assert Interface.of("auto", controller).host == host
+
+
+def test_auto_is_loopback_of_ipv6_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = socket.create_server
+
+    def without_ipv4(address: tuple[str, int], **how: Any) -> socket.socket:
+        if how["family"] == socket.AF_INET:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return create(address, **how)
+
+    monkeypatch.setattr(socket, "create_server", without_ipv4)
+    assert Interface.of("auto") == Interface("::1", "::1")
+    with pytest.raises(
+        ConfigError, match=r"bind='127\.0\.0\.1': 127\.0\.0\.1 cannot be listened on"
+    ):
+        Interface.of("127.0.0.1")
+
+
+def test_a_name_of_ipv6_alone_stands_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(host: str, port: None) -> list[tuple[object, ...]]:
+        assert host == "v6.example"
+        return [(0, 0, 0, "", ("::1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert Interface.of("v6.example").host == "::1"
 
 
 def test_where_no_way_leads_to_the_controller_the_setting_is_named() -> None:
@@ -151,13 +177,16 @@ async def test_loopback_is_closed_to_the_network() -> None:
 
 def test_the_way_to_one_of_several_machines_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """A login node may not know the names of all nodes, or lack a protocol that some speak."""
-    addresses = {"v6": "fd77:ffff::1", "here": "127.0.0.1", "far": "192.0.2.7"}
+    addresses = {
+        **{"v6": ["fd77:ffff::1"], "here": ["127.0.0.1"], "far": ["192.0.2.7"]},
+        "both": ["fd77:ffff::1", "192.0.2.7"],
+    }
     ways = {"127.0.0.1": "127.0.0.1", "192.0.2.7": "127.0.0.2"}
 
     def look_up(host: str, port: None) -> list[tuple[object, ...]]:
         if host not in addresses:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(0, 0, 0, "", (addresses[host], 0))]
+        return [(0, 0, 0, "", (address, 0)) for address in addresses[host]]
 
     def own_address(host: str) -> str:
         if host not in ways:
@@ -167,6 +196,7 @@ def test_the_way_to_one_of_several_machines_is_enough(monkeypatch: pytest.Monkey
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(f"{Interface.__module__}.own_address_towards", own_address)
     assert Interface.towards("auto", ["unknown", "v6", "here"]).host == "127.0.0.1"
+    assert Interface.towards("auto", ["both"]).host == "127.0.0.2"
     with pytest.raises(ConfigError, match="the host unknown has no address: Name or service"):
         Interface.towards("auto", ["v6", "unknown"])
     with pytest.raises(ConfigError, match="finds no way to fd77:ffff::1"):

@@ -120,6 +120,17 @@ def test_devices(
     assert environment["NCCL_X"] == "1"
 
 
+def test_a_server_asks_itself_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "in.house")
+    told = {"HTTP_PROXY": "http://proxy:1", "no_proxy": "of.server"}
+    sglang = SGLangConfig(host="10.0.0.7", environment=told)
+    environment = server_environment(SGLangEngine(rollout(sglang=sglang)), ON_GPU)
+    assert environment["HTTP_PROXY"] == "http://proxy:1"
+    spared = {"of.server", "in.house", "127.0.0.1", "10.0.0.7"}
+    assert spared <= set(environment["no_proxy"].split(","))
+    assert environment["NO_PROXY"] == environment["no_proxy"]
+
+
 def test_devices_that_this_worker_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     sglang = SGLangConfig(num_servers=2, tp_size=2)
