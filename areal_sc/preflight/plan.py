@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -71,10 +71,19 @@ def plans(
         ModelError: the model folder exists and cannot be read.
     """
     results = unchecked_plans(config, nodes, generates=generates)
-    _check_store(config, results.values())
     for name, result in results.items():
         _check_fits(result, name, make_actor(config.actor), make_generator(config.rollout))
     return results
+
+
+def plan_ranks(model: ActorConfig) -> list[WorkerPlan]:
+    """The ranks of one model, wherever they compute: what they keep does not depend on that.
+
+    Raises: ModelError: the model folder exists and cannot be read.
+    """
+    handle, shape = make_actor(model), _shape_of(model) or ModelShape()
+    ranks = range(handle.num_workers)
+    return [it for rank in ranks for it in handle.plan_worker(rank, shape, ["cpu"], Machine())]
 
 
 def unchecked_plans(
@@ -153,19 +162,6 @@ def _shape_of(model: ActorConfig) -> ModelShape | None:
     """None: the model is not there yet."""
     folder = cached_model(model.path, model.revision)
     return read_model_shape(folder) if folder else None
-
-
-def _check_store(config: GRPOConfig, results: Iterable[RunPlan]) -> None:
-    """Raises: ConfigError."""
-    workers = [worker for result in results for worker in result.workers]
-    least = max(worker.store_bytes for worker in workers if worker.role == TRAIN_ROLE)
-    if config.actor.store_bytes < least:
-        raise ConfigError(
-            f"actor.store_bytes: expected at least {least} (a rank's share of two versions of the "
-            "weights, as one is sealed while the one before is still read; with "
-            "weight_update.whole_every_steps above 1 of three, for what has changed), got "
-            f"{config.actor.store_bytes}"
-        )
 
 
 def _check_fits(result: RunPlan, node: str, actor: TrainHandle, generator: GeneratorHandle) -> None:

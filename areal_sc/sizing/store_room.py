@@ -27,7 +27,7 @@ def live_row_bytes(rollout: RolloutConfig) -> int:
     """Most bytes of rows in one store: eta + 1 admitted batches, and the one being trained."""
     live_groups = (rollout.max_staleness + 2) * rollout.train_batch_groups
     share = -(-live_groups * max_group_bytes(rollout) // rollout.fewest_workers)
-    return min(rollout.store_bytes, share)
+    return min(rollout.store_bytes or share, share)
 
 
 def describe_largest_group(rollout: RolloutConfig) -> str:

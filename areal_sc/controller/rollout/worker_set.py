@@ -16,7 +16,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
@@ -30,6 +30,9 @@ from areal_sc.nodes.spec import WorkerReport
 from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
 from areal_sc.transport.shards.arena import block_span
 from areal_sc.workers.calls import GroupAttempt
+
+_NO_LIMIT: Final = 1 << 40
+"""More groups than there ever are, also where thousands of stores are added up."""
 
 
 class StoreRoom(NamedTuple):
@@ -212,7 +215,7 @@ class WorkerSet:
 def store_room(workers: Sequence[WorkerReport], config: RolloutConfig) -> StoreRoom:
     """By the limits that are set, which were checked before, and by how much memory is free."""
     group_bytes = max_group_bytes(config)
-    on_worker = max(1, config.store_bytes // group_bytes)
+    on_worker = max(1, config.store_bytes // group_bytes) if config.store_bytes else _NO_LIMIT
     num_workers = Counter(worker.node for worker in workers)
     on_node = {node: on_worker * count for node, count in num_workers.items()}
     if config.node_store_bytes:

@@ -92,7 +92,7 @@ def memory_root(
         fallback = _of_this_node(node_folder / "shared_memory", "scheduler.node_folder")
     logger.warning(
         "%s, the tensor stores of this node may need %s: shared memory is in files under %s, "
-        "which is slower; enlarge it (docker run --shm-size=%dg), or lower store_bytes",
+        "which is slower; enlarge it (docker run --shm-size=%dg), or set smaller batches",
         *(why, _gib(needed_bytes), fallback, -(-needed_bytes // (1 << 30)) + 1),
     )
     return fallback
