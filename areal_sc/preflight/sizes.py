@@ -1,8 +1,8 @@
 """Numbers that follow from the model and the machine, put in place of settings that nobody set.
 
     lengths of rows                      see `take_context`
-    transport.shared_memory_bytes = 0    weights and a batch of rows
-    limits of time, at their defaults    longer by what slow hardware takes for the model
+    transport.shared_memory_bytes = 0    weights and a batch of rows, where that is much
+    limits of time, at their defaults    what slow hardware takes, where that is longer
 
 A limit of time ends what hangs. The defaults are enough for small models; what takes as long as its
 limit with a large one is no hang.
@@ -54,12 +54,13 @@ def complete_config(
     if cached_model(config.actor.path, config.actor.revision) is None:
         return warnings
     if generates and not config.transport.shared_memory_bytes:
-        _put(config, "transport.shared_memory_bytes", _shared_memory_bytes(config))
-    for key, more_s in _further_seconds(config, count_devices).items():
+        needed = _shared_memory_bytes(config)
+        if needed > MIN_ROOM_BYTES:
+            _put(config, "transport.shared_memory_bytes", needed)
+    for key, slow_s in _slow_seconds(config, count_devices).items():
         section, _, name = key.rpartition(".")
-        limit_s = value_at(config, key)
-        if limit_s == getattr(type(value_at(config, section)), name):
-            _put(config, key, limit_s + round(more_s))
+        if value_at(config, key) == getattr(type(value_at(config, section)), name) < slow_s:
+            _put(config, key, float(round(slow_s)))
     return warnings
 
 
@@ -69,10 +70,10 @@ def _shared_memory_bytes(config: GRPOConfig) -> int:
     is_here = config.scheduler.type == SchedulerType.local
     num_stores = 1 if is_here else rollout.fewest_workers
     of_rows = -(-rollout.train_batch_groups // num_stores) * max_group_bytes(rollout)
-    return max(MIN_ROOM_BYTES, of_rows + (sum(of_ranks) if is_here else max(of_ranks)))
+    return of_rows + (sum(of_ranks) if is_here else max(of_ranks))
 
 
-def _further_seconds(config: GRPOConfig, count_devices: Callable[[], int]) -> dict[str, float]:
+def _slow_seconds(config: GRPOConfig, count_devices: Callable[[], int]) -> dict[str, float]:
     """Setting -> what slow hardware takes for the largest model, or for a batch of full rows."""
     actor, rollout = config.actor, config.rollout
     num_parameters = max(map(_num_parameters, (actor, *further_models(config).values())))
