@@ -327,7 +327,6 @@ class RolloutConfig(Section):
     admission: AdmissionMode = setting(AdmissionMode.just_in_time)
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
     store_bytes: int = setting(0, "limit of one worker's tensor store; 0: what is free there", ge=0)
-    field_bytes: int = setting(0, "bytes a token of the fields that workflows add", ge=0)
     node_store_bytes: int = setting(0, "limit of a node's stores; 0: its shared memory", ge=0)
     group_timeout_s: float = setting(3600.0, "limit of a group, from its start to its end", gt=0)
     step_timeout_s: float = setting(300.0, "limit of one step of the local engine", gt=0)
