@@ -81,7 +81,7 @@ def plan_ranks(model: ActorConfig) -> list[WorkerPlan]:
 
     Raises: ModelError: the model folder exists and cannot be read.
     """
-    handle, shape = make_actor(model), _shape_of(model) or ModelShape()
+    handle, shape = make_actor(model), shape_of(model) or ModelShape()
     ranks = range(handle.num_workers)
     return [it for rank in ranks for it in handle.plan_worker(rank, shape, ["cpu"], Machine())]
 
@@ -98,7 +98,7 @@ def unchecked_plans(
         ModelError: the model folder exists and cannot be read.
     """
     models = {TRAIN_ROLE: config.actor, **further_models(config)}
-    shapes = {role: _shape_of(model) for role, model in models.items()}
+    shapes = {role: shape_of(model) for role, model in models.items()}
     placed_on = [Node(_facts_of(node), Path(), purpose=node.purpose) for node in nodes]
 
     def workers_of(
@@ -126,7 +126,9 @@ def unchecked_plans(
     for role, model in further_models(config).items():
         further = workers_of(role, make_actor(model), shapes[role], machines)
         for of_node, more in zip(trainers, further, strict=True):
-            of_node += [replace(worker, role=role) for worker in more]
+            of_node += [replace(worker, role=role, store_bytes=0) for worker in more]
+    if not generates:  # then nobody gets weights, as nobody gets those of further models
+        trainers = [[replace(it, store_bytes=0) for it in of_node] for of_node in trainers]
     takes_turns = config.rollout.placement is Placement.turns
     beside = machines
     if not takes_turns:
@@ -158,8 +160,11 @@ def _bytes_of_copies(config: GRPOConfig, trainers: Sequence[Sequence[WorkerPlan]
     return [0 if on_node == sum(on_nodes) else sum(on_nodes) for on_node in on_nodes]
 
 
-def _shape_of(model: ActorConfig) -> ModelShape | None:
-    """None: the model is not there yet."""
+def shape_of(model: ActorConfig) -> ModelShape | None:
+    """The sizes of a model; None: it is not there yet.
+
+    Raises: ModelError: its folder exists and cannot be read.
+    """
     folder = cached_model(model.path, model.revision)
     return read_model_shape(folder) if folder else None
 

@@ -15,18 +15,16 @@ from typing import Final
 
 from areal_sc.config.fields import shared_settings, value_at
 from areal_sc.config.further_models import further_models
-from areal_sc.config.schema import ActorConfig, Device, GRPOConfig
+from areal_sc.config.schema import ActorConfig, Device, GRPOConfig, RolloutEngine
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES
-from areal_sc.hub import cached_model
 from areal_sc.preflight.checks import check_config
-from areal_sc.preflight.plan import plan_ranks
+from areal_sc.preflight.plan import plan_ranks, shape_of
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
 from areal_sc.sizing.model_context import take_context
-from areal_sc.sizing.model_folder import read_model_shape
 from areal_sc.sizing.store_room import max_group_bytes
 from areal_sc.sizing.worker_plan import DTYPE_BYTES
-from areal_sc.transport.shards.memory_folder import MIN_ROOM_BYTES
+from areal_sc.transport.shards.memory_folder import AUTO, MIN_ROOM_BYTES
 
 _BYTES_PER_S: Final = 32 << 20
 """Of a network or disk that is shared with others: a quarter of gigabit Ethernet."""
@@ -51,13 +49,15 @@ def complete_config(
     """
     take_context(config)
     warnings = check_config(config, count_devices, generates=generates)
-    if cached_model(config.actor.path, config.actor.revision) is None:
+    if shape_of(config.actor) is None:
         return warnings
-    if generates and not config.transport.shared_memory_bytes:
+    transport = config.transport
+    if generates and transport.shared_memory == AUTO and not transport.shared_memory_bytes:
         needed = _shared_memory_bytes(config)
         if needed > MIN_ROOM_BYTES:
             _put(config, "transport.shared_memory_bytes", needed)
-    for key, slow_s in _slow_seconds(config, count_devices).items():
+    limits = _slow_seconds(config, count_devices, generates=generates)
+    for key, slow_s in limits.items():
         section, _, name = key.rpartition(".")
         if value_at(config, key) == getattr(type(value_at(config, section)), name) < slow_s:
             _put(config, key, float(round(slow_s)))
@@ -73,7 +73,9 @@ def _shared_memory_bytes(config: GRPOConfig) -> int:
     return of_rows + (sum(of_ranks) if is_here else max(of_ranks))
 
 
-def _slow_seconds(config: GRPOConfig, count_devices: Callable[[], int]) -> dict[str, float]:
+def _slow_seconds(
+    config: GRPOConfig, count_devices: Callable[[], int], *, generates: bool
+) -> dict[str, float]:
     """Setting -> what slow hardware takes for the largest model, or for a batch of full rows."""
     actor, rollout = config.actor, config.rollout
     num_parameters = max(map(_num_parameters, (actor, *further_models(config).values())))
@@ -88,20 +90,22 @@ def _slow_seconds(config: GRPOConfig, count_devices: Callable[[], int]) -> dict[
     of_weights = num_parameters * DTYPE_BYTES[actor.dtype] / _BYTES_PER_S
     of_state = num_parameters * (1 + ADAM_STATES) * FLOAT32_BYTES / _BYTES_PER_S
     of_step = _PASSES * pass_s(actor.device) * num_tokens / actor.parallel.num_ranks
-    return {
+    limits = {
         "transport.call_timeout_s": of_weights + of_step,
         "transport.write_timeout_s": of_state,
-        "transport.pull_timeout_s": of_weights,
-        "weight_update.step_timeout_s": of_weights,
-        "sglang.start_timeout_s": of_weights,
-        "vllm.start_timeout_s": of_weights,
-        "rollout.step_timeout_s": pass_s(rollout.device) * rollout.max_prefill_tokens,
     }
+    if not generates:
+        return limits
+    if rollout.engine is RolloutEngine.local:
+        limits["rollout.step_timeout_s"] = pass_s(rollout.device) * rollout.max_prefill_tokens
+    else:
+        limits[f"{rollout.engine}.start_timeout_s"] = of_weights
+    of_pulls = ("transport.pull_timeout_s", "weight_update.step_timeout_s")
+    return limits | dict.fromkeys(of_pulls, of_weights)
 
 
 def _num_parameters(model: ActorConfig) -> int:
-    folder = cached_model(model.path, model.revision)
-    shape = read_model_shape(folder) if folder else None
+    shape = shape_of(model)
     return (shape and shape.num_parameters) or 0
 
 
