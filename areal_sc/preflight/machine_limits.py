@@ -217,5 +217,5 @@ def _free_for(needed: int, path: Path, own: Path) -> int | None:
     for folder, _, names in os.walk(own):
         for name in names:
             with suppress(OSError):  # it has just gone
-                held += 512 * os.lstat(os.path.join(folder, name)).st_blocks
+                held += os.lstat(os.path.join(folder, name)).st_size
     return free + held

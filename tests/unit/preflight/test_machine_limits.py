@@ -125,7 +125,7 @@ def test_a_disk_that_is_too_small_is_told_before_the_run(
     own = (f"actor.path={tiny_model_folder}", f"run_dir={run_dir}", *SIZES, *words)
     (warning,) = check_limits(load(*own))
     assert warning == counted(*words).line()
-    with pytest.raises(ConfigError, match="the run does not fit on the disk: .* TOO LITTLE"):
+    with pytest.raises(ConfigError, match=r"the run does not fit on the disk: .* TOO LITTLE"):
         load(*own, "--dry-run")
     run_dir.mkdir()
     (run_dir / "of-an-earlier-start").write_bytes(b"x")
