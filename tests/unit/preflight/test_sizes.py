@@ -55,19 +55,17 @@ def test_shipped_settings_take_models_of_all_sizes_that_they_name(
 ) -> None:
     yaml = str(REPOSITORY / "configs" / f"{name}.yaml")
     words = (f"actor.path={folder()}", f"run_dir={tmp_path / 'run'}")
-    config = load_config(
-        ["--config", yaml, *words],
-        generates=name in ("jsonl_math", "one_gpu"),
-        count_devices=lambda: 2,
-    )
+    generates = name in ("jsonl_math", "one_gpu")
+    argv = ["--config", yaml, *words]
+    config = load_config(argv, generates=generates, count_devices=lambda: 2)
     assert config.actor.store_bytes == config.rollout.store_bytes == 0, "no limit"
 
 
 def test_limits_of_time_are_enough_for_a_large_model_on_slow_hardware(
     load: Load, folder: Callable[..., Path]
 ) -> None:
-    path = folder(num_hidden_layers=280)
-    num_parameters = numbers_of_parameters(MODEL | {"num_hidden_layers": 280})["num_parameters"]
+    path = folder(num_hidden_layers=400)
+    num_parameters = numbers_of_parameters(MODEL | {"num_hidden_layers": 400})["num_parameters"]
     words = (f"actor.path={path}", *SIZES, "actor.device=cuda", "actor.dtype=bfloat16")
     config = load(*words, "rollout.engine=sglang", "rollout.device=cuda", num_devices=2)
     of_weights, of_state = (width * num_parameters / BYTES_PER_S for width in (2, 12))
@@ -93,9 +91,8 @@ def test_limits_of_time_are_enough_for_a_large_model_on_slow_hardware(
 def test_limits_that_are_set_stay_and_defaults_are_enough_for_small_models(
     load: Load, folder: Callable[..., Path], tiny_model_folder: Path
 ) -> None:
-    config = load(
-        f"actor.path={folder(num_hidden_layers=280)}", *SIZES, "transport.pull_timeout_s=7"
-    )
+    path = folder(num_hidden_layers=400)
+    config = load(f"actor.path={path}", *SIZES, "transport.pull_timeout_s=7")
     assert config.transport.pull_timeout_s == config.scheduler.transport.pull_timeout_s == 7
     small, default = load(f"actor.path={tiny_model_folder}"), load()
     assert small.transport == default.transport
@@ -133,7 +130,7 @@ def test_auto_asks_shared_memory_for_weights_and_a_batch(
 
 def test_micro_batches_hold_the_longest_row(load: Load) -> None:
     default = ActorConfig.max_tokens_per_micro_batch
-    longer = load(f"rollout.max_context_tokens={default + 1}", "critic.path=m")
+    longer = load(f"rollout.max_context_tokens={default + 1}")
     assert longer.actor.max_tokens_per_micro_batch == default + 1
     assert longer.critic.max_tokens_per_micro_batch == default + 1
     assert load("rollout.max_context_tokens=9").actor.max_tokens_per_micro_batch == default
