@@ -34,14 +34,17 @@ def take_context(config: GRPOConfig) -> None:
     """Puts a number in place of `rollout.max_context_tokens=0`, if the models are there already.
 
     A longer row than a micro-batch could be generated, but not trained. So where the length of rows
-    is set, and that of micro-batches is its default, these hold the longest row.
+    or answers is set, and that of micro-batches is its default, these hold the longest row.
     """
+    default = ActorConfig.max_tokens_per_micro_batch
     rollout, actor = config.rollout, config.actor
     models = {(actor.path, actor.revision), (rollout.path, rollout.revision)}
     known = [tokens for model in models if (tokens := known_context(*model)) is not None]
     if known and not rollout.max_context_tokens:
-        rollout.max_context_tokens = min(*known, actor.max_tokens_per_micro_batch)
+        num_tokens, of_answer = actor.max_tokens_per_micro_batch, config.generation.max_new_tokens
+        if num_tokens == default <= of_answer:
+            num_tokens += of_answer
+        rollout.max_context_tokens = min(*known, num_tokens)
     for model in (actor, *(getattr(config, role) for role in FURTHER_MODELS)):
-        default = ActorConfig.max_tokens_per_micro_batch
         if model.max_tokens_per_micro_batch == default < rollout.max_context_tokens:
             model.max_tokens_per_micro_batch = rollout.max_context_tokens

@@ -348,6 +348,8 @@ def test_context_over_that_of_the_model(load: Load, tmp_path: Path) -> None:
         (1000, "", 1000),
         (131072, "", 4096),  # the default of actor.max_tokens_per_micro_batch
         (131072, "actor.max_tokens_per_micro_batch=200000", 131072),
+        (131072, "generation.max_new_tokens=8192", 4096 + 8192),
+        (10000, "generation.max_new_tokens=8192", 10000),
         (1000, "rollout.max_context_tokens=300", 300),
         (None, "", 0),  # the model does not say
     ],

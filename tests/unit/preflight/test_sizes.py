@@ -99,6 +99,14 @@ def test_limits_that_are_set_stay_and_defaults_are_enough_for_small_models(
     assert small.rollout.step_timeout_s == default.rollout.step_timeout_s
 
 
+def test_a_group_lasts_as_long_as_an_agent_that_runs_twice(
+    load: Load, tiny_model_folder: Path
+) -> None:
+    words = f"actor.path={tiny_model_folder}", "agents.episode_timeout_s=5000"
+    assert load(*words).rollout.group_timeout_s == 10000
+    assert load(*words, "rollout.group_timeout_s=6000").rollout.group_timeout_s == 6000
+
+
 def test_a_step_of_the_embedded_engine_on_a_cpu_is_longer_for_a_large_model(
     load: Load, folder: Callable[..., Path]
 ) -> None:
