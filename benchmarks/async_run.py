@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from letter_sort_job import LetterSortJob, Step, training_steps
 from letter_sort_task import LetterSortPrompts, letter_sort_reward
 
 from areal_sc import GRPOConfig, SingleTurnWorkflow
+from areal_sc.system.cgroups import num_cores
 
 TARGETS = {"050": 0.5, "088": 0.88}
 ACCURACY_BATCHES = 4
@@ -42,7 +42,7 @@ def measure(job: LetterSortJob, config: GRPOConfig, lengths: dict[str, float]) -
     measured = {
         "s_per_step": window_s / len(window),
         # an asynchronous step takes at least so long with the CPU time of this run
-        "floor_s_per_step": max(*cpu_s.values(), sum(cpu_s.values()) / (os.cpu_count() or 1)),
+        "floor_s_per_step": max(*cpu_s.values(), sum(cpu_s.values()) / num_cores()),
     }
     for name in ("wait", "train", "sync"):
         measured[f"{name}_share"] = sum(getattr(step, f"{name}_s") for step in window) / window_s

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from areal_sc.system.cgroups import num_cores
+
 Metrics = dict[str, float]
 """name -> value; raw values, no verdicts."""
 
@@ -100,7 +102,7 @@ def machine() -> str:
     """One line on what the numbers were measured with."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+        f"{platform.system()} {platform.machine()}, {num_cores()} cores, "
         f"load {os.getloadavg()[0]:.1f}, {device}, "
         f"Python {platform.python_version()}, torch {torch.__version__}"
     )

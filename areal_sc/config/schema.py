@@ -209,7 +209,9 @@ class ActorConfig(Section):
     dtype: Dtype = setting(
         Dtype.float32, "type of parameters in computation; optimizer state is float32"
     )
-    max_tokens_per_micro_batch: int = setting(4096, "tokens of one forward and backward pass", ge=1)
+    max_tokens_per_micro_batch: int = setting(
+        4096, "tokens of one forward and backward pass; unless set at least the longest row", ge=1
+    )
     activation_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     activation_offload: bool = setting(
         False, "with checkpointing: what it keeps, the inputs of layers, in pinned host memory"
@@ -227,7 +229,7 @@ class ActorConfig(Section):
     num_threads: int = setting(
         0, "CPU threads a rank; 0: one, with a GPU its share of the cores", ge=0
     )
-    store_bytes: int = setting(4 << 30, "limit of one rank's tensor store", ge=1)
+    store_bytes: int = setting(0, "limit of one rank's tensor store; 0: what is free there", ge=0)
     seed: int = shared("${seed}", 0, "seed of initial weights and shuffles", ge=0)
     memory_every_steps: int = shared(
         "${checkpoint.memory_every_steps}", 1, "steps between snapshots in memory; 0: none", ge=0
@@ -324,8 +326,7 @@ class RolloutConfig(Section):
     soft_length: SoftLengthConfig = setting(SoftLengthConfig)
     admission: AdmissionMode = setting(AdmissionMode.just_in_time)
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
-    store_bytes: int = setting(4 << 30, "limit of one worker's tensor store", ge=1)
-    field_bytes: int = setting(0, "bytes a token of the fields that workflows add", ge=0)
+    store_bytes: int = setting(0, "limit of one worker's tensor store; 0: what is free there", ge=0)
     node_store_bytes: int = setting(0, "limit of a node's stores; 0: its shared memory", ge=0)
     group_timeout_s: float = setting(3600.0, "limit of a group, from its start to its end", gt=0)
     step_timeout_s: float = setting(300.0, "limit of one step of the local engine", gt=0)

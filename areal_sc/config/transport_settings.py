@@ -16,6 +16,9 @@ class TransportConfig:
         False, "payload too; everything is authenticated and headers of RPC encrypted"
     )
     shared_memory: str = setting("auto", "auto (/dev/shm if it is large enough), off, or a folder")
+    shared_memory_bytes: int = setting(
+        0, "that auto wants free; 0: for weights and a batch, at least 1 GiB", ge=0
+    )
     chunk_bytes: int = setting(
         4 << 20, "payload of one request, under one authentication tag", ge=1024, le=4 << 20
     )

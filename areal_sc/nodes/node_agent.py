@@ -59,6 +59,7 @@ from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import KeyPair
 from areal_sc.transport.security.passes import KnownCallers
 from areal_sc.transport.shards.memory_folder import (
+    MIN_ROOM_BYTES,
     ArenaFolder,
     clean_leftovers,
     folder_on_node,
@@ -102,6 +103,7 @@ class Agent:
             config.transport.shared_memory,
             self._folder.path,
             folder_on_node(config.node_folder),
+            needed_bytes=config.transport.shared_memory_bytes or MIN_ROOM_BYTES,
         )
         self._keys = keys
         # a script that is started again is where this folder says, be it the run's or not

@@ -102,7 +102,7 @@ class WorkerOrder:
         engine: name of the engine's handle.
         engine_config: the handle's config as a plain dict.
         device: `cuda` takes devices of the node for the worker.
-        store_bytes: limit of the tensor store.
+        store_bytes: limit of the tensor store; 0: there is none.
         num_devices: how many it takes; on a CPU none, whatever is said here.
         incarnation: names this life of the worker; calls meant for an earlier one are refused.
         life: how often this start of the script has started the worker again.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.sizing.machine import resolved_device, this_machine
+from areal_sc.system.cgroups import num_cores
 
 TRIAL_S: Final = 0.03
 NUM_TRIALS: Final = 9
@@ -33,7 +33,7 @@ class SharedCores:
     """What threads have of a machine that all compute on.
 
     Attributes:
-        number: of cores, as the system counts them.
+        number: of cores, as the system counts them, within the quota of a container.
         together: speed of a thread while all cores compute, in that of one alone. What the system
             calls a core is often half of one, and clocks and caches are shared, too.
         free_share: of their time that other processes did not want when that was tried out.
@@ -58,7 +58,7 @@ def cores_of(config: GRPOConfig) -> int | None:
     devices = (config.actor.device, config.rollout.device)
     is_on_cpu = all(resolved_device(device, num_devices) == Device.cpu for device in devices)
     is_here = config.scheduler.type == SchedulerType.local.value
-    return len(os.sched_getaffinity(0)) if is_on_cpu and is_here else None
+    return num_cores() if is_on_cpu and is_here else None
 
 
 def shared_cores(config: GRPOConfig) -> SharedCores | None:

@@ -6,7 +6,6 @@ Everything here is cheap and needs no worker: it runs before any is started.
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable, Iterator
 from enum import Enum
 from importlib.util import find_spec
@@ -49,7 +48,6 @@ from areal_sc.sizing.model_context import known_context
 from areal_sc.sizing.model_folder import VALUE_HEAD, check_model_folder, read_stored_shapes
 from areal_sc.sizing.tokenizer_file import tokens_of
 from areal_sc.sources.prompt_choice import WITH_SIGNAL
-from areal_sc.system.process import max_more_tasks, open_files_advice
 from areal_sc.transport.sockets.interface import Interface
 
 OF_GENERATION = ("rollout.", "generation.", "weight_update.", "actor.ppo.", "actor.head")
@@ -125,38 +123,6 @@ def check_models(config: GRPOConfig, *, generates: bool = True) -> None:
             )
     if generates:
         _check_model(config.rollout)
-
-
-def check_limits(config: GRPOConfig, *, generates: bool = True) -> None:
-    """Checks the kernel's limits: a process that meets them ends somewhere inside of a library.
-
-    The numbers are what a small run takes; a large one takes more. Not for a worker that reads its
-    settings again: the run has taken its part by then.
-
-    Args:
-        generates: as of `check_config`.
-    Raises: ConfigError: this machine's limits are too low for workers on it.
-    """
-    if config.scheduler.type != SchedulerType.local:
-        return
-    rollout = config.rollout
-    num_ranks = sum(model.parallel.num_ranks for model in _trained_models(config).values())
-    num_workers = rollout.num_workers if generates else 0
-    num_tasks = 12 + 7 * num_ranks + (7 + rollout.num_reward_processes) * num_workers
-    left, num_files = max_more_tasks(), 64 + 4 * (num_ranks + num_workers)
-    if left < num_tasks:
-        raise ConfigError(
-            f"ulimit -u: expected room for {num_tasks} more processes and threads of this user, "
-            f"which this run takes at least, got {max(left, 0):g}; raise the limit (`nproc` in "
-            "/etc/security/limits.conf, docker run --ulimit nproc=65536 --pids-limit=-1), end "
-            "other processes, or use fewer workers"
-        )
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < num_files:
-        raise ConfigError(
-            f"ulimit -n: expected at least {num_files} for this run, got {hard}: "
-            f"{open_files_advice()}"
-        )
 
 
 def fetch_models(config: GRPOConfig) -> bool:

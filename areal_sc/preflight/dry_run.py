@@ -6,11 +6,9 @@ Its other half, the task, is looked at when the script shows it: `controller.dry
 from __future__ import annotations
 
 import atexit
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,14 +21,13 @@ from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handles import make_actor
 from areal_sc.errors import ConfigError, ModelError, SchedulerSilent
 from areal_sc.preflight.checks import check_models
+from areal_sc.preflight.machine_limits import DiskPlan, shared_memory, shared_memory_line
 from areal_sc.preflight.placement import placement_lines, settle_placement
 from areal_sc.preflight.plan import PlannedNode, plan, plans
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.schedulers.slurm import commands
 from areal_sc.sizing.machine import Machine, this_machine
-from areal_sc.sizing.worker_plan import RunPlan, format_bytes
 from areal_sc.trainer.resume_checks import describe_resume
-from areal_sc.transport.shards.memory_folder import folder_on_node, memory_root
 
 C = TypeVar("C", bound=GRPOConfig)
 
@@ -56,7 +53,7 @@ def dry_run(config: GRPOConfig, *, makes_model: bool, generates: bool) -> Iterat
 
     Arguments are those of `load_config`.
     """
-    folder = RunFolder(config.run_dir)
+    folder, in_folder = RunFolder(config.run_dir), 0
     opening = folder.preview(
         config_text=config_text(config),
         resume=config.resume.value,
@@ -77,7 +74,13 @@ def dry_run(config: GRPOConfig, *, makes_model: bool, generates: bool) -> Iterat
         machine = this_machine()
         yield from placed_lines(config, machine, generates=generates)
         planned = plan(config, lambda: machine, generates=generates)
-        yield from _shared_memory_lines(config, planned)
+        root, num_bytes = shared_memory(config, planned)
+        yield shared_memory_line(root, num_bytes)
+        in_folder = num_bytes if root.is_relative_to(folder.path) else 0
+    disk = DiskPlan.of(config, generates=generates, shared_memory_bytes=in_folder)
+    if disk.is_short:
+        raise ConfigError(f"the run does not fit on the disk: {disk.line()}")
+    yield disk.line()
     if generates:
         longest = config.rollout.max_context_tokens or "as many as the model takes"
         yield f"longest row, prompt and answer: {longest} tokens (rollout.max_context_tokens)"
@@ -125,21 +128,3 @@ def _planned_nodes(job: JobPlan, reported_bytes: int | None) -> Iterator[Planned
     for purpose, number in job.shares.items():
         for index in range(number * job.num_jobs):
             yield PlannedNode(f"node {purpose}/{index}", machine, purpose)
-
-
-def _shared_memory_lines(config: GRPOConfig, planned: RunPlan) -> Iterator[str]:
-    """How much of the node's shared memory stores and snapshots take at most."""
-    run_dir, node_folder = RunFolder(config.run_dir).path, config.scheduler.node_folder
-    root = memory_root(config.transport.shared_memory, run_dir, folder_on_node(node_folder))
-    needed = sum(worker.store_bytes + worker.snapshot_bytes for worker in planned.workers)
-    line = f"shared memory in {root}: up to {format_bytes(needed)}"
-    with suppress(OSError):  # it is made by the run
-        space = os.statvfs(root)
-        free = space.f_bavail * space.f_frsize
-        line += f" of {format_bytes(free)}"
-        if free < needed:
-            line += (
-                " TOO LITTLE: groups wait for room, and snapshots in memory cannot be written "
-                "(docker run --shm-size, transport.shared_memory, checkpoint.memory_every_steps=0)"
-            )
-    yield line

@@ -16,10 +16,10 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.hub import local_model
 from areal_sc.log import shown_before
-from areal_sc.preflight.checks import check_config, fetch_models
+from areal_sc.preflight.checks import fetch_models
 from areal_sc.preflight.placement import settle_placement
+from areal_sc.preflight.sizes import complete_config
 from areal_sc.sizing.machine import Machine, count_cuda_devices, this_machine
-from areal_sc.sizing.model_context import take_context
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.system.process import refuse_in_worker
 from areal_sc.system.telling import tolerate_other_encodings
@@ -153,13 +153,11 @@ def _check(
     Args:
         other: a machine that the run is only planned for: the plan is shown, and the process ends.
     """
-    take_context(config)
-    warnings = check_config(config, count_devices, generates=generates)
+    warnings = complete_config(config, count_devices, generates=generates)
     if other is not None:
         _show_plan(config, other, warnings, generates=generates)
     if not makes_model and fetch_models(config):  # now more is known of the model
-        take_context(config)
-        warnings = check_config(config, count_devices, generates=generates)
+        warnings = complete_config(config, count_devices, generates=generates)
     if generates:
         settle_placement(config, this_machine)
     for warning in warnings:

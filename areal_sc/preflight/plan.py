@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -71,10 +71,19 @@ def plans(
         ModelError: the model folder exists and cannot be read.
     """
     results = unchecked_plans(config, nodes, generates=generates)
-    _check_store(config, results.values())
     for name, result in results.items():
         _check_fits(result, name, make_actor(config.actor), make_generator(config.rollout))
     return results
+
+
+def plan_ranks(model: ActorConfig) -> list[WorkerPlan]:
+    """The ranks of one model, wherever they compute: what they keep does not depend on that.
+
+    Raises: ModelError: the model folder exists and cannot be read.
+    """
+    handle, shape = make_actor(model), shape_of(model) or ModelShape()
+    ranks = range(handle.num_workers)
+    return [it for rank in ranks for it in handle.plan_worker(rank, shape, ["cpu"], Machine())]
 
 
 def unchecked_plans(
@@ -89,7 +98,7 @@ def unchecked_plans(
         ModelError: the model folder exists and cannot be read.
     """
     models = {TRAIN_ROLE: config.actor, **further_models(config)}
-    shapes = {role: _shape_of(model) for role, model in models.items()}
+    shapes = {role: shape_of(model) for role, model in models.items()}
     placed_on = [Node(_facts_of(node), Path(), purpose=node.purpose) for node in nodes]
 
     def workers_of(
@@ -117,7 +126,9 @@ def unchecked_plans(
     for role, model in further_models(config).items():
         further = workers_of(role, make_actor(model), shapes[role], machines)
         for of_node, more in zip(trainers, further, strict=True):
-            of_node += [replace(worker, role=role) for worker in more]
+            of_node += [replace(worker, role=role, store_bytes=0) for worker in more]
+    if not generates:  # then nobody gets weights, as nobody gets those of further models
+        trainers = [[replace(it, store_bytes=0) for it in of_node] for of_node in trainers]
     takes_turns = config.rollout.placement is Placement.turns
     beside = machines
     if not takes_turns:
@@ -149,23 +160,13 @@ def _bytes_of_copies(config: GRPOConfig, trainers: Sequence[Sequence[WorkerPlan]
     return [0 if on_node == sum(on_nodes) else sum(on_nodes) for on_node in on_nodes]
 
 
-def _shape_of(model: ActorConfig) -> ModelShape | None:
-    """None: the model is not there yet."""
+def shape_of(model: ActorConfig) -> ModelShape | None:
+    """The sizes of a model; None: it is not there yet.
+
+    Raises: ModelError: its folder exists and cannot be read.
+    """
     folder = cached_model(model.path, model.revision)
     return read_model_shape(folder) if folder else None
-
-
-def _check_store(config: GRPOConfig, results: Iterable[RunPlan]) -> None:
-    """Raises: ConfigError."""
-    workers = [worker for result in results for worker in result.workers]
-    least = max(worker.store_bytes for worker in workers if worker.role == TRAIN_ROLE)
-    if config.actor.store_bytes < least:
-        raise ConfigError(
-            f"actor.store_bytes: expected at least {least} (a rank's share of two versions of the "
-            "weights, as one is sealed while the one before is still read; with "
-            "weight_update.whole_every_steps above 1 of three, for what has changed), got "
-            f"{config.actor.store_bytes}"
-        )
 
 
 def _check_fits(result: RunPlan, node: str, actor: TrainHandle, generator: GeneratorHandle) -> None:

@@ -168,9 +168,10 @@ def _kept_row_warnings(config: GRPOConfig) -> Iterator[str]:
             f"checkpoint.keep_rows_steps={checkpoint.keep_rows_steps}: without snapshots in memory "
             "the run ends when a train worker dies later than so many steps after a snapshot"
         )
-    if not rollout.max_context_tokens:  # of a model that is not there yet
-        return
     limits = [rollout.fewest_workers * rollout.store_bytes, rollout.node_store_bytes]
+    # without a context the model is not there yet
+    if not rollout.max_context_tokens or not any(limits):
+        return
     num_groups = min(limit for limit in limits if limit) // max_group_bytes(rollout)
     # what is admitted, and the batch that is trained, come first
     num_steps = num_groups // rollout.train_batch_groups - (rollout.max_staleness + 2)

@@ -66,7 +66,7 @@ class WorkerStatus(msgspec.Struct):
         heard: its last sign of life.
         restarts: since the controllers were started.
         held_bytes: in its tensor store, when it was asked last; None: it was not asked yet.
-        store_bytes: limit of the store; 0: not known.
+        store_bytes: limit of the store; 0: there is none.
         node_bytes: what all stores on its node may hold; 0: not known.
     """
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from areal_sc.config.schema import Device
 from areal_sc.errors import ConfigError
+from areal_sc.system.cgroups import memory_left, num_cores
 
 PROBE_TIMEOUT_S = 20.0
 """`nvidia-smi` takes seconds where the driver has to be loaded first."""
@@ -68,7 +69,7 @@ def threads_of_rank(asked: int, num_ranks: int, *, is_cuda: bool) -> int:
     """
     if asked or not is_cuda:
         return asked or 1
-    return max(1, len(os.sched_getaffinity(0)) // min(num_ranks, _MOST_RANKS_OF_MACHINE))
+    return max(1, num_cores() // min(num_ranks, _MOST_RANKS_OF_MACHINE))
 
 
 def resolved_device(device: Device, num_cuda_devices: int, setting: str = "") -> Device:
@@ -146,7 +147,7 @@ def _cards(command_output: CommandOutput) -> list[_Card]:
 
 
 def available_memory_bytes(root: Path) -> int | None:
-    """Memory free for new processes: the machine's, or what the cgroup leaves if that is less.
+    """Memory free for new processes: the machine's, or what its container leaves if that is less.
 
     Args:
         root: `/`, under which `proc` and `sys` are read.
@@ -155,15 +156,8 @@ def available_memory_bytes(root: Path) -> int | None:
     with suppress(OSError):
         meminfo = (root / "proc/meminfo").read_text()
         bounds += [int(kib) * 1024 for kib in re.findall(r"MemAvailable:\s+(\d+)", meminfo)]
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        folder = root / "sys/fs/cgroup"
-        with suppress(OSError, ValueError):  # no such cgroup version, or the word "max": no limit
-            left = int((folder / limit).read_text()) - int((folder / used).read_text())
-            bounds.append(max(0, left))
-    return min(bounds, default=None)
+    left = memory_left(root)
+    return min(bounds if left is None else [*bounds, left], default=None)
 
 
 def _installed_cuda_memory(

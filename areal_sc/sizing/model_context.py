@@ -1,8 +1,9 @@
-"""`rollout.max_context_tokens=0`: the longest sequence that the model takes."""
+"""Lengths of rows that follow from the model, or from each other, unless they are set."""
 
 from __future__ import annotations
 
-from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.further_models import FURTHER_MODELS
+from areal_sc.config.schema import ActorConfig, GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model
 from areal_sc.sizing.model_folder import read_model_shape
@@ -32,10 +33,18 @@ def model_context(path: str, revision: str = "") -> int:
 def take_context(config: GRPOConfig) -> None:
     """Puts a number in place of `rollout.max_context_tokens=0`, if the models are there already.
 
-    A longer row than a micro-batch could be generated, but not trained.
+    A longer row than a micro-batch could be generated, but not trained. So where the length of rows
+    or answers is set, and that of micro-batches is its default, these hold the longest row.
     """
+    default = ActorConfig.max_tokens_per_micro_batch
     rollout, actor = config.rollout, config.actor
     models = {(actor.path, actor.revision), (rollout.path, rollout.revision)}
     known = [tokens for model in models if (tokens := known_context(*model)) is not None]
     if known and not rollout.max_context_tokens:
-        rollout.max_context_tokens = min(*known, actor.max_tokens_per_micro_batch)
+        num_tokens, of_answer = actor.max_tokens_per_micro_batch, config.generation.max_new_tokens
+        if num_tokens == default <= of_answer:
+            num_tokens += of_answer
+        rollout.max_context_tokens = min(*known, num_tokens)
+    for model in (actor, *(getattr(config, role) for role in FURTHER_MODELS)):
+        if model.max_tokens_per_micro_batch == default < rollout.max_context_tokens:
+            model.max_tokens_per_micro_batch = rollout.max_context_tokens

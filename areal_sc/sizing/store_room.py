@@ -18,23 +18,27 @@ def trajectory_bytes(num_tokens: int, field_bytes: int = 0) -> int:
     return sum(-(-size // FIELD_ALIGNMENT_BYTES) * FIELD_ALIGNMENT_BYTES for size in sizes)
 
 
-def max_group_bytes(rollout: RolloutConfig) -> int:
-    """What a store counts for a group all of whose episodes have as many tokens as they may."""
-    return trajectory_bytes(rollout.group_size * rollout.episode_tokens, rollout.field_bytes)
+def max_group_bytes(rollout: RolloutConfig, field_bytes: int = 0) -> int:
+    """What a store counts for a group all of whose episodes have as many tokens as they may.
+
+    Args:
+        field_bytes: as of `trajectory_bytes`.
+    """
+    return trajectory_bytes(rollout.group_size * rollout.episode_tokens, field_bytes)
 
 
 def live_row_bytes(rollout: RolloutConfig) -> int:
     """Most bytes of rows in one store: eta + 1 admitted batches, and the one being trained."""
     live_groups = (rollout.max_staleness + 2) * rollout.train_batch_groups
     share = -(-live_groups * max_group_bytes(rollout) // rollout.fewest_workers)
-    return min(rollout.store_bytes, share)
+    return min(rollout.store_bytes or share, share)
 
 
-def describe_largest_group(rollout: RolloutConfig) -> str:
+def describe_largest_group(rollout: RolloutConfig, field_bytes: int = 0) -> str:
     """`max_group_bytes` and the settings that it comes from, for messages."""
     key = "max_episode_tokens" if rollout.max_episode_tokens else "max_context_tokens"
     return (
-        f"a group takes up to {max_group_bytes(rollout)} bytes: "
+        f"a group takes up to {max_group_bytes(rollout, field_bytes)} bytes: "
         f"rollout.group_size={rollout.group_size} episodes of "
         f"rollout.{key}={rollout.episode_tokens} tokens"
     )

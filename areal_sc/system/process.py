@@ -22,6 +22,7 @@ from types import FrameType
 from typing import IO, Final, Self
 
 from areal_sc.errors import ConfigError
+from areal_sc.system.cgroups import tasks_left
 from areal_sc.system.waiting import polled
 
 MAX_OPEN_FILES: Final = 1 << 20
@@ -47,7 +48,6 @@ digits of JSON."""
 SAYS: Final = b"areal_sc says: "
 """Begins what a child tells: a `sitecustomize`, say, may print to the same standard output."""
 
-_CGROUPS: Final = Path("/sys/fs/cgroup")
 _POLL_S: Final = 0.02
 _ABOVE_LIMITS: Final = 1 << 21 | 1 << 24
 """CAP_SYS_ADMIN and CAP_SYS_RESOURCE: processes are not counted for who has one of them."""
@@ -323,13 +323,11 @@ def allow_open_files() -> None:
 
 
 def max_more_tasks() -> float:
-    """How many more processes and threads this user may have, as far as is seen from here."""
-    left = math.inf
-    for folder in (_CGROUPS, _CGROUPS / "pids"):  # of a container, which root obeys, too
-        with suppress(OSError, ValueError):  # no such cgroup version, or the word "max": no limit
-            limit = int((folder / "pids.max").read_text())
-            left = min(left, limit - int((folder / "pids.current").read_text()))
-    return min(left, _more_tasks_of_user())
+    """How many more processes and threads this user may have, as far as is seen from here.
+
+    Root obeys the limits of a container, too.
+    """
+    return min(tasks_left(), _more_tasks_of_user())
 
 
 def _more_tasks_of_user() -> float:

@@ -33,7 +33,9 @@ from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
 from areal_sc.fleet.events import FleetEvent, PauseWished, Scaled
 from areal_sc.log import Screen
-from areal_sc.preflight.checks import check_config, check_limits, check_models
+from areal_sc.preflight.checks import check_models
+from areal_sc.preflight.machine_limits import check_limits
+from areal_sc.preflight.sizes import complete_config
 from areal_sc.records.learning_curve import plot_learning_curve
 from areal_sc.records.metrics import StepMetrics, Summary, summarize
 from areal_sc.records.metrics_log import History, MetricsLog
@@ -46,7 +48,6 @@ from areal_sc.run.run_status import Phase as StatusPhase
 from areal_sc.run.wishes import PauseWish, told_pause
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
-from areal_sc.sizing.model_context import take_context
 from areal_sc.system.process import process_age_s, refuse_in_worker, refuse_several_starts
 from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
@@ -115,9 +116,8 @@ class Run:
 
     def __enter__(self) -> Self:
         self.config = typed(self.config)
-        take_context(self.config)
-        warnings = check_config(self.config, generates=self.generates)
-        check_limits(self.config, generates=self.generates)
+        warnings = complete_config(self.config, generates=self.generates)
+        warnings += check_limits(self.config, generates=self.generates)
         trackers = [*map(make_tracker, self.config.trackers), *self._given_trackers]
         with ExitStack() as stack:  # nothing stays open when something of this fails
             self.folder = RunFolder(self.config.run_dir)

@@ -33,7 +33,7 @@ class DataPlane:
     Args:
         node_id, incarnation: of the worker.
         config: the `transport` section.
-        store_bytes: limit of the store.
+        store_bytes: limit of the store; 0: there is none.
         transport: control connections to other workers.
         interface: where the bulk socket listens.
         arenas: this run's folder in shared memory; None: every shard travels.

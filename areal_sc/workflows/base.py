@@ -165,7 +165,7 @@ class Workflow(Referable):
 
     Attributes:
         fields: what its trajectories have beyond `TRAJECTORY_FIELDS`, by name: a loss, an advantage
-            and a token function read it by that name. `rollout.field_bytes` gives it room.
+            and a token function read it by that name.
         waits_outside: its episodes wait for agents outside, as long as it takes. So
             `rollout.group_timeout_s` does not end them, and the run has an address for such agents.
     """

@@ -297,7 +297,7 @@ def warm_up() -> None:
     """
     loader.config_text(loader.compose_config(TINY_YAML, TINY_PATHS, areal_sc.GRPOConfig))
     cores._tried_out = cache(cores._tried_out)
-    cores._tried_out(len(os.sched_getaffinity(0)))
+    cores._tried_out(cores.num_cores())
 
 
 def is_customized(path: str) -> bool:

@@ -187,8 +187,7 @@ def killed_run(
         patch.setattr(run_module, "make_scheduler", lambda *_: scheduler)
         patch.setattr(run_module, "start", lambda *_: nullcontext())
         patch.setattr(run_module, "typed", lambda config: config)  # `load_config` did it
-        patch.setattr(run_module, "take_context", lambda _: None)
-        patch.setattr(run_module, "check_config", lambda _, **__: [])
+        patch.setattr(run_module, "complete_config", lambda _, **__: [])
         text = (path / "config.yaml").read_text()
         for module in (run_module, run_description):
             patch.setattr(module, "config_text", lambda _: text)

@@ -195,6 +195,18 @@ async def test_who_shares_a_node_sees_the_same_token_in_shared_memory(tmp_path: 
     assert tokens["a"] != tokens["b"]
 
 
+async def test_shared_memory_without_room_for_the_run_is_passed_over(tmp_path: Path) -> None:
+    transport = TransportConfig(shared_memory_bytes=1 << 60)
+    config = SchedulerConfig(run_dir=str(tmp_path), transport=transport)
+    scheduler = LocalScheduler(config, command=(sys.executable, str(PROGRAM)))
+    try:
+        (node,) = await scheduler.nodes()
+        assert node.facts.memory_root == str(tmp_path / "shared_memory")
+        assert any("may need 1073741824.0 GiB" in warning for warning in node.facts.warnings)
+    finally:
+        scheduler.close()
+
+
 async def test_memory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     scheduler = scheduler_in(tmp_path / "run", tmp_path / "file")

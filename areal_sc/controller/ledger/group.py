@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from areal_sc.errors import ConfigError, WorkflowError
+from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.sources.prompt_choice import PromptPast
 from areal_sc.sources.prompts import JsonlPrompts, prompt_at
@@ -105,11 +105,10 @@ def past_of(
     return PromptPast(num_groups, total / num_episodes, bool(batch.groups_with_signal))
 
 
-def check_fields(workflow: Workflow, field_bytes: int) -> None:
-    """Whether the fields that a workflow adds have names, and room.
+def check_fields(workflow: Workflow) -> int:
+    """The bytes a token of the fields that a workflow adds.
 
-    Args: field_bytes: `rollout.field_bytes`.
-    Raises: WorkflowError: one has no name that a field may have. ConfigError: they take more.
+    Raises: WorkflowError: one has no name that a field may have, or they are too many.
     """
     where, taken = f"{type(workflow).__name__}.fields", (*TRAJECTORY_FIELDS, *MADE_FIELDS)
     for name, field in workflow.fields.items():
@@ -124,13 +123,7 @@ def check_fields(workflow: Workflow, field_bytes: int) -> None:
         raise WorkflowError(
             f"{where}: expected at most {MAX_COLUMNS} values a token, got {num_columns}"
         )
-    needed = sum(field.token_bytes for field in workflow.fields.values())
-    if needed > field_bytes:
-        described = (f"{it.dtype}{[*it.shape]} {name}" for name, it in workflow.fields.items())
-        raise ConfigError(
-            f"rollout.field_bytes: expected at least {needed}, the bytes a token of {where} "
-            f"({', '.join(described)}), got {field_bytes}"
-        )
+    return sum(field.token_bytes for field in workflow.fields.values())
 
 
 def check_first_rows(prompts: PromptSource, workflow: Workflow) -> None:

@@ -53,7 +53,7 @@ class KeptRows:
         if not self.has_let_go:
             logger.warning(
                 "the stores lack room for the rows of step %d, which no snapshot on the disk "
-                "covers: more room (rollout.store_bytes) or more snapshots "
+                "covers: more room (transport.shared_memory) or more snapshots "
                 "(checkpoint.every_steps) would keep them",
                 step + 1,
             )

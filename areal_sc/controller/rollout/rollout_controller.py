@@ -107,7 +107,7 @@ class RolloutController(WeightsReader):
         self._outside = OutsideGroups(tools)
         self._address = RunAddress(self.config.agents, scheduler, self._workers, self._background)
         self._registration = SourceRegistration(
-            self.config, scheduler, self._sources, self._address
+            self.config, scheduler, self._sources, self._address, self._workers.set.reserve
         )
         self._tell_more = self._tell
         self._scaling = Scaling(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.ledger.group import RolloutSource, check_fields, check_first_rows
@@ -22,6 +24,7 @@ class SourceRegistration:
     Args:
         sources: gives them their numbers.
         address: is opened for a workflow whose agents are outside.
+        reserve: takes the bytes a token of the fields that workflows add.
 
     Attributes:
         waits_outside: some workflow that was named waits for agents outside.
@@ -33,8 +36,11 @@ class SourceRegistration:
         scheduler: Scheduler,
         sources: SourceRegistry,
         address: RunAddress,
+        reserve: Callable[[int], None],
     ) -> None:
         self.waits_outside = False
+        self._reserve = reserve
+        self._field_bytes = 0
         self._config = config
         self._is_local = scheduler.config.type == SchedulerType.local
         self._is_dry_run = scheduler.config.dry_run
@@ -53,7 +59,7 @@ class SourceRegistration:
         source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
         if source not in self._checked:
             check_first_rows(prompts, workflow)
-            check_fields(workflow, self._config.field_bytes)
+            self._field_bytes = max(self._field_bytes, check_fields(workflow))
             workflow.check_settings(self._config)
             if workflow.runs_code() and self._is_local:
                 check_sandbox(self._config.sandbox)
@@ -66,6 +72,7 @@ class SourceRegistration:
         """Names both, which are to be used now: agents outside find the address of the run."""
         await self._sources.register_prompts_async(prompts)
         source = self.register(prompts, workflow)
+        self._reserve(self._field_bytes)
         self.waits_outside |= workflow.waits_outside
         if workflow.waits_outside or self._config.agents.bind:
             await self._address.open()

@@ -331,8 +331,8 @@ class TrainingGroups(Groups):
             if not too_early or self.step.batch is not None:
                 return
             logger.warning(
-                "step=%d the stores lack room (rollout.store_bytes): %d groups that are finished "
-                "give theirs to older ones, and run again later",
+                "step=%d the stores lack room (transport.shared_memory): %d groups that are "
+                "finished give theirs to older ones, and run again later",
                 *(self.version + 1, len(too_early)),
             )
             for group in too_early:

@@ -16,7 +16,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
@@ -30,6 +30,9 @@ from areal_sc.nodes.spec import WorkerReport
 from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
 from areal_sc.transport.shards.arena import block_span
 from areal_sc.workers.calls import GroupAttempt
+
+_NO_LIMIT: Final = 1 << 40
+"""More groups than there ever are, also where thousands of stores are added up."""
 
 
 class StoreRoom(NamedTuple):
@@ -71,7 +74,7 @@ class WorkerSet:
         self.states: list[RolloutWorkerState] = []
         self.loads = WorkerLoads([], 0, {})
         self._queue = WorkerQueue(self.loads, self.background)
-        self._max_groups = 0
+        self._max_groups = self._field_bytes = 0
         self._is_recount_due = False
         self._by_number: dict[int, RolloutWorkerState] = {}
 
@@ -82,8 +85,14 @@ class WorkerSet:
         """
         self.states[:] = [self._state_of(member) for member in members]
         if all(member.has_lived for member in members):
-            check_room(self._room(self.staying), self.config)
+            self._check_room_of(self.staying)
         self.renew()
+
+    def reserve(self, field_bytes: int) -> None:
+        """Workflows add fields of so many bytes a token to the rows from now on, or of fewer."""
+        if field_bytes > self._field_bytes:
+            self._field_bytes = field_bytes
+            self.renew()
 
     @property
     def staying(self) -> list[RolloutWorkerState]:
@@ -117,13 +126,13 @@ class WorkerSet:
 
     def check_retiring(self, states: Sequence[RolloutWorkerState]) -> None:
         """Raises: ConfigError: as `check_room`, of the workers that would be left."""
-        check_room(self._room([s for s in self.staying if s not in states]), self.config)
+        self._check_room_of([s for s in self.staying if s not in states])
 
     def check_room(self) -> None:
         """Raises: ConfigError: all workers have come, and their stores do not hold a batch (any
         more, where a worker found a fuller memory when it was started again)."""
         if not self.holds_batch and all(state.life.has_served for state in self.staying):
-            check_room(self._room(self.staying), self.config)
+            self._check_room_of(self.staying)
 
     @property
     def full_workers(self) -> set[str]:
@@ -206,13 +215,19 @@ class WorkerSet:
         )
 
     def _room(self, states: Sequence[RolloutWorkerState]) -> StoreRoom:
-        return store_room([state.member.worker for state in states], self.config)
+        workers = [state.member.worker for state in states]
+        return store_room(workers, self.config, self._field_bytes)
+
+    def _check_room_of(self, states: Sequence[RolloutWorkerState]) -> None:
+        check_room(self._room(states), self.config, self._field_bytes)
 
 
-def store_room(workers: Sequence[WorkerReport], config: RolloutConfig) -> StoreRoom:
+def store_room(
+    workers: Sequence[WorkerReport], config: RolloutConfig, field_bytes: int = 0
+) -> StoreRoom:
     """By the limits that are set, which were checked before, and by how much memory is free."""
-    group_bytes = max_group_bytes(config)
-    on_worker = max(1, config.store_bytes // group_bytes)
+    group_bytes = max_group_bytes(config, field_bytes)
+    on_worker = max(1, config.store_bytes // group_bytes) if config.store_bytes else _NO_LIMIT
     num_workers = Counter(worker.node for worker in workers)
     on_node = {node: on_worker * count for node, count in num_workers.items()}
     if config.node_store_bytes:
@@ -225,13 +240,13 @@ def store_room(workers: Sequence[WorkerReport], config: RolloutConfig) -> StoreR
     return StoreRoom(on_worker, on_node)
 
 
-def check_room(room: StoreRoom, config: RolloutConfig) -> None:
+def check_room(room: StoreRoom, config: RolloutConfig, field_bytes: int = 0) -> None:
     """Raises: ConfigError: the stores do not hold one training batch."""
     if room.num_groups < config.train_batch_groups:
         raise ConfigError(
             "transport.shared_memory: expected room for a batch, that is for "
             f"rollout.train_batch_groups={config.train_batch_groups} groups "
-            f"({describe_largest_group(config)}), but what is free there, and the limits of the "
-            f"stores, leave room for {room.num_groups}; give more room, a smaller "
+            f"({describe_largest_group(config, field_bytes)}), but what is free there, and the "
+            f"limits of the stores, leave room for {room.num_groups}; give more room, a smaller "
             "rollout.max_context_tokens, smaller batches, another folder, or more workers"
         )

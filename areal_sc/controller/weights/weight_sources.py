@@ -34,6 +34,7 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import StoreFull, TransportError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
+from areal_sc.sizing.store_room import live_row_bytes
 from areal_sc.transport.shards.memory_folder import OFF
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers.calls import COPY_WEIGHTS, CopyWeights
@@ -242,9 +243,13 @@ class WeightSources:
         return base.weights.shards[0]
 
     def _row_bytes(self, member: Member) -> int:
-        """Most bytes of rows on the worker's node, by what `store_room` goes by."""
+        """Most bytes of rows on the worker's node, by what `store_room` goes by.
+
+        Where stores have no limit, these are the rows that are in use.
+        """
         worker, config = member.worker, self._config
-        of_stores = max(1, self._num_stores[worker.node]) * config.store_bytes
+        of_store = config.store_bytes or live_row_bytes(config)
+        of_stores = max(1, self._num_stores[worker.node]) * of_store
         limits = of_stores, config.node_store_bytes, worker.store_room_bytes
         return min(limit for limit in limits if limit)  # 0: there is none
 

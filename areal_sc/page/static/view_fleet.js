@@ -107,7 +107,7 @@ function workers(run, roles, { have_workers_ended: haveEnded, logs }, held, ago)
         number(held[worker.name]),
         number(worker.restarts),
         `${ago(worker.heard)} ago`,
-        worker.store_bytes ? `${bytes(worker.held_bytes)} of ${bytes(worker.store_bytes)}` : "–",
+        `${bytes(worker.held_bytes)}${worker.store_bytes ? ` of ${bytes(worker.store_bytes)}` : ""}`,
         String(worker.pid),
         shown(worker.host),
         logOf(worker)

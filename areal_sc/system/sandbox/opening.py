@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 
 from areal_sc.config.sandbox_settings import Isolation, SandboxConfig
 from areal_sc.errors import ConfigError, SandboxError
+from areal_sc.system.cgroups import num_cores
 from areal_sc.system.sandbox.local import LocalSandbox
 from areal_sc.system.sandbox.program import Sandbox
 
@@ -37,7 +38,7 @@ def open_sandbox(settings: SandboxConfig) -> Sandbox:
         )
     environment = {name: os.environ[name] for name in settings.environment if name in os.environ}
     return LocalSandbox(
-        settings.num_processes or len(os.sched_getaffinity(0)),
+        settings.num_processes or num_cores(),
         settings.isolation,
         environment=environment,
         read=settings.read,

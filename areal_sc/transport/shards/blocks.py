@@ -298,6 +298,6 @@ def _storage_error(arena: Arena, num_bytes: int, error: OSError) -> TransportErr
             f"the arena {arena.path} cannot take {num_bytes} bytes more ({error.strerror}): its "
             f"file system has {space.f_bavail * space.f_frsize} of "
             f"{space.f_blocks * space.f_frsize} bytes free; enlarge it (/dev/shm in Docker: "
-            "--shm-size), choose another folder, or lower store_bytes"
+            "--shm-size), or choose another folder (transport.shared_memory)"
         )
     return TransportError(f"the arena {arena.path} cannot be used: {error.strerror}")

@@ -36,6 +36,9 @@ from areal_sc.system.file_lock import HeldLock, take_lock
 from areal_sc.system.mounts import network_file_system
 from areal_sc.transport.shards.arena import Arena, delete_folder
 
+AUTO: Final = "auto"
+"""`transport.shared_memory` that chooses a folder."""
+
 OFF: Final = "off"
 """`transport.shared_memory` that keeps tensors out of it."""
 
@@ -74,8 +77,8 @@ def memory_root(
     Raises: ConfigError: all of these are on network file systems.
     """
     if wanted == OFF:
-        wanted, needed_bytes = "auto", 0
-    if wanted != "auto":
+        wanted, needed_bytes = AUTO, 0
+    if wanted != AUTO:
         return _of_this_node(Path(wanted).expanduser().absolute(), "transport.shared_memory")
     try:
         space = os.statvfs(shared_memory)
@@ -92,7 +95,7 @@ def memory_root(
         fallback = _of_this_node(node_folder / "shared_memory", "scheduler.node_folder")
     logger.warning(
         "%s, the tensor stores of this node may need %s: shared memory is in files under %s, "
-        "which is slower; enlarge it (docker run --shm-size=%dg), or lower store_bytes",
+        "which is slower; enlarge it (docker run --shm-size=%dg), or set smaller batches",
         *(why, _gib(needed_bytes), fallback, -(-needed_bytes // (1 << 30)) + 1),
     )
     return fallback

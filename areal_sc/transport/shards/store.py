@@ -91,7 +91,7 @@ class TensorStore:
     Args:
         node_id: the worker's name, for messages.
         incarnation: this life of it; the prefix of the ids of all shards that it seals.
-        max_bytes: limit of all shards together.
+        max_bytes: limit of all shards together; 0: there is none but the memory's own.
         backend: where the bytes live; closed with the store.
 
     Attributes:
@@ -333,7 +333,7 @@ class TensorStore:
 
     def _try_reserve(self, num_bytes: int) -> bool:
         with self._lock:
-            if self.num_bytes + num_bytes > self.max_bytes:
+            if self.max_bytes and self.num_bytes + num_bytes > self.max_bytes:
                 return False
             self._held_bytes += num_bytes
             return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -33,6 +32,7 @@ from areal_sc.planning.forecast import Forecaster
 from areal_sc.planning.lengths import Lengths, fit_lengths
 from areal_sc.planning.simulated_run import Forecast, SimulatedRun
 from areal_sc.records.metrics import StepMetrics
+from areal_sc.system.cgroups import num_cores
 from areal_sc.trainer.advice import NUM_STEPS, Adviser
 
 MakeStep = Callable[..., StepMetrics]
@@ -194,7 +194,7 @@ def test_speed_of_threads_that_compute_together() -> None:
 def test_how_fast_cores_are_together_is_tried_out() -> None:
     cores = shared_cores(config_of())
     assert cores is not None
-    assert cores.number == len(os.sched_getaffinity(0))
+    assert cores.number == num_cores()
     assert 0.1 < cores.together <= 1
     assert 0 < cores.free_share <= 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from areal_sc.config.loading.loader import config_text
 from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.errors import ConfigError
-from areal_sc.preflight import checks
 from areal_sc.preflight.checks import check_config
 from areal_sc.preflight.load import load_config
 from areal_sc.sizing.machine import resolved_device
@@ -350,6 +348,8 @@ def test_context_over_that_of_the_model(load: Load, tmp_path: Path) -> None:
         (1000, "", 1000),
         (131072, "", 4096),  # the default of actor.max_tokens_per_micro_batch
         (131072, "actor.max_tokens_per_micro_batch=200000", 131072),
+        (131072, "generation.max_new_tokens=8192", 4096 + 8192),
+        (10000, "generation.max_new_tokens=8192", 10000),
         (1000, "rollout.max_context_tokens=300", 300),
         (None, "", 0),  # the model does not say
     ],
@@ -517,26 +517,3 @@ def test_the_embedded_engine_says_that_it_is_for_small_models(
     texts = [w for w in warnings if w.startswith("rollout.engine=local is made for small models")]
     assert len(texts) == is_warned
     assert not is_warned or "has 1.5 billion parameters: sglang or vllm" in texts[0]
-
-
-@pytest.mark.parametrize(
-    ("num_tasks", "num_files", "said"),
-    [
-        (20, 4096, r"ulimit -u: expected room for 27 more processes .* got 20"),
-        (27, 70, r"ulimit -n: expected at least 72 .* got 70: .*docker run --ulimit nofile"),
-        (27, 72, None),
-    ],
-)
-def test_limits_of_the_kernel_are_met_before_anything_starts(
-    load: Load, monkeypatch: pytest.MonkeyPatch, num_tasks: int, num_files: int, said: str | None
-) -> None:
-    monkeypatch.setattr(checks, "max_more_tasks", lambda: num_tasks)
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (num_files, num_files))
-    config = load()
-    if said is None:
-        checks.check_limits(config)
-        return
-    with pytest.raises(ConfigError, match=said):
-        checks.check_limits(config)
-    config.scheduler.type = "slurm"  # this machine runs no worker
-    checks.check_limits(config)

@@ -88,13 +88,12 @@ def test_sides_that_share_no_gpu_have_no_choice(load: Load, tiny_model_folder: P
 
 
 @pytest.mark.parametrize("placement", [Placement.auto, Placement.apart])
-@pytest.mark.parametrize("lack", ["GPU", "host", "store"])
+@pytest.mark.parametrize("lack", ["GPU", "host"])
 def test_too_little_memory_is_no_shared_gpu(
     load: Load, tiny_model_folder: Path, lack: str, placement: Placement
 ) -> None:
-    words = ["actor.store_bytes=1"] if lack == "store" else []
     config = load(
-        f"actor.path={tiny_model_folder}", *SIZES, f"placement={placement}", *words, num_devices=2
+        f"actor.path={tiny_model_folder}", *SIZES, f"placement={placement}", num_devices=2
     )
     memory = 1000 if lack == "GPU" else None
     machine = Machine(1000 if lack == "host" else HOST, (memory, memory))
@@ -103,7 +102,6 @@ def test_too_little_memory_is_no_shared_gpu(
     cause = {
         "GPU": r"most of cuda:0 is 'activations' of train",
         "host": r"most of host is",
-        "store": r"actor\.store_bytes: expected at least \d+",
     }
     with pytest.raises(ConfigError, match=cause[lack]):
         list(placed_lines(config, machine, generates=True))

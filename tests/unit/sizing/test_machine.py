@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from areal_sc.sizing import machine
 from areal_sc.sizing.machine import (
     available_memory_bytes,
     this_machine,
@@ -115,13 +115,13 @@ def write(root: Path, name: str, text: str) -> None:
 
 def test_a_rank_on_a_gpu_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it has one, as many ranks share few cores; what is asked for holds for both."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(128)))
+    monkeypatch.setattr(machine, "num_cores", lambda: 128)
     for num_ranks, expected in ((1, 128), (4, 32), (8, 16), (64, 16)):
         assert threads_of_rank(0, num_ranks, is_cuda=True) == expected
         assert threads_of_rank(0, num_ranks, is_cuda=False) == 1
         assert threads_of_rank(3, num_ranks, is_cuda=True) == 3
         assert threads_of_rank(3, num_ranks, is_cuda=False) == 3
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
+    monkeypatch.setattr(machine, "num_cores", lambda: 1)
     assert threads_of_rank(0, 8, is_cuda=True) == 1
 
 
@@ -137,7 +137,7 @@ def test_memory_is_the_least_of_machine_and_cgroup(tmp_path: Path) -> None:
 
 
 def test_this_machine_has_memory() -> None:
-    machine = this_machine()
-    assert machine.host_memory_bytes is not None
-    assert machine.host_memory_bytes > 0
-    assert machine.num_cuda_devices == len(machine.cuda_memory_bytes)
+    found = this_machine()
+    assert found.host_memory_bytes is not None
+    assert found.host_memory_bytes > 0
+    assert found.num_cuda_devices == len(found.cuda_memory_bytes)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from simulation.behavior import Behavior
+from simulation.lives import serving_life
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import AdmissionMode, OverBound, RolloutConfig, WeightUpdateConfig
 from areal_sc.config.server_settings import SGLangConfig
-from areal_sc.controller.rollout.worker_set import StoreRoom, check_room, store_room
+from areal_sc.controller.background import Background
+from areal_sc.controller.rollout.worker_set import (
+    StoreRoom,
+    WorkerSet,
+    check_room,
+    store_room,
+)
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.nodes.spec import WorkerReport
 from areal_sc.sizing.store_room import max_group_bytes
@@ -126,6 +134,37 @@ def test_free_memory_is_counted_in_pages() -> None:
         f"up to {max_group_bytes(config)} bytes",
     ):
         assert said in str(caught.value)
+
+
+def test_stores_without_a_limit_share_what_is_free() -> None:
+    config = rollout_config(max_context_tokens=56, store_bytes=0)
+    room = room_of(config, {"a": [9 * PAGE_BYTES, 9 * PAGE_BYTES], "b": [7 * PAGE_BYTES]})
+    assert room.on_node == {"a": 9, "b": 7}
+    assert room.on_worker > 9
+    room_of(config, {"a": [0, 0]})  # not known
+
+
+def test_fields_that_a_workflow_adds_take_room() -> None:
+    config = rollout_config(max_context_tokens=56)
+    report = WorkerReport("rollout/0", "life", "", 1, "a", 4 * PAGE_BYTES)
+    member: Any = SimpleNamespace(
+        name="rollout/0", index=0, has_lived=True, life=serving_life(), worker=report
+    )
+
+    async def scenario() -> None:
+        background = Background(1.0, lambda: "")
+        workers = WorkerSet(config, background, lambda run: True, lambda event: None)
+        workers.track([member])
+        workers.reserve(0)
+        assert workers.holds_batch
+        workers.reserve(PAGE_BYTES)
+        assert not workers.holds_batch
+        with pytest.raises(ConfigError, match="leave room for 0;") as caught:
+            workers.check_room()
+        assert str(max_group_bytes(config, PAGE_BYTES)) in str(caught.value)
+        await background.close()
+
+    run_virtual(scenario())
 
 
 def test_a_limit_of_the_node_is_counted_in_bytes_of_shards() -> None:

@@ -33,6 +33,7 @@ from areal_sc.controller.weights.weight_sources import (
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.fleet.worker_life import LifeState, Tell
+from areal_sc.sizing.store_room import live_row_bytes
 from areal_sc.weights import ShardReference, WeightChanges, WeightsReference
 from areal_sc.workers.calls import COPY_WEIGHTS, CopyWeights
 
@@ -53,7 +54,13 @@ class Cluster:
     """
 
     def __init__(
-        self, num_nodes: int, per_node: int, *, first_node: int = 1, whole_every_steps: int = 1
+        self,
+        num_nodes: int,
+        per_node: int,
+        *,
+        first_node: int = 1,
+        whole_every_steps: int = 1,
+        store_bytes: int = STORE_BYTES,
     ) -> None:
         self.config = SchedulerConfig(run_dir="unused")
         self.tell: Tell = lambda event: None
@@ -67,11 +74,11 @@ class Cluster:
         self._ends: dict[str, asyncio.Future[None]] = {}
         self._num_shards = 0
         num_workers = num_nodes * per_node
-        config = RolloutConfig(
+        self.rollout_config = config = RolloutConfig(
             num_workers=num_workers,
             max_context_tokens=1,
             train_batch_groups=1,
-            store_bytes=STORE_BYTES,
+            store_bytes=store_bytes,
             weight_update=WeightUpdateConfig(whole_every_steps=whole_every_steps),
         )
         fleet: Any = self
@@ -192,6 +199,20 @@ def test_the_trainers_serve_two_nodes_of_64_and_these_serve_the_others() -> None
             cluster.copied.clear()
             cluster.read.clear()
         assert cluster.spare_bytes == {3 << 20}, "what its stores may hold together"
+        await cluster.background.close()
+
+    play(scenario())
+
+
+def test_copies_leave_room_for_rows_in_use_where_stores_have_no_limit() -> None:
+    """Not for all that rows might take of the node's memory: then there would be no copies."""
+
+    async def scenario() -> None:
+        cluster = Cluster(2, per_node=4, store_bytes=0)
+        cluster.publish(1)
+        await turn()
+        await cluster.finish_all()
+        assert cluster.spare_bytes == {4 * live_row_bytes(cluster.rollout_config)}
         await cluster.background.close()
 
     play(scenario())

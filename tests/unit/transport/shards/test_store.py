@@ -91,6 +91,13 @@ def test_fields_that_do_not_fit_their_rows_are_refused(
     assert (store.num_bytes, store.last_sequence) == (0, 0)
 
 
+def test_a_store_without_a_limit_takes_what_there_is_memory_for() -> None:
+    store = store_of(max_bytes=0)
+    for _ in range(3):
+        store.put({"x": torch.zeros(800, dtype=torch.uint8)}, [800])
+    assert store.num_bytes == 3 * 832
+
+
 def test_a_full_store_names_both_numbers_and_takes_shards_again_after_a_sweep() -> None:
     store = store_of(max_bytes=1000)
     store.put({"x": torch.zeros(800, dtype=torch.uint8)}, [800])

@@ -1,0 +1,221 @@
+"""What this machine allows: processes and files, shared memory, and the disk of the run folder."""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from areal_sc.config.follow_settings import KeepRecords
+from areal_sc.config.further_models import further_models
+from areal_sc.config.schema import GRPOConfig, WeightUpdateMethod
+from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.errors import ConfigError
+from areal_sc.preflight.plan import plan_ranks, shape_of
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, format_bytes
+from areal_sc.system.process import max_more_tasks, open_files_advice
+from areal_sc.transport.shards.memory_folder import (
+    AUTO,
+    MIN_ROOM_BYTES,
+    OFF,
+    folder_on_node,
+    memory_root,
+    user_folder,
+)
+
+_RECORD_BYTES: Final = {KeepRecords.all: 3.5, KeepRecords.sample: 3.5 / 16, KeepRecords.none: 0}
+"""Of a token of a row, as it is recorded."""
+
+_VERSIONS: Final = 2
+"""Of weights that travel by disk: the newest, and the one before while it is still read."""
+
+_KEPT_MODELS: Final = 2
+"""With `checkpoint.keep_best`: the best one, and that of an evaluation that goes on."""
+
+_LESS: Final = {
+    "snapshots": "checkpoint.keep=1",
+    "models": "checkpoint.export_every_steps=0",
+    "weights": "weight_update.method=pull",
+    "records": "a smaller records.max_bytes",
+    "shared memory": "a larger /dev/shm",
+}
+"""What each part of a disk needs less by."""
+
+
+def check_limits(config: GRPOConfig, *, generates: bool = True) -> list[str]:
+    """Checks what a process would else meet inside of a library: limits of the kernel, full disks.
+
+    The numbers of processes and files are what a small run takes; a large one takes more. Not for a
+    worker that reads its settings again: the run has taken its part by then.
+
+    Args:
+        generates: as of `check_config`.
+    Returns: a warning, where the disk is too small for what the run is going to keep.
+    Raises: ConfigError: this machine's limits are too low for workers on it.
+    """
+    if config.scheduler.type == SchedulerType.local:
+        _check_kernel(config, generates=generates)
+        if generates:
+            _check_named_memory(config)
+    if config.dry_run:  # it has told, and writes elsewhere now
+        return []
+    disk = DiskPlan.of(config, generates=generates)
+    return [disk.line()] if disk.is_short else []
+
+
+def _check_kernel(config: GRPOConfig, *, generates: bool) -> None:
+    """Raises: ConfigError."""
+    rollout = config.rollout
+    models = (config.actor, *further_models(config).values())
+    num_ranks = sum(model.parallel.num_ranks for model in models)
+    num_workers = rollout.num_workers if generates else 0
+    num_tasks = 12 + 7 * num_ranks + (7 + rollout.num_reward_processes) * num_workers
+    left, num_files = max_more_tasks(), 64 + 4 * (num_ranks + num_workers)
+    if left < num_tasks:
+        raise ConfigError(
+            f"ulimit -u: expected room for {num_tasks} more processes and threads of this user, "
+            f"which this run takes at least, got {max(left, 0):g}; raise the limit (`nproc` in "
+            "/etc/security/limits.conf, docker run --ulimit nproc=65536 --pids-limit=-1), end "
+            "other processes, or use fewer workers"
+        )
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < num_files:
+        raise ConfigError(
+            f"ulimit -n: expected at least {num_files} for this run, got {hard}: "
+            f"{open_files_advice()}"
+        )
+
+
+def _check_named_memory(config: GRPOConfig) -> None:
+    """`auto` chooses a folder with enough room; one that is named may have too little.
+
+    Raises: ConfigError: the second version of the weights would find no room.
+    """
+    wanted = config.transport.shared_memory
+    if wanted in (AUTO, OFF):
+        return
+    root = Path(wanted).expanduser()
+    needed = sum(rank.store_bytes for rank in plan_ranks(config.actor))
+    free = _free_for(needed, root, user_folder(root))
+    if free is not None and free < needed:
+        raise ConfigError(
+            f"transport.shared_memory: expected {format_bytes(needed)} free in {wanted} for two "
+            f"versions of the weights, got {format_bytes(free)}; name another folder, or auto"
+        )
+
+
+def shared_memory(config: GRPOConfig, planned: RunPlan) -> tuple[Path, int]:
+    """Where the tensor stores of this machine would be, and how much they take at most."""
+    run_dir, node_folder = RunFolder(config.run_dir).path, config.scheduler.node_folder
+    root = memory_root(
+        config.transport.shared_memory,
+        run_dir,
+        folder_on_node(node_folder),
+        needed_bytes=config.transport.shared_memory_bytes or MIN_ROOM_BYTES,
+    )
+    return root, sum(worker.store_bytes + worker.snapshot_bytes for worker in planned.workers)
+
+
+def shared_memory_line(root: Path, needed: int) -> str:
+    """The same for people, and whether that is too little."""
+    line, free = f"shared memory in {root}: up to {format_bytes(needed)}", _free_bytes(root)
+    if free is not None:
+        line += f" of {format_bytes(free)}"
+        if free < needed:
+            line += (
+                " TOO LITTLE: groups wait for room, and snapshots in memory cannot be written "
+                "(docker run --shm-size, transport.shared_memory, checkpoint.memory_every_steps=0)"
+            )
+    return line
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """What a run keeps on the disk of its folder, at the most; logs are not counted.
+
+    Attributes:
+        path: of the run folder, which may not be there yet.
+        parts: what for -> bytes; what is not known of a model counts as 0.
+        free_bytes: what is free there, or was before the run took of it; None: it is not known.
+    """
+
+    path: Path
+    parts: dict[str, int]
+    free_bytes: int | None
+
+    @classmethod
+    def of(cls, config: GRPOConfig, *, generates: bool, shared_memory_bytes: int = 0) -> Self:
+        """Counts what the settings say.
+
+        Args:
+            generates: as of `check_config`.
+            shared_memory_bytes: of stores that are in the run folder.
+        Raises: ModelError: as `plan_ranks`.
+        """
+        checkpoint, rollout, total = config.checkpoint, config.rollout, config.total_steps
+        models = (config.actor, *further_models(config).values())
+        snapshot_bytes = sum(rank.copy_bytes for model in models for rank in plan_ranks(model))
+        num_snapshots = 0
+        if every := checkpoint.every_steps:  # a new one is whole before the oldest one goes
+            num_snapshots = min(checkpoint.keep + 1, -(-total // every))
+        shape = shape_of(config.actor)
+        num_parameters = (shape and shape.num_parameters) or 0
+        model_bytes = num_parameters * DTYPE_BYTES[config.actor.dtype]
+        num_models = -(-total // (checkpoint.export_every_steps or total))  # the final one, too
+        num_models += _KEPT_MODELS if checkpoint.keep_best else 0
+        parts = {
+            "snapshots": num_snapshots * snapshot_bytes,
+            "models": num_models * model_bytes,
+            "shared memory": shared_memory_bytes,
+        }
+        path = RunFolder(config.run_dir).path
+        if generates:
+            num_rows = total * rollout.train_batch_groups * rollout.group_size
+            recorded = int(_RECORD_BYTES[config.records.keep] * num_rows * rollout.episode_tokens)
+            parts["records"] = min(config.records.max_bytes, recorded)
+            update = config.weight_update
+            is_on_disk = update.method is WeightUpdateMethod.disk
+            if is_on_disk and Path(update.folder).absolute().is_relative_to(path):
+                parts["weights"] = _VERSIONS * model_bytes
+        return cls(path, parts, _free_for(sum(parts.values()), path, path))
+
+    @property
+    def is_short(self) -> bool:
+        return self.free_bytes is not None and self.free_bytes < sum(self.parts.values())
+
+    def line(self) -> str:
+        """For people; says what to do where it is too little."""
+        of = "an unknown amount" if self.free_bytes is None else format_bytes(self.free_bytes)
+        needed = format_bytes(sum(self.parts.values()))
+        parts = [f"{what} {format_bytes(size)}" for what, size in self.parts.items() if size]
+        text = f"disk of {self.path}: up to {needed} of {of} ({', '.join(parts) or 'no model yet'})"
+        if self.is_short:
+            largest = max(self.parts, key=lambda what: self.parts[what])
+            text += f" TOO LITTLE: {_LESS[largest]} needs less; or choose another run_dir"
+        return text
+
+
+def _free_bytes(path: Path) -> int | None:
+    """What is free on the file system where a file or folder is, or would be made."""
+    with suppress(OSError):
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        space = os.statvfs(there)
+        return space.f_bavail * space.f_frsize
+    return None
+
+
+def _free_for(needed: int, path: Path, own: Path) -> int | None:
+    """The same; where that is too little, with what the run's own folder has already."""
+    free = _free_bytes(path)
+    if free is None or free >= needed:
+        return free
+    held = 0
+    for folder, _, names in os.walk(own):
+        for name in names:
+            with suppress(OSError):  # it has just gone
+                held += os.lstat(os.path.join(folder, name)).st_size
+    return free + held
