@@ -120,7 +120,10 @@ class Aggregation(StrEnum):
 
 
 class KLEstimator(StrEnum):
-    """How the divergence from a reference is estimated: d, d^2 / 2, or exp(-d) - 1 + d."""
+    """How the divergence from a reference is estimated: d, d^2 / 2, or exp(-d) - 1 + d.
+
+    In a loss the gradient is that of the divergence with each of them; in a reward only with k1.
+    """
 
     k1 = "k1"
     k2 = "k2"
@@ -186,7 +189,7 @@ class PPOConfig(Section):
         "${generation.max_new_tokens}", 128, "divisor of aggregation constant", ge=1
     )
     kl_coefficient: float = setting(0.0, "beta: the weight of the KL to the reference", ge=0)
-    kl_estimator: KLEstimator = setting(KLEstimator.k3)
+    kl_estimator: KLEstimator = setting(KLEstimator.k1)
     kl_place: KLPlace = setting(KLPlace.loss)
     entropy_coefficient: float = setting(0.0, "the weight of the mean entropy, a bonus", ge=0)
 
@@ -262,11 +265,6 @@ def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
         "actor.ppo.clip_dual",
         ppo.clip_dual > 1 + ppo.clip_high or ppo.clip_dual == math.inf,
         f"above 1 + actor.ppo.clip_high={1 + ppo.clip_high:g} (it is the wider bound), or inf",
-    )
-    yield (
-        "actor.ppo.kl_estimator",
-        not ppo.loss_kl_coefficient or ppo.kl_estimator is not KLEstimator.k1,
-        "k2 or k3 with actor.ppo.kl_place=loss (the gradient of k1 is 0 on average)",
     )
     yield (
         "actor.ppo.behavior_weight",

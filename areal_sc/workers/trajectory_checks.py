@@ -56,6 +56,9 @@ def checked_episode(
         if not _is_finite(row.reward):
             message = f"the reward must be finite, got {row.reward!r}"
             return Rejection(RejectionKind.bad_reward, where + message)
+        if not _is_finite(row.shaping):
+            message = f"the reward's shaping must be finite, got {row.shaping!r}"
+            return Rejection(RejectionKind.bad_reward, where + message)
     num_tokens = sum(len(row.input_ids) for row in rows)
     if num_tokens > limits.episode_tokens:
         return Rejection(
@@ -72,10 +75,14 @@ def checked_episode(
 def _wrong(row: Trajectory) -> Trajectory:
     """With the accuracy 0, where there is one, and rewards of 0 at most."""
     accuracy = {ACCURACY: 0.0} if ACCURACY in row.metrics else {}
+    cost = min(row.shaping, 0.0)
     return replace(
         row,
-        reward=min(float(row.reward), 0.0),
-        returns=[(min(value, 0.0), size) for value, size in row.returns],
+        reward=min(float(row.reward) - row.shaping, 0.0) + cost,
+        returns=[
+            (min(float(value) - row.shaping, 0.0) + cost, size) for value, size in row.returns
+        ],
+        shaping=cost,
         metrics={**row.metrics, **accuracy},
     )
 
@@ -85,8 +92,13 @@ def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:
     num_tokens = int(np.count_nonzero(row.loss_mask))
     cost = limit.penalty * soft_length_penalty(num_tokens, limit.limit_tokens, limit.margin_tokens)
     metrics = {**row.metrics, "length_penalty": cost}
-    returns = [(value + cost, size) for value, size in row.returns]
-    return replace(row, reward=float(row.reward) + cost, metrics=metrics, returns=returns)
+    return replace(
+        row,
+        reward=float(row.reward) + cost,
+        returns=[(value + cost, size) for value, size in row.returns],
+        shaping=row.shaping + cost,
+        metrics=metrics,
+    )
 
 
 def _problem(row: Any, *, is_trained: bool) -> str:
