@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Final
 
-ROUNDING: Final = 1e-9
+ROUNDING: Final = 1e-13
 """Share of the largest of some rewards by which equal ones may differ, as 0.1 + 0.2 and 0.3 do."""
 
 

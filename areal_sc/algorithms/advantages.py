@@ -54,9 +54,9 @@ def normalized_advantages(
     """(reward - mean) / (std + eps), each statistic over the group, over the batch, or left out.
 
     An episode counts once however many rows it has: in both statistics a row weighs 1 / (rows of
-    its episode). A group consists of all rows with its id, wherever they stand. A group of equal
-    rewards, or of one episode, gets exactly 0 when `mean` is "group" or "leave_one_out". With
-    `std="none"` nothing is divided; nor where the rewards before shaping are all equal: the
+    its episode). A group consists of all rows with its id, wherever they stand. A group of rewards
+    that are equal but for rounding, or of one episode, gets exactly 0 when `mean` is "group" or
+    "leave_one_out". With `std="none"` nothing is divided; nor where the rewards before shaping are all equal: the
     deviation of a small penalty would make it as large as any other.
     Source: GRPO, arXiv:2402.03300, section 4.1.2; "leave_one_out": RLOO, arXiv:2402.14740.
 
@@ -91,6 +91,7 @@ def normalized_advantages(
     advantages = values.copy()
     if mean != "none":
         advantages -= _mean(values, weights, within[mean])
+        advantages[~_differs(values, within[mean])] = 0.0
     num_episodes = _num_episodes(weights, groups)
     if mean == "leave_one_out":
         # what is left of the group's mean without the episode's own part of it
