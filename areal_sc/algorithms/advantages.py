@@ -56,8 +56,8 @@ def normalized_advantages(
     An episode counts once however many rows it has: in both statistics a row weighs 1 / (rows of
     its episode). A group consists of all rows with its id, wherever they stand. A group of rewards
     that are equal but for rounding, or of one episode, gets exactly 0 when `mean` is "group" or
-    "leave_one_out". With `std="none"` nothing is divided; nor where the rewards before shaping are all equal: the
-    deviation of a small penalty would make it as large as any other.
+    "leave_one_out". With `std="none"` nothing is divided; nor where the rewards before shaping are
+    all equal: by its own deviation a small penalty would become as large as any other.
     Source: GRPO, arXiv:2402.03300, section 4.1.2; "leave_one_out": RLOO, arXiv:2402.14740.
 
     Args:

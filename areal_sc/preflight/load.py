@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn, TypeAlias, TypeVar, overload
 
 from areal_sc.config.loading.arguments import parse_arguments
@@ -153,13 +154,14 @@ def _check(
     Args:
         other: a machine that the run is only planned for: the plan is shown, and the process ends.
     """
-    take_context(config)
-    warnings = check_config(config, count_devices, generates=generates)
+    check = partial(check_config, config, count_devices, generates=generates, may_have_more=True)
+    take_context(config, generates=generates)
+    warnings = check()
     if other is not None:
         _show_plan(config, other, warnings, generates=generates)
     if not makes_model and fetch_models(config):  # now more is known of the model
-        take_context(config)
-        warnings = check_config(config, count_devices, generates=generates)
+        take_context(config, generates=generates)
+        warnings = check()
     if generates:
         settle_placement(config, this_machine)
     for warning in warnings:

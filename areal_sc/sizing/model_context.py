@@ -29,11 +29,16 @@ def model_context(path: str, revision: str = "") -> int:
     return tokens
 
 
-def take_context(config: GRPOConfig) -> None:
+def take_context(config: GRPOConfig, *, generates: bool = True) -> None:
     """Puts a number in place of `rollout.max_context_tokens=0`, if the models are there already.
 
     A longer row than a micro-batch could be generated, but not trained.
+
+    Args:
+        generates: False: nothing reads the number.
     """
+    if not generates:
+        return
     rollout, actor = config.rollout, config.actor
     models = {(actor.path, actor.revision), (rollout.path, rollout.revision)}
     known = [tokens for model in models if (tokens := known_context(*model)) is not None]

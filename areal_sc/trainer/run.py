@@ -116,8 +116,8 @@ class Run:
 
     def __enter__(self) -> Self:
         self.config = typed(self.config)
-        take_context(self.config)
-        warnings = check_config(self.config, generates=self.generates)
+        take_context(self.config, generates=self.generates)
+        warnings = check_config(self.config, generates=self.generates, may_have_more=True)
         check_limits(self.config, generates=self.generates)
         trackers = [*map(make_tracker, self.config.trackers), *self._given_trackers]
         with ExitStack() as stack:  # nothing stays open when something of this fails
