@@ -15,7 +15,12 @@ _WITHOUT_TRAINING = (*_NO_RANK, ".is_frozen=true")
 class LoraConfig:
     """A low-rank adapter beside a model that stays as it is: only the adapter is trained."""
 
-    rank: int = setting(0, "rank of the adapter's matrices; 0: all parameters are trained", ge=0)
+    rank: int = setting(
+        0,
+        "rank of the adapter's matrices; 0: all parameters are trained",
+        ge=0,
+        idle=(".is_frozen=true and path=",),
+    )
     alpha: float = setting(
         16.0, "the adapter's product is multiplied by alpha / rank", gt=0, idle=_WITHOUT_ADAPTER
     )

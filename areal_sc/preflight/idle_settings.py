@@ -22,7 +22,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Final, get_type_hints
+from functools import cache
+from typing import Any, Final, NamedTuple, get_type_hints
 
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import IDLE, MAY_DIFFER, TEMPLATE, is_section, value_at
@@ -62,17 +63,28 @@ class ScriptFacts:
         return facts[words]()
 
 
+class _Setting(NamedTuple):
+    """Where a setting is, and when it is idle.
+
+    Attributes:
+        template: `${key}` that its value is taken from, unless it is given; "": its default.
+        conditions: of itself and the sections around it, the outermost first: the prefix of the
+            keys in the section where it stands, and its text.
+    """
+
+    key: str
+    template: str
+    conditions: tuple[tuple[str, str], ...]
+
+
 def idle_settings(config: GRPOConfig, facts: ScriptFacts) -> Iterator[str]:
     """A sentence for each cause: which settings have no effect, and why."""
-    defaults, preset = GRPOConfig(), preset_settings(config.actor.algorithm)
+    defaults, preset = _defaults(), preset_settings(config.actor.algorithm)
     of_cause = dict[str, list[str]]()
-    for key, is_taken_from, conditions in _settings(GRPOConfig):
+    for key, template, conditions in _all_settings():
         value = value_at(config, key)
-        if is_taken_from:
-            usual = taken_from(config, is_taken_from)
-        else:
-            usual = preset.get(key, value_at(defaults, key))
-        if value == usual:
+        unset = preset.get(key, value_at(defaults, key))
+        if value == (taken_from(config, template) if template else unset):
             continue
         for prefix, condition in conditions:
             if cause := _cause(config, prefix, condition, facts):
@@ -89,20 +101,28 @@ def idle_in_script(config: GRPOConfig, facts: ScriptFacts) -> list[str]:
     return [text for text in idle_settings(config, facts) if text not in known]
 
 
+@cache
+def _defaults() -> GRPOConfig:
+    return GRPOConfig()
+
+
+@cache
+def _all_settings() -> tuple[_Setting, ...]:
+    return tuple(_settings(GRPOConfig))
+
+
 def _settings(
     section: type[Any],
     prefix: str = "",
     origin: str = "",
     conditions: tuple[tuple[str, str], ...] = (),
-) -> Iterator[tuple[str, str, tuple[tuple[str, str], ...]]]:
-    """Each setting that has a place of its own.
+) -> Iterator[_Setting]:
+    """Each setting of a section that has its place there.
 
     Args:
         prefix: of the keys in the section.
-        origin: the section's own place, where its settings are taken from another one.
+        origin: the section that its settings are taken from; "": there is none.
         conditions: of the sections around.
-    Yields: the key; the `${key}` that its value is taken from, or ""; the conditions, each with
-        the prefix of the section that it stands in.
     """
     annotations = get_type_hints(section)
     for found in fields(section):
@@ -112,7 +132,7 @@ def _settings(
             template = f"${{{origin}.{found.name}}}"
         own = *conditions, *((prefix, text) for text in found.metadata.get(IDLE, ()))
         if not is_section(annotation):
-            yield key, template, own
+            yield _Setting(key, template, own)
         elif not template or origin or found.metadata.get(MAY_DIFFER):
             yield from _settings(annotation, f"{key}.", template[2:-1], own)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ SILENT = ScriptFacts(has_agents=True, evaluates=True)
 IDLE = (
     # the last one of each line has no effect beside the others
     "sglang.num_servers=4",
-    "sglang.args={mem_fraction_static: 0.6}",
+    "sglang.args={a:1}",
     "vllm.tp_size=4",
     "vllm.start_timeout_s=5",
     "rollout.engine=sglang vllm.python=x",
@@ -36,7 +36,7 @@ IDLE = (
     "rollout.engine=sglang rollout.step_timeout_s=9",
     "rollout.engine=sglang sglang.api_key_env=KEY",
     "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.num_servers=2",
-    "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.environment={A: b}",
+    "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.environment={A:b}",
     "scheduler.slurm.partition=gpu",
     "scheduler.slurm.train.nodes=2",
     "scheduler.ray.nodes=2",
@@ -200,31 +200,20 @@ ACTING = (
     "samples.max_chars=50 samples.show=true",
     "records.max_bytes=2000000",
     "evaluation.every_steps=5 evaluation.greedy=false evaluation.num_samples=4",
-    "evaluation.sets=[{name: a, prompts: b}] evaluation.num_samples=4",
+    "evaluation.sets=[{name:a,prompts:b}] evaluation.num_samples=4",
     "+task.anything=3",
 )
 
 
 def composed(settings: str) -> GRPOConfig:
-    overrides, rest = [], settings
-    while rest:  # a value may hold spaces
-        text, _, rest = rest.partition(" ")
-        while text.count("{") > text.count("}"):
-            more, _, rest = rest.partition(" ")
-            text = f"{text} {more}"
-        overrides.append(text)
-    return compose_config(None, overrides, GRPOConfig, GIVEN)
+    return compose_config(None, settings.split(" "), GRPOConfig, GIVEN)
 
 
 @pytest.mark.parametrize("settings", IDLE)
 def test_a_setting_without_effect_is_told(settings: str) -> None:
-    key = settings.rpartition(" ")[2] if "{" not in settings else settings
-    key = key.rpartition(" ")[2].partition("=")[0].lstrip("+")
-    if "{" in settings:
-        key = settings.partition("={")[0].rpartition(" ")[2]
-    key = "scheduler.settings" if key.startswith("scheduler.settings") else key
+    key = settings.rpartition(" ")[2].partition("=")[0].lstrip("+")
     (told,) = idle_settings(composed(settings), ScriptFacts())
-    assert told.startswith(f"{key}=")
+    assert told.startswith(f"{key.removesuffix('.a')}=")
     assert " has no effect with" in told
 
 
@@ -243,7 +232,7 @@ def test_every_condition_can_be_asked() -> None:
     facts = ScriptFacts()
     asked = [
         module._cause(config, prefix, condition, facts)
-        for _, _, conditions in module._settings(GRPOConfig)
+        for _, _, conditions in module._all_settings()
         for prefix, condition in conditions
     ]
     assert any(asked)
@@ -261,7 +250,7 @@ def test_a_frozen_model_has_settings_that_act_alone() -> None:
 
 
 def leaves(role: str) -> list[str]:
-    keys = (key for key, _, _ in module._settings(GRPOConfig))
+    keys = (key for key, _, _ in module._all_settings())
     return [key.removeprefix(f"{role}.") for key in keys if key.startswith(f"{role}.")]
 
 
@@ -336,10 +325,13 @@ SHAPE = [(6, 0, 0), (3, 0, 1), (1, 1, 0), (5, 1, 0), (7, 1, 1), (4, 2, 0)]
 @pytest.mark.parametrize("center", ["proximal", "behavior", "interpolated"])
 def test_what_is_told_of_switches_is_what_the_loss_does(gain: str, center: str) -> None:
     """Each switch is changed beside others: gradients and loss say whether it was read."""
-    others = itertools.product(
-        ("token", "none"), (("token", "constant")), (0.0, 0.3), ((0.0, float("inf")), (0.5, 1.5))
+    others = (
+        ("token", "token", 0.0, 0.0, math.inf),
+        ("token", "constant", 0.3, 0.5, 1.5),
+        ("none", "token", 0.3, 0.5, 1.5),
+        ("token", "constant", 0.0, 0.0, 1.5),
     )
-    for weight, aggregation, beta, (floor, cap) in others:
+    for weight, aggregation, beta, floor, cap in others:
         given: dict[str, Any] = {
             "gain": gain,
             "clip_center": center,
@@ -348,16 +340,14 @@ def test_what_is_told_of_switches_is_what_the_loss_does(gain: str, center: str) 
             "behavior_weight_cap": cap,
             "aggregation": aggregation,
             "kl_coefficient": beta,
-            "max_divergence": 0.1 if gain == "divergence" else float("inf"),
+            "max_divergence": 0.1 if gain == "divergence" else math.inf,
         }
-        usual = [outcome(given, seed) for seed in range(3)]
+        usual = [outcome(given, seed) for seed in range(2)]
         for name, value in SWITCHES.items():
             if name == "ratio" and gain == "divergence":
                 continue  # refused together
-            if name == "aggregation" and aggregation == "constant":
-                value = "prompt"
             changed = given | {name: value}
-            acts = [outcome(changed, seed) for seed in range(3)] != usual
+            acts = [outcome(changed, seed) for seed in range(2)] != usual
             ppo = PPOConfig(**(changed | {"num_minibatches": 4}))
             config = GRPOConfig(run_dir="r", total_steps=9, actor=ActorConfig(path="m", ppo=ppo))
             told = any(f"actor.ppo.{name}=" in text for text in idle_settings(config, SILENT))
