@@ -193,7 +193,10 @@ class ActorConfig(Section):
     )
     compile_layers: bool = setting(False, "torch.compile for each decoder layer, without attention")
     logprob_chunk_tokens: int = setting(
-        0, "tokens whose logits exist at one time; 0: 1024, more if a GPU has room", ge=0
+        0,
+        "tokens whose logits exist at one time; 0: 1024, more if a GPU has room",
+        ge=0,
+        idle=("head=value",),
     )
     num_threads: int = setting(
         0, "CPU threads a rank; 0: one, with a GPU its share of the cores", ge=0
@@ -263,6 +266,7 @@ class RewardModelConfig(TeacherConfig):
     """A model whose score of a row is added to its reward. What is not set is the actor's."""
 
     head: ClassVar[ModelHead] = ModelHead.value  # type: ignore[misc]
+    logprob_chunk_tokens: ClassVar[int] = 0  # type: ignore[misc]
 
 
 @dataclass
@@ -307,7 +311,7 @@ class RolloutConfig(Section):
     keep_groups: KeepGroups = setting(KeepGroups.all)
     choose_prompts: str = setting("all", "in later epochs; with_signal, package.module:function")
     soft_length: SoftLengthConfig = setting(SoftLengthConfig)
-    admission: AdmissionMode = setting(AdmissionMode.just_in_time)
+    admission: AdmissionMode = setting(AdmissionMode.just_in_time, idle=("max_staleness=0",))
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
     store_bytes: int = setting(4 << 30, "limit of one worker's tensor store", ge=1)
     field_bytes: int = setting(0, "bytes a token of the fields that workflows add", ge=0)

@@ -45,7 +45,10 @@ class WeightUpdateConfig(Section):
         idle=("method!=disk",),
     )
     bucket_bytes: int = setting(
-        256 << 20, "weights sent at one time; at most two such buckets exist", ge=1
+        256 << 20,
+        "weights sent at one time; at most two such buckets exist",
+        ge=1,
+        idle=("method=disk", "method=pull and rollout.engine=local"),
     )
     step_timeout_s: float = setting(600.0, "limit of one bucket, load or meeting of ranks", gt=0)
     whole_every_steps: int = setting(
