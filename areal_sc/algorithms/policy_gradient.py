@@ -152,7 +152,7 @@ def policy_gradient(
             "behavior_weight": Metric.mean(weight),
             "abs_advantage": Metric.mean(advantages.abs()),
             "proximal_kl": Metric.mean(ratio_divergence(log_ratio)),
-            "behavior_kl": Metric.mean((weight - 1 - log_weight).masked_fill(is_dropped, 0.0)),
+            "behavior_kl": Metric.mean(ratio_divergence(log_weight)),
         }
 
 

@@ -283,7 +283,9 @@ class RolloutConfig(Section):
     generation: GenerationConfig = shared("${generation}", GenerationConfig)
     num_workers: int = setting(1, "processes, one engine each", ge=1)
     autoscale: AutoscaleConfig = setting(AutoscaleConfig)
-    device: Device = setting(Device.auto)
+    device: Device = setting(
+        Device.auto, idle=("engine=sglang and sglang.urls!=", "engine=vllm and vllm.urls!=")
+    )
     placement: Placement = shared("${placement}", Placement.auto)
     dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
     float32_output_layer: bool = setting(

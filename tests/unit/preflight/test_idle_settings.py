@@ -37,6 +37,7 @@ IDLE = (
     "rollout.engine=sglang sglang.api_key_env=KEY",
     "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.num_servers=2",
     "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.environment={A:b}",
+    "rollout.engine=vllm vllm.urls=['http://a:1'] rollout.device=cuda",
     "scheduler.slurm.partition=gpu",
     "scheduler.slurm.train.nodes=2",
     "scheduler.ray.nodes=2",
