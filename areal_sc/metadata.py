@@ -27,6 +27,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from areal_sc.errors import MetadataError
+from areal_sc.reward_signal import have_signal
 from areal_sc.token_fields import TensorMetadata as TensorMetadata  # a public name here, too
 
 MAX_RETURNS = 32
@@ -57,6 +58,8 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
         row: number within the episode, from 0.
         returns: (return, number of trained tokens) of each answer in the row, in their order; empty
             where the reward is that of all of them.
+        shaping: the part of the reward, and of each return, that says nothing of how good the
+            answer is: of its length, or of its distance to a reference.
     """
 
     group_id: int
@@ -69,6 +72,7 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
     advantage: float | tuple[float, ...] | None = None
     row: int = 0
     returns: tuple[tuple[float, int], ...] = ()
+    shaping: float = 0.0
 
     @property
     def num_loss_tokens(self) -> int:
@@ -79,10 +83,16 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
         """(return, number of trained tokens): of each answer, or of the row."""
         return self.returns or ((self.reward, self.num_loss_tokens),)
 
-    def with_more_reward(self, added: float) -> RowMetadata:
+    @property
+    def judged(self) -> tuple[float, ...]:
+        """What each of the parts has earned before anything shaped it."""
+        return tuple(value - self.shaping for value, _ in self.parts)
+
+    def with_more_reward(self, added: float, *, is_shaping: bool) -> RowMetadata:
         """The same row, whose reward and returns are so much more."""
         returns = tuple((value + added, size) for value, size in self.returns)
-        return replace(self, reward=self.reward + added, returns=returns)
+        shaping = self.shaping + added if is_shaping else self.shaping
+        return replace(self, reward=self.reward + added, returns=returns, shaping=shaping)
 
     def num_loss_tokens_since(self, version: int) -> int:
         """Number of trained tokens sampled by `version` or a later one."""
@@ -210,14 +220,15 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
 
     @property
     def groups_with_signal(self) -> set[int]:
-        """Groups whose episodes differ in rewards or returns; the others teach nothing."""
-        rewards: dict[int, set[tuple[float, ...]]] = {}
+        """Groups whose episodes differ in what they have earned; the others teach nothing.
+
+        What shapes a reward, as a penalty for its length does, is no difference.
+        """
+        rewards: dict[int, list[tuple[float, ...]]] = {}
         for rows in self.episodes:
-            its = tuple(value for row in rows for value, _ in self.rows[row].parts)
-            rewards.setdefault(self.rows[rows[0]].group_id, set()).add(its)
-        # (1, 1) and (1,) differ, in their rows alone
-        values = {group: {it for own in its for it in own} for group, its in rewards.items()}
-        return {it for it, own in rewards.items() if len(own) > 1 and len(values[it]) > 1}
+            its = tuple(value for row in rows for value in self.rows[row].judged)
+            rewards.setdefault(self.rows[rows[0]].group_id, []).append(its)
+        return {group for group, its in rewards.items() if have_signal(its)}
 
     @property
     def episodes(self) -> tuple[tuple[int, ...], ...]:
@@ -303,9 +314,12 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
             )
         return replace(self, columns=self.columns + other.columns)
 
-    def add_rewards(self, rewards: Sequence[float]) -> BatchMetadata:
+    def add_rewards(self, rewards: Sequence[float], *, is_shaping: bool = False) -> BatchMetadata:
         """The same batch, with what models say of each row added to its reward.
 
+        Args:
+            is_shaping: they say nothing of how good an answer is, as the KL to a reference does
+                not: rewards that differ in them alone have no signal.
         Raises: MetadataError: the number of rewards is not the number of rows, or one is not
             finite.
         """
@@ -315,7 +329,7 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
                 f"for each, got {len(rewards)}: {list(rewards)!s:.200}"
             )
         pairs = zip(self.rows, rewards, strict=True)
-        rows = tuple(row.with_more_reward(added) for row, added in pairs)
+        rows = tuple(row.with_more_reward(added, is_shaping=is_shaping) for row, added in pairs)
         return replace(self, rows=rows, has_model_rewards=True)
 
     def with_advantages(self, advantages: Sequence[float | tuple[float, ...]]) -> BatchMetadata:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_sc.config.ppo_settings import BASELINES
+from areal_sc.reward_signal import ROUNDING
 
 SCOPES = ("group", "batch", "none")
 DEVIATIONS = ("population", "sample")
@@ -27,6 +28,8 @@ class AdvantageRows:
             episode are of one answer or agent.
         num_tokens, num_loss_tokens: [R] int64, tokens of the row, and those that are trained, of
             the answer alone where it has a return.
+        judged: [R] float64, the rewards before anything shaped them: without a penalty for the
+            length, or the KL to a reference. None: nobody says.
     """
 
     rewards: npt.NDArray[np.float64]
@@ -34,6 +37,7 @@ class AdvantageRows:
     episodes: npt.NDArray[np.int64]
     num_tokens: npt.NDArray[np.int64]
     num_loss_tokens: npt.NDArray[np.int64]
+    judged: npt.NDArray[np.float64] | None = None
 
 
 def normalized_advantages(
@@ -45,13 +49,15 @@ def normalized_advantages(
     std: str = "group",
     deviation: str = "population",
     eps: float = 1e-6,
+    judged: npt.NDArray[np.float64] | None = None,
 ) -> npt.NDArray[np.float64]:
     """(reward - mean) / (std + eps), each statistic over the group, over the batch, or left out.
 
     An episode counts once however many rows it has: in both statistics a row weighs 1 / (rows of
-    its episode). A group consists of all rows with its id, wherever they stand. A group of equal
-    rewards, or of one episode, gets exactly 0 when `mean` is "group" or "leave_one_out". With
-    `std="none"` nothing is divided.
+    its episode). A group consists of all rows with its id, wherever they stand. A group of rewards
+    that are equal but for rounding, or of one episode, gets exactly 0 when `mean` is "group" or
+    "leave_one_out". With `std="none"` nothing is divided; nor where the rewards before shaping are
+    all equal: by its own deviation a small penalty would become as large as any other.
     Source: GRPO, arXiv:2402.03300, section 4.1.2; "leave_one_out": RLOO, arXiv:2402.14740.
 
     Args:
@@ -63,6 +69,7 @@ def normalized_advantages(
         std: "group", "batch" or "none".
         deviation: "population", or "sample": of n episodes, (n / (n - 1))^0.5 times as large.
         eps: added to the standard deviation.
+        judged: [N] the rewards before shaping; None: as `rewards`.
     Returns: [N].
     Raises: ValueError: the lengths differ, a scope is unknown, or a reward is not finite.
     """
@@ -84,6 +91,7 @@ def normalized_advantages(
     advantages = values.copy()
     if mean != "none":
         advantages -= _mean(values, weights, within[mean])
+        advantages[~_differs(values, within[mean])] = 0.0
     num_episodes = _num_episodes(weights, groups)
     if mean == "leave_one_out":
         # what is left of the group's mean without the episode's own part of it
@@ -97,8 +105,23 @@ def normalized_advantages(
         if deviation == "sample":
             num_episodes = _num_episodes(weights, within[std])
             variances *= num_episodes / np.maximum(num_episodes - 1, 1)
-        advantages /= np.sqrt(variances) + eps
+        divisors = np.sqrt(variances) + eps
+        if judged is not None:
+            divisors[~_differs(judged, within[std])] = 1.0
+        advantages /= divisors
     return advantages
+
+
+def _differs(
+    values: npt.NDArray[np.float64], groups: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """[N] whether the values of each row's group differ by more than rounding."""
+    highest = np.full(int(groups.max(initial=-1)) + 1, -np.inf)
+    lowest = -highest
+    np.maximum.at(highest, groups, values)
+    np.minimum.at(lowest, groups, values)
+    least = ROUNDING * np.maximum(np.abs(highest), np.abs(lowest))
+    return np.asarray((highest - lowest > least)[groups], dtype=np.bool_)
 
 
 def _numbered(ids: Iterable[Hashable]) -> npt.NDArray[np.int64]:

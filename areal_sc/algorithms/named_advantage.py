@@ -27,15 +27,22 @@ def advantage_of(ppo: PPOConfig) -> AdvantageFunction:
     """
     name = ppo.advantage
     if name in BASELINES:
-        return lambda rows: normalized_advantages(
-            rows.rewards,
-            rows.groups,
-            rows.episodes,
-            mean=name,
-            std=ppo.advantage_std,
-            deviation=ppo.advantage_deviation,
-            eps=ppo.advantage_eps,
-        )
+
+        def normalize(rows: AdvantageRows) -> npt.NDArray[np.float64]:
+            # of a sum with the KL in it nobody knows whether anything else differs
+            is_unknown = rows.judged is None and ppo.reward_kl_coefficient > 0
+            return normalized_advantages(
+                rows.rewards,
+                rows.groups,
+                rows.episodes,
+                mean=name,
+                std="none" if is_unknown else ppo.advantage_std,
+                deviation=ppo.advantage_deviation,
+                eps=ppo.advantage_eps,
+                judged=rows.judged,
+            )
+
+        return normalize
     names = f"{', '.join(BASELINES)}, {GAE} or package.module:function"
     if name == GAE:
         raise ConfigError(

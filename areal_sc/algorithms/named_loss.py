@@ -173,6 +173,7 @@ def needed_fields(settings: Mapping[str, Any]) -> tuple[str, ...]:
         "advantages": True,
         "behavior_logprobs": min(bounds) < math.inf
         or center != "proximal"
+        or settings.get("kl_coefficient", 0.0) > 0
         or settings.get("behavior_weight", "token") != "none",
         "proximal_logprobs": center == "proximal",
         "reference_logprobs": settings.get("kl_coefficient", 0.0) > 0,

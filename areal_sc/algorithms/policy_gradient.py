@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
@@ -21,10 +22,14 @@ from areal_sc.algorithms.gains import (
     soft_gate_gain,
     stop_gradient_clip_gain,
 )
-from areal_sc.algorithms.kl import kl_estimate
+from areal_sc.algorithms.kl import kl_estimate, ratio_divergence
 from areal_sc.algorithms.loss_tokens import LossTokens
 from areal_sc.algorithms.losses import Metric, Metrics
 from areal_sc.algorithms.ratios import interpolated_logprobs, sequence_log_ratio
+
+_MOST_LOG_WEIGHT: Final = 5.0
+"""A token weighs no more than exp of this in the KL: where training and generation disagree on one,
+it must not outweigh all others."""
 
 
 def policy_gradient(
@@ -49,12 +54,13 @@ def policy_gradient(
     aggregation: str = "token",
     aggregation_tokens: int = 0,
     kl_coefficient: float = 0.0,
-    kl_estimator: str = "k3",
+    kl_estimator: str = "k1",
     entropy_coefficient: float = 0.0,
 ) -> tuple[torch.Tensor, Metrics]:
-    """L = mean_t(-g(r_t, A_t, w_t)) + beta mean_t(kl_t) - c mean_t(H_t).
+    """L = mean_t(-g(r_t, A_t, w_t)) + beta mean_t(v_t kl_t) - c mean_t(H_t).
 
-    r = pi_theta / pi_centre; w = pi_centre / pi_behav, without gradient; g is a gain of
+    r = pi_theta / pi_centre; w = pi_centre / pi_behav and v = pi_theta / pi_behav, both without
+    gradient, so that the KL is that of the trained policy also on stale rows; g is a gain of
     `algorithms.gains`. By default this is decoupled PPO (AReaL, arXiv:2505.24298, eq. 5):
     L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / num_loss_tokens.
     docs/algorithms.md says which paper stands behind each switch.
@@ -79,13 +85,13 @@ def policy_gradient(
             episodes * aggregation_tokens, so that no answer's length matters (Dr. GRPO,
             arXiv:2503.20783).
         aggregation_tokens: of `constant`, > 0: the most tokens of an answer, for example.
-        kl_coefficient, kl_estimator: beta, and `k2` or `k3`, the KL to a reference.
+        kl_coefficient, kl_estimator: beta, and the KL to a reference, see `kl.kl_estimate`.
         entropy_coefficient: c.
     Returns: scalar loss, and metrics of these tokens: the means `clip_fraction` (the gain was cut),
         `capped_fraction` (dropped by a weight or filter), `ratio`, `abs_advantage`,
         `behavior_weight` (as used: 0 where dropped), and of r - 1 - log r, a divergence estimate,
         `proximal_kl`, and the same of w, `behavior_kl` (0 for dropped tokens); the largest ratio,
-        `ratio_max`; and with a KL to a reference its mean, `reference_kl`.
+        `ratio_max`; and with a KL to a reference its mean, `reference_kl`, that of v_t kl_t.
     """
 
     def mean(values: torch.Tensor) -> torch.Tensor:
@@ -130,7 +136,9 @@ def policy_gradient(
     loss = -mean(gains)
     metrics = {}
     if kl_coefficient:
+        away = logprobs.detach() - _field(tokens, "behavior_logprobs")
         kl = kl_estimate(logprobs, _field(tokens, "reference_logprobs"), kl_estimator)
+        kl = away.clamp(max=_MOST_LOG_WEIGHT).exp() * kl
         loss = loss + kl_coefficient * mean(kl)
         metrics["reference_kl"] = Metric.mean(kl)
     if entropy_coefficient:
@@ -143,8 +151,8 @@ def policy_gradient(
             "ratio_max": Metric.max(of_tokens),
             "behavior_weight": Metric.mean(weight),
             "abs_advantage": Metric.mean(advantages.abs()),
-            "proximal_kl": Metric.mean(of_tokens - 1 - log_ratio),
-            "behavior_kl": Metric.mean((weight - 1 - log_weight).masked_fill(is_dropped, 0.0)),
+            "proximal_kl": Metric.mean(ratio_divergence(log_ratio)),
+            "behavior_kl": Metric.mean(ratio_divergence(log_weight)),
         }
 
 

@@ -14,7 +14,7 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import reduce
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from areal_sc.errors import ConfigError
 
@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 MEANING = "meaning"
 RANGE = "range"
+IDLE = "idle"
 TEMPLATE = "template"
 ALONE = "alone"
 MAY_DIFFER = "may differ"
@@ -54,15 +55,17 @@ class Range:
         return f"{text}, or inf" if self.infinite else text
 
 
-def setting(default: Any, meaning: str = "", **bounds: Any) -> Any:
+def setting(default: Any, meaning: str = "", *, idle: tuple[str, ...] = (), **bounds: Any) -> Any:
     """A field of the schema.
 
     Args:
         default: the value; or what makes it: `list`, `dict`, a section's class.
         meaning: unit and meaning, for `--help`; a section and a choice may leave it to their type.
+        idle: conditions under each of which nothing reads it; `preflight.idle_settings` says how
+            they are written.
         bounds: those of `Range`, for a number.
     """
-    metadata = {MEANING: meaning} | ({RANGE: Range(**bounds)} if bounds else {})
+    metadata = {MEANING: meaning, IDLE: idle} | ({RANGE: Range(**bounds)} if bounds else {})
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -79,7 +82,9 @@ def shared(template: str, alone: Any, meaning: str = "", **bounds: Any) -> Any:
     return field(default=template, metadata=metadata)
 
 
-def inherits(origin: type[Any], key: str) -> Callable[[type[T]], type[T]]:
+def inherits(
+    origin: type[Any], key: str, *, without: tuple[str, ...] = ()
+) -> Callable[[type[T]], type[T]]:
     """Makes a section one whose settings are taken from another section, unless they are given.
 
     Goes below `@dataclass`, on a subclass of `origin`. Settings of the class's own body stay, and
@@ -87,16 +92,21 @@ def inherits(origin: type[Any], key: str) -> Callable[[type[T]], type[T]]:
 
     Args:
         key: where the other section is among a run's settings.
+        without: what nothing reads of such a section: constants there, and no settings.
     """
 
     def inherit(section: type[T]) -> type[T]:
         own = section.__annotations__
         for found in fields(origin):
-            if found.name in own or TEMPLATE in found.metadata:
-                continue
-            template, alone = f"${{{key}.{found.name}}}", found.default
+            alone = found.metadata.get(ALONE, found.default)
             if alone is NO_DEFAULT:
                 alone = found.default_factory
+            if found.name in without:
+                own[found.name] = ClassVar[Any]
+                setattr(section, found.name, alone() if callable(alone) else alone)
+            if found.name in own or TEMPLATE in found.metadata:
+                continue
+            template = f"${{{key}.{found.name}}}"
             metadata = {**found.metadata, TEMPLATE: template, ALONE: alone, MAY_DIFFER: True}
             own[found.name] = found.type
             setattr(section, found.name, field(default=template, metadata=metadata))

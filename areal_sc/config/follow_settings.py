@@ -40,20 +40,28 @@ class EvaluationSetConfig:
     )
 
 
+_ON_ROWS = ("in a run on rows of a data set",)
+
+
 @dataclass
 class EvaluationConfig:
     """When the policy is evaluated, and on how much."""
 
     every_steps: int = setting(0, "steps between two; 0: only before and after training", ge=0)
     num_prompts: int = setting(
-        256, "held-out prompts of one evaluation; a set of `sets` has its own number", ge=1
+        256,
+        "held-out prompts of one evaluation; a set of `sets` has its own number",
+        ge=1,
+        idle=_ON_ROWS,
     )
     num_samples: int = setting(
-        1, "answers a prompt; the greedy evaluation takes one", ge=1, le=1024
+        1, "answers a prompt; the greedy evaluation takes one", ge=1, le=1024, idle=_ON_ROWS
     )
-    greedy: bool = setting(True, "also evaluate at temperature 0 at the end")
+    greedy: bool = setting(True, "also evaluate at temperature 0 at the end", idle=_ON_ROWS)
     sets: list[EvaluationSetConfig] = setting(
-        list, "sets of prompts beside those of the script: [{name: ..., prompts: ...}, ...]"
+        list,
+        "sets of prompts beside those of the script: [{name: ..., prompts: ...}, ...]",
+        idle=_ON_ROWS,
     )
     stop_after: int = setting(
         0, "training ends after so many evaluations without a better one; 0: never", ge=0
@@ -73,8 +81,11 @@ class SamplesConfig:
         "4 * groups_per_step * max_chars characters of the disk",
         ge=20,
         le=100_000,
+        idle=("groups_per_step=0",),
     )
-    show: bool = setting(False, "the display of a Run shows the newest ones, too")
+    show: bool = setting(
+        False, "the display of a Run shows the newest ones, too", idle=("groups_per_step=0",)
+    )
 
 
 class KeepRecords(StrEnum):
@@ -101,4 +112,5 @@ class RecordsConfig:
         "of all rollout workers together; rows take about 3.5 bytes a token, and the oldest "
         "unremarkable ones go first",
         ge=1 << 20,
+        idle=("keep=none",),
     )

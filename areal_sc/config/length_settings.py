@@ -31,5 +31,9 @@ class SoftLengthConfig:
     """Takes from the reward of a row whose sampled tokens come near a limit (DAPO)."""
 
     limit_tokens: int = setting(0, "sampled tokens of a row that cost all of penalty; 0: off", ge=0)
-    margin_tokens: int = setting(0, "tokens before limit_tokens in which the cost grows", ge=0)
-    penalty: float = setting(1.0, "most that is taken from a reward", gt=0)
+    margin_tokens: int = setting(
+        0, "tokens before limit_tokens in which the cost grows", ge=0, idle=("limit_tokens=0",)
+    )
+    penalty: float = setting(
+        1.0, "most that is taken from a reward", gt=0, idle=("limit_tokens=0",)
+    )

@@ -6,26 +6,48 @@ from dataclasses import dataclass
 
 from areal_sc.config.fields import setting
 
+_NO_RANK = ("rank=0: all parameters are trained",)
+_WITHOUT_ADAPTER = (*_NO_RANK, ".is_frozen=true and path=")
+_WITHOUT_TRAINING = (*_NO_RANK, ".is_frozen=true")
+
 
 @dataclass
 class LoraConfig:
     """A low-rank adapter beside a model that stays as it is: only the adapter is trained."""
 
-    rank: int = setting(0, "rank of the adapter's matrices; 0: all parameters are trained", ge=0)
-    alpha: float = setting(16.0, "the adapter's product is multiplied by alpha / rank", gt=0)
+    rank: int = setting(
+        0,
+        "rank of the adapter's matrices; 0: all parameters are trained",
+        ge=0,
+        idle=(".is_frozen=true and path=",),
+    )
+    alpha: float = setting(
+        16.0, "the adapter's product is multiplied by alpha / rank", gt=0, idle=_WITHOUT_ADAPTER
+    )
     targets: list[str] = setting(
-        list, "linear layers by the end of their names, q_proj say; empty: all of decoder layers"
+        list,
+        "linear layers by the end of their names, q_proj say; empty: all of decoder layers",
+        idle=_WITHOUT_ADAPTER,
     )
     dropout: float = setting(
-        0.0, "share of the adapter's inputs that an update leaves out; 0 with PPO", ge=0, lt=1
+        0.0,
+        "share of the adapter's inputs that an update leaves out; 0 with PPO",
+        ge=0,
+        lt=1,
+        idle=_WITHOUT_TRAINING,
     )
-    path: str = setting("", "adapter to begin from, a folder of peft's format; empty: a new one")
+    path: str = setting(
+        "", "adapter to begin from, a folder of peft's format; empty: a new one", idle=_NO_RANK
+    )
     save_merged: bool = setting(
-        True, "models are written with the adapter merged; false: the adapter alone"
+        True,
+        "models are written with the adapter merged; false: the adapter alone",
+        idle=_WITHOUT_TRAINING,
     )
     publish_merged: bool = setting(
         True,
         "new weights are whole, with the adapter merged; false: servers get the adapter alone",
+        idle=(*_WITHOUT_TRAINING, ".head=value"),
     )
 
     @property

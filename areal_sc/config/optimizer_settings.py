@@ -29,5 +29,9 @@ class OptimizerConfig(Section):
     max_grad_norm: float = setting(1.0, "clips the gradient's norm; 0: no clipping", ge=0)
     schedule: LrSchedule = setting(LrSchedule.constant)
     warmup_steps: int = setting(0, "training steps from 0 to lr", ge=0)
-    min_lr_ratio: float = setting(0.0, "where the schedule ends, as a share of lr", ge=0, le=1)
-    total_steps: int = shared("${total_steps}", 0, "training steps of the schedule", ge=1)
+    min_lr_ratio: float = setting(
+        0.0, "where the schedule ends, as a share of lr", ge=0, le=1, idle=("schedule=constant",)
+    )
+    total_steps: int = shared(
+        "${total_steps}", 0, "training steps of the schedule", ge=1, idle=("schedule=constant",)
+    )

@@ -26,6 +26,27 @@ GAE: Final = "gae"
 POLICY_GRADIENT: Final = "policy_gradient"
 """The loss that has its settings in the section itself."""
 
+# When a setting is idle, as `preflight.idle_settings` reads it.
+_OF_LOSS: Final = ("loss!=policy_gradient",)
+_OF_RATIO: Final = (
+    *_OF_LOSS,
+    "num_minibatches=1 and clip_center=proximal: the only update starts at the clip's centre",
+)
+_OF_WEIGHT: Final = (*_OF_LOSS, "clip_center=behavior")
+_OF_BOUNDS: Final = (*_OF_WEIGHT, "behavior_weight=none")
+_OF_ADVANTAGE: Final = ("loss lacks advantages",)
+_OF_DEVIATION: Final = (
+    *_OF_ADVANTAGE,
+    f"advantage!={','.join(BASELINES)}",
+    "advantage_std=none",
+)
+_OF_GAE: Final = (*_OF_ADVANTAGE, f"advantage!={GAE}")
+_OF_KL: Final = (
+    "kl_coefficient=0",
+    "kl_place=loss and loss!=policy_gradient",
+    "kl_place=reward and loss lacks advantages",
+)
+
 
 class NormScope(StrEnum):
     """Which episodes give an advantage's statistic: the prompt's, the batch's, or none."""
@@ -120,7 +141,10 @@ class Aggregation(StrEnum):
 
 
 class KLEstimator(StrEnum):
-    """How the divergence from a reference is estimated: d, d^2 / 2, or exp(-d) - 1 + d."""
+    """How the divergence from a reference is estimated: d, d^2 / 2, or exp(-d) - 1 + d.
+
+    In a loss the gradient is that of the divergence with each of them; in a reward only with k1.
+    """
 
     k1 = "k1"
     k2 = "k2"
@@ -144,51 +168,113 @@ class PPOConfig(Section):
     )
     loss_settings: dict[str, Any] = setting(dict, "settings of another loss than policy_gradient")
     advantage: str = setting(
-        "group", "reward less the mean of: group, leave_one_out, batch, none; gae; or your function"
+        "group",
+        "reward less the mean of: group, leave_one_out, batch, none; gae; or your function",
+        idle=_OF_ADVANTAGE,
     )
-    advantage_settings: dict[str, Any] = setting(dict, "settings of a function of your own")
-    advantage_std: NormScope = setting(NormScope.group)
-    advantage_deviation: Deviation = setting(Deviation.population)
-    advantage_eps: float = setting(1e-6, "added to the standard deviation", gt=0)
-    discount: float = setting(1.0, "gamma, a token; with advantage gae", ge=0, le=1)
-    gae_lambda: float = setting(1.0, "lambda of GAE; with advantage gae", ge=0, le=1)
-    ratio: Level = setting(Level.token)
-    gain: Gain = setting(Gain.clip)
-    clip_low: float = setting(0.2, "the ratio is clipped below 1 - clip_low", gt=0, le=1)
-    clip_high: float = setting(0.2, "the ratio is clipped above 1 + clip_high", gt=0, infinite=True)
+    advantage_settings: dict[str, Any] = setting(
+        dict, "settings of a function of your own", idle=_OF_ADVANTAGE
+    )
+    advantage_std: NormScope = setting(
+        NormScope.group, idle=(*_OF_ADVANTAGE, f"advantage!={','.join((*BASELINES, GAE))}")
+    )
+    advantage_deviation: Deviation = setting(Deviation.population, idle=_OF_DEVIATION)
+    advantage_eps: float = setting(
+        1e-6, "added to the standard deviation", gt=0, idle=_OF_DEVIATION
+    )
+    discount: float = setting(1.0, "gamma, a token; with advantage gae", ge=0, le=1, idle=_OF_GAE)
+    gae_lambda: float = setting(1.0, "lambda of GAE; with advantage gae", ge=0, le=1, idle=_OF_GAE)
+    ratio: Level = setting(Level.token, idle=_OF_RATIO)
+    gain: Gain = setting(Gain.clip, idle=_OF_LOSS)
+    clip_low: float = setting(
+        0.2,
+        "the ratio is clipped below 1 - clip_low",
+        gt=0,
+        le=1,
+        idle=(*_OF_RATIO, "gain!=clip,stop_gradient_clip"),
+    )
+    clip_high: float = setting(
+        0.2,
+        "the ratio is clipped above 1 + clip_high",
+        gt=0,
+        infinite=True,
+        idle=(*_OF_RATIO, "gain!=clip,stop_gradient_clip"),
+    )
     clip_dual: float = setting(
-        math.inf, "where the advantage is negative the ratio counts as no more", gt=1, infinite=True
+        math.inf,
+        "where the advantage is negative the ratio counts as no more",
+        gt=1,
+        infinite=True,
+        idle=(*_OF_RATIO, "gain!=clip"),
     )
-    gate_positive: float = setting(1.0, "of soft_gate, where the advantage is positive", gt=0)
-    gate_negative: float = setting(1.05, "of soft_gate, where the advantage is negative", gt=0)
-    divergence: Divergence = setting(Divergence.tv)
+    gate_positive: float = setting(
+        1.0,
+        "of soft_gate, where the advantage is positive",
+        gt=0,
+        idle=(*_OF_RATIO, "gain!=soft_gate"),
+    )
+    gate_negative: float = setting(
+        1.05,
+        "of soft_gate, where the advantage is negative",
+        gt=0,
+        idle=(*_OF_RATIO, "gain!=soft_gate"),
+    )
+    divergence: Divergence = setting(Divergence.tv, idle=(*_OF_RATIO, "gain!=divergence"))
     max_divergence: float = setting(
-        math.inf, "of gain divergence; in nats, or for tv of [0, 1]", gt=0, infinite=True
+        math.inf,
+        "of gain divergence; in nats, or for tv of [0, 1]",
+        gt=0,
+        infinite=True,
+        idle=(*_OF_RATIO, "gain!=divergence"),
     )
-    clip_center: ClipCenter = setting(ClipCenter.proximal)
-    behavior_weight: BehaviorWeight = setting(BehaviorWeight.token)
-    behavior_weight_bound: WeightBound = setting(WeightBound.mask)
-    behavior_weight_floor: float = setting(0.0, "lower bound of the behaviour weight", ge=0, le=1)
+    clip_center: ClipCenter = setting(
+        ClipCenter.proximal, idle=("loss!=policy_gradient and loss lacks proximal_logprobs",)
+    )
+    behavior_weight: BehaviorWeight = setting(BehaviorWeight.token, idle=_OF_WEIGHT)
+    behavior_weight_bound: WeightBound = setting(
+        WeightBound.mask,
+        idle=(*_OF_BOUNDS, "behavior_weight_floor=0 and behavior_weight_cap=inf"),
+    )
+    behavior_weight_floor: float = setting(
+        0.0, "lower bound of the behaviour weight", ge=0, le=1, idle=_OF_BOUNDS
+    )
     behavior_weight_cap: float = setting(
-        5.0, "upper bound of the behaviour weight pi_centre / pi_behav", ge=1, infinite=True
+        5.0,
+        "upper bound of the behaviour weight pi_centre / pi_behav",
+        ge=1,
+        infinite=True,
+        idle=_OF_BOUNDS,
     )
     max_second_moment: float = setting(
-        math.inf, "a row's mean of log(pi / pi_behav)^2 is kept below", gt=0, infinite=True
+        math.inf,
+        "a row's mean of log(pi / pi_behav)^2 is kept below",
+        gt=0,
+        infinite=True,
+        idle=_OF_LOSS,
     )
     max_behavior_kl: float = setting(
         math.inf,
         "bad rows whose mean log(pi_behav / pi) is larger are left out",
         gt=0,
         infinite=True,
+        idle=_OF_LOSS,
     )
-    aggregation: Aggregation = setting(Aggregation.token)
+    aggregation: Aggregation = setting(Aggregation.token, idle=_OF_LOSS)
     aggregation_tokens: int = shared(
-        "${generation.max_new_tokens}", 128, "divisor of aggregation constant", ge=1
+        "${generation.max_new_tokens}",
+        128,
+        "divisor of aggregation constant",
+        ge=1,
+        idle=(*_OF_LOSS, "aggregation!=constant"),
     )
-    kl_coefficient: float = setting(0.0, "beta: the weight of the KL to the reference", ge=0)
-    kl_estimator: KLEstimator = setting(KLEstimator.k3)
-    kl_place: KLPlace = setting(KLPlace.loss)
-    entropy_coefficient: float = setting(0.0, "the weight of the mean entropy, a bonus", ge=0)
+    kl_coefficient: float = setting(
+        0.0, "beta: the weight of the KL to the reference", ge=0, idle=_OF_KL
+    )
+    kl_estimator: KLEstimator = setting(KLEstimator.k1, idle=_OF_KL)
+    kl_place: KLPlace = setting(KLPlace.loss, idle=_OF_KL)
+    entropy_coefficient: float = setting(
+        0.0, "the weight of the mean entropy, a bonus", ge=0, idle=_OF_LOSS
+    )
 
     @property
     def tried_staleness(self) -> int:
@@ -262,11 +348,6 @@ def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
         "actor.ppo.clip_dual",
         ppo.clip_dual > 1 + ppo.clip_high or ppo.clip_dual == math.inf,
         f"above 1 + actor.ppo.clip_high={1 + ppo.clip_high:g} (it is the wider bound), or inf",
-    )
-    yield (
-        "actor.ppo.kl_estimator",
-        not ppo.loss_kl_coefficient or ppo.kl_estimator is not KLEstimator.k1,
-        "k2 or k3 with actor.ppo.kl_place=loss (the gradient of k1 is 0 on average)",
     )
     yield (
         "actor.ppo.behavior_weight",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -38,6 +38,9 @@ from areal_sc.config.server_settings import SGLangConfig, VLLMConfig
 from areal_sc.config.sharing import Section, join_sections
 from areal_sc.config.slurm_settings import SchedulerType, SlurmConfig
 from areal_sc.config.transport_settings import TransportConfig as TransportConfig
+from areal_sc.config.weight_settings import OnWeightUpdate as OnWeightUpdate
+from areal_sc.config.weight_settings import WeightUpdateConfig as WeightUpdateConfig
+from areal_sc.config.weight_settings import WeightUpdateMethod as WeightUpdateMethod
 
 
 class Dtype(StrEnum):
@@ -132,30 +135,6 @@ class ModelHead(StrEnum):
     value = "value"
 
 
-class OnWeightUpdate(StrEnum):
-    """What a weight update does to running answers.
-
-    interrupt: they stop where they are and go on under the new weights, their KV recomputed.
-    finish_running: no new ones start, and the update waits for the running ones.
-    """
-
-    interrupt = "interrupt"
-    finish_running = "finish_running"
-
-
-class WeightUpdateMethod(StrEnum):
-    """How new weights reach generation.
-
-    pull: sealed in the trainers' stores; pulled once a node, without a copy on the same one.
-    collective: rank 0 broadcasts to all generating ranks; NCCL between GPUs, else gloo.
-    disk: a Hugging Face folder on a path that both sides see.
-    """
-
-    pull = "pull"
-    collective = "collective"
-    disk = "disk"
-
-
 @dataclass
 class GenerationConfig:
     """How completions are sampled."""
@@ -171,24 +150,8 @@ class GenerationConfig:
     cut_answers: CutAnswers = setting(CutAnswers.paid)
 
 
-@dataclass
-class WeightUpdateConfig(Section):
-    """The way of new weights from the trainers to generation."""
-
-    method: WeightUpdateMethod = setting(WeightUpdateMethod.pull)
-    folder: str = shared("${run_dir}/weights", "weights", "for method disk; all processes see it")
-    bucket_bytes: int = setting(
-        256 << 20, "weights sent at one time; at most two such buckets exist", ge=1
-    )
-    step_timeout_s: float = setting(600.0, "limit of one bucket, load or meeting of ranks", gt=0)
-    whole_every_steps: int = setting(
-        1, "steps between versions that other nodes pull whole, not as what has changed", ge=1
-    )
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether versions are published as what has changed, too."""
-        return self.whole_every_steps > 1 and self.method is WeightUpdateMethod.pull
+_ON_ROWS = ("in a run on rows of a data set",)
+_LOCAL = ("with a path of this machine",)
 
 
 @dataclass
@@ -196,7 +159,7 @@ class ActorConfig(Section):
     """The trained policy: model, parallelism, memory, optimizer."""
 
     path: str = setting(MISSING, "model folder, or its name on the Hugging Face hub")
-    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest")
+    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest", idle=_LOCAL)
     random_init: bool = setting(
         False, "draw weights from seed; the folder needs config.json and tokenizer only"
     )
@@ -214,17 +177,28 @@ class ActorConfig(Section):
     )
     activation_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     activation_offload: bool = setting(
-        False, "with checkpointing: what it keeps, the inputs of layers, in pinned host memory"
+        False,
+        "with checkpointing: what it keeps, the inputs of layers, in pinned host memory",
+        idle=("device=cpu",),
     )
     cpu_offload: bool = setting(
-        False, "parameters, gradients and optimizer state in host memory; updates run on the CPU"
+        False,
+        "parameters, gradients and optimizer state in host memory; updates run on the CPU",
+        idle=("device=cpu",),
     )
     flash_attention: int = setting(
-        2, "version, in 16 bits on a GPU; 3 needs Hopper and the package flash_attn_3", ge=2, le=3
+        2,
+        "version, in 16 bits on a GPU; 3 needs Hopper and the package flash_attn_3",
+        ge=2,
+        le=3,
+        idle=("device=cpu", "dtype=float32"),
     )
     compile_layers: bool = setting(False, "torch.compile for each decoder layer, without attention")
     logprob_chunk_tokens: int = setting(
-        0, "tokens whose logits exist at one time; 0: 1024, more if a GPU has room", ge=0
+        0,
+        "tokens whose logits exist at one time; 0: 1024, more if a GPU has room",
+        ge=0,
+        idle=("head=value",),
     )
     num_threads: int = setting(
         0, "CPU threads a rank; 0: one, with a GPU its share of the cores", ge=0
@@ -241,7 +215,7 @@ class ActorConfig(Section):
     algorithm: str = setting(
         "decoupled_ppo", "a preset of these settings, of configs/algorithms; what you set wins"
     )
-    ppo: PPOConfig = setting(PPOConfig)
+    ppo: PPOConfig = setting(PPOConfig, idle=_ON_ROWS)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
 
     @property
@@ -251,23 +225,31 @@ class ActorConfig(Section):
 
 
 @dataclass
-@inherits(ActorConfig, "actor")
+@inherits(
+    ActorConfig,
+    "actor",
+    without=(
+        *("algorithm", "ppo", "optimizer", "memory_every_steps", "keep_rows_steps"),
+        *("activation_checkpointing", "activation_offload"),
+    ),
+)
 class FrozenModelConfig(ActorConfig):
     """A model that only computes, beside the policy. What is not set is the actor's."""
 
     path: str = setting("", "model folder, or its name on the hub; empty: there is none")
-    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest")
+    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest", idle=_LOCAL)
     random_init: bool = setting(False, "draw weights from seed")
-    is_frozen: bool = setting(True, "it has no optimizer")
+    is_frozen: ClassVar[bool] = True  # type: ignore[misc]  # no setting of such a section
+    head: ClassVar[ModelHead] = ModelHead.lm  # type: ignore[misc]
 
 
 @dataclass
-@inherits(ActorConfig, "actor")
+@inherits(ActorConfig, "actor", without=("algorithm",))
 class CriticConfig(ActorConfig):
     """A model of values, trained beside the policy. What is not set is the actor's."""
 
     path: str = setting("", "model folder, or its name on the hub; empty: there is none")
-    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest")
+    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest", idle=_LOCAL)
     random_init: bool = setting(False, "draw weights from seed")
     is_frozen: bool = setting(False, "it is trained")
     head: ModelHead = setting(ModelHead.value)
@@ -285,7 +267,8 @@ class TeacherConfig(FrozenModelConfig):
 class RewardModelConfig(TeacherConfig):
     """A model whose score of a row is added to its reward. What is not set is the actor's."""
 
-    head: ModelHead = setting(ModelHead.value)
+    head: ClassVar[ModelHead] = ModelHead.value  # type: ignore[misc]
+    logprob_chunk_tokens: ClassVar[int] = 0  # type: ignore[misc]
 
 
 @dataclass
@@ -302,34 +285,44 @@ class RolloutConfig(Section):
     generation: GenerationConfig = shared("${generation}", GenerationConfig)
     num_workers: int = setting(1, "processes, one engine each", ge=1)
     autoscale: AutoscaleConfig = setting(AutoscaleConfig)
-    device: Device = setting(Device.auto)
+    device: Device = setting(
+        Device.auto, idle=("engine=sglang and sglang.urls!=", "engine=vllm and vllm.urls!=")
+    )
     placement: Placement = shared("${placement}", Placement.auto)
     dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
     float32_output_layer: bool = setting(
-        False, "with a 16-bit dtype: logits are not rounded to it, as trainers do not either"
+        False,
+        "with a 16-bit dtype: logits are not rounded to it, as trainers do not either",
+        idle=("dtype=float32",),
     )
     max_running_sequences: int = setting(64, "decode slots a worker", ge=1)
     max_context_tokens: int = setting(
         0, "tokens of prompt and completion; 0: what the model and a micro-batch take", ge=0
     )
     max_episode_tokens: int = setting(0, "tokens of an episode's rows; 0: max_context_tokens", ge=0)
-    max_prefill_tokens: int = setting(8192, "prompt tokens computed between two decode steps", ge=1)
+    max_prefill_tokens: int = setting(
+        8192, "prompt tokens computed between two decode steps", ge=1, idle=("engine!=local",)
+    )
     num_threads: int = setting(1, "CPU threads a worker", ge=1)
     seed: int = shared("${seed}", 0, "seed of sampling", ge=0)
     total_steps: int = shared("${total_steps}", 0, "training steps; 0: admit without end", ge=0)
     train_batch_groups: int = setting(32, "groups a training step (B)", ge=1)
     group_size: int = setting(8, "episodes a prompt", ge=1)
     max_staleness: int = setting(4, "bound eta, in policy versions; 0 is synchronous", ge=0)
-    over_bound: OverBound = setting(OverBound.train)
+    over_bound: OverBound = setting(
+        OverBound.train, idle=("max_staleness=0: no group is ever over the bound",)
+    )
     keep_groups: KeepGroups = setting(KeepGroups.all)
     choose_prompts: str = setting("all", "in later epochs; with_signal, package.module:function")
     soft_length: SoftLengthConfig = setting(SoftLengthConfig)
-    admission: AdmissionMode = setting(AdmissionMode.just_in_time)
+    admission: AdmissionMode = setting(AdmissionMode.just_in_time, idle=("max_staleness=0",))
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
     store_bytes: int = setting(0, "limit of one worker's tensor store; 0: what is free there", ge=0)
     node_store_bytes: int = setting(0, "limit of a node's stores; 0: its shared memory", ge=0)
     group_timeout_s: float = setting(3600.0, "limit of a group, from its start to its end", gt=0)
-    step_timeout_s: float = setting(300.0, "limit of one step of the local engine", gt=0)
+    step_timeout_s: float = setting(
+        300.0, "limit of one step of the local engine", gt=0, idle=("engine!=local",)
+    )
     reward_timeout_s: float = setting(30.0, "limit of one reward", gt=0)
     num_reward_processes: int = setting(1, "processes a worker that compute rewards", ge=1)
     sandbox: SandboxConfig = setting(SandboxConfig)
@@ -338,7 +331,12 @@ class RolloutConfig(Section):
     max_rejection_rate: float = setting(
         0.5, "the run ends if more of rejection_window groups' episodes are rejected", gt=0, le=1
     )
-    rejection_window: int = setting(128, "newest groups, for max_rejection_rate", ge=1)
+    rejection_window: int = setting(
+        128,
+        "newest groups, for max_rejection_rate",
+        ge=1,
+        idle=("max_rejection_rate=1: no share of rejections ends the run",),
+    )
     max_lost_s: float = setting(300.0, "the run ends if so long all episodes are rejected", gt=0)
     agents: AgentsConfig = shared("${agents}", AgentsConfig)
     sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
@@ -373,9 +371,11 @@ class SchedulerConfig(KnowsRunOnly):
     """Where and how worker processes run."""
 
     type: str = setting(SchedulerType.local.value, "local, slurm, ray, or package.module:Class")
-    settings: dict[str, Any] = setting(dict, "settings of a scheduler of your own")
-    slurm: SlurmConfig = setting(SlurmConfig)
-    ray: RayConfig = setting(RayConfig)
+    settings: dict[str, Any] = setting(
+        dict, "settings of a scheduler of your own", idle=("type=local,slurm,ray",)
+    )
+    slurm: SlurmConfig = setting(SlurmConfig, idle=("type=local,ray",))
+    ray: RayConfig = setting(RayConfig, idle=("type=local,slurm",))
     run_dir: str = shared("${run_dir}", MISSING, "folder of the run")
     resume: Resume = shared("${resume}", Resume.auto, "of a loop without a `Run`")
     overwrite: bool = shared("${overwrite}", False, "of a loop without a `Run`")
@@ -395,7 +395,10 @@ class SchedulerConfig(KnowsRunOnly):
         "/var/tmp", "for the script's files, on nodes that share no folder with it"
     )
     shipping_timeout_s: float = setting(
-        3600.0, "limit until files of the script are on a node that shares no folder", gt=0
+        3600.0,
+        "limit until files of the script are on a node that shares no folder",
+        gt=0,
+        idle=("type=local",),
     )
     max_log_bytes: int = setting(50 << 20, "of each log, and of its earlier part", ge=1 << 10)
     shutdown_timeout_s: float = setting(10.0, "between asking a worker to end and killing it", gt=0)
@@ -411,26 +414,33 @@ class GRPOConfig:
     resume: Resume = setting(Resume.auto)
     overwrite: bool = setting(False, "empty the run folder first")
     dry_run: bool = setting(False, "start nothing; end when all of the task was looked at")
-    placement: Placement = setting(Placement.auto)
-    generation: GenerationConfig = setting(GenerationConfig)
+    placement: Placement = setting(Placement.auto, idle=_ON_ROWS)
+    generation: GenerationConfig = setting(GenerationConfig, idle=_ON_ROWS)
     actor: ActorConfig = setting(ActorConfig)
-    reference: FrozenModelConfig = setting(FrozenModelConfig)
-    critic: CriticConfig = setting(CriticConfig)
-    teacher: TeacherConfig = setting(TeacherConfig)
-    reward_model: RewardModelConfig = setting(RewardModelConfig)
-    rollout: RolloutConfig = setting(RolloutConfig)
-    agents: AgentsConfig = setting(AgentsConfig)
-    sglang: SGLangConfig = setting(SGLangConfig)
-    vllm: VLLMConfig = setting(VLLMConfig)
-    weight_update: WeightUpdateConfig = setting(WeightUpdateConfig)
+    reference: FrozenModelConfig = setting(FrozenModelConfig, idle=("reference.path=", *_ON_ROWS))
+    critic: CriticConfig = setting(CriticConfig, idle=("critic.path=", *_ON_ROWS))
+    teacher: TeacherConfig = setting(TeacherConfig, idle=("teacher.path=", *_ON_ROWS))
+    reward_model: RewardModelConfig = setting(
+        RewardModelConfig,
+        idle=("reward_model.path=", *_ON_ROWS, "actor.ppo.loss lacks advantages"),
+    )
+    rollout: RolloutConfig = setting(RolloutConfig, idle=_ON_ROWS)
+    agents: AgentsConfig = setting(AgentsConfig, idle=(*_ON_ROWS, "without a workflow of agents"))
+    sglang: SGLangConfig = setting(SGLangConfig, idle=(*_ON_ROWS, "rollout.engine!=sglang"))
+    vllm: VLLMConfig = setting(VLLMConfig, idle=(*_ON_ROWS, "rollout.engine!=vllm"))
+    weight_update: WeightUpdateConfig = setting(WeightUpdateConfig, idle=_ON_ROWS)
     scheduler: SchedulerConfig = setting(SchedulerConfig)
     transport: TransportConfig = setting(TransportConfig)
-    evaluation: EvaluationConfig = setting(EvaluationConfig)
+    evaluation: EvaluationConfig = setting(
+        EvaluationConfig, idle=("without prompts for evaluations",)
+    )
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
-    samples: SamplesConfig = setting(SamplesConfig)
+    samples: SamplesConfig = setting(SamplesConfig, idle=_ON_ROWS)
     records: RecordsConfig = setting(RecordsConfig)
     trackers: list[TrackerKind] = setting(list, "what else keeps the metrics: wandb, …")
-    tracker_project: str = setting("areal_sc", "name under which trackers file the run")
+    tracker_project: str = setting(
+        "areal_sc", "name under which trackers file the run", idle=("trackers=",)
+    )
     task: dict[str, Any] = setting(dict, "the script's own settings")
 
     def __post_init__(self) -> None:

@@ -7,21 +7,35 @@ from typing import Any
 
 from areal_sc.config.fields import setting
 
+_RUN_ALREADY = ("urls!=: these servers run already",)
+
 
 @dataclass
 class ServersConfig:
     """The inference servers of one rollout worker: started and owned by it, or running already."""
 
-    python: str = setting("", "interpreter of their program's environment; empty: this one")
-    num_servers: int = setting(1, "servers a worker", ge=1)
-    tp_size: int = setting(1, "tensor parallel: GPUs a server", ge=1)
-    host: str = setting("127.0.0.1", "interface that the servers listen on")
-    ports: list[int] = setting(list, "ports of the servers, one each; empty: free ones")
-    devices: list[int] = setting(list, "GPU indices, tp_size a server; empty: 0, 1, …")
-    args: dict[str, Any] = setting(dict, "arguments of the program: {mem_fraction_static: 0.6}")
-    environment: dict[str, str] = setting(dict, "further environment variables of the servers")
+    python: str = setting(
+        "", "interpreter of their program's environment; empty: this one", idle=_RUN_ALREADY
+    )
+    num_servers: int = setting(1, "servers a worker", ge=1, idle=_RUN_ALREADY)
+    tp_size: int = setting(1, "tensor parallel: GPUs a server", ge=1, idle=_RUN_ALREADY)
+    host: str = setting("127.0.0.1", "interface that the servers listen on", idle=_RUN_ALREADY)
+    ports: list[int] = setting(
+        list, "ports of the servers, one each; empty: free ones", idle=_RUN_ALREADY
+    )
+    devices: list[int] = setting(
+        list, "GPU indices, tp_size a server; empty: 0, 1, …", idle=_RUN_ALREADY
+    )
+    args: dict[str, Any] = setting(
+        dict, "arguments of the program: {mem_fraction_static: 0.6}", idle=_RUN_ALREADY
+    )
+    environment: dict[str, str] = setting(
+        dict, "further environment variables of the servers", idle=_RUN_ALREADY
+    )
     urls: list[str] = setting(list, "servers that run already; then none is started")
-    api_key_env: str = setting("", "environment variable with the key of the servers in urls")
+    api_key_env: str = setting(
+        "", "environment variable with the key of the servers in urls", idle=("urls=",)
+    )
     start_timeout_s: float = setting(900.0, "limit until a server has read its model", gt=0)
     control_timeout_s: float = setting(60.0, "limit of a pause, a resume, a question", gt=0)
     stop_timeout_s: float = setting(3.0, "between asking a server to end and killing it", gt=0)

@@ -35,13 +35,21 @@ class Section:
         for setting in fields(self):  # type: ignore[arg-type]
             value = getattr(self, setting.name)
             if setting.name in self._taken:
-                key, text = _parts(self._taken[setting.name])
-                value = value_at(run, key)
-                value = f"{value}{text}" if text else value
+                value = taken_from(run, self._taken[setting.name])
             if isinstance(value, Section):
                 value = value.joined(run)
             setattr(section, setting.name, value)
         return section
+
+
+def taken_from(run: Any, template: str) -> Any:
+    """The value of a shared setting that is not given.
+
+    Args: template: as of `shared`.
+    """
+    key, text = _parts(template)
+    value = value_at(run, key)
+    return f"{value}{text}" if text else value
 
 
 def join_sections(run: Any) -> None:

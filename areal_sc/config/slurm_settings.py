@@ -72,7 +72,12 @@ class RolloutNodes(RoleNodes):
 class SlurmConfig(Section):
     """The jobs that the slurm scheduler submits; what is empty or 0 is left to the cluster."""
 
-    nodes: int = setting(1, "nodes for roles without nodes of their own; each gets one agent", ge=1)
+    nodes: int = setting(
+        1,
+        "nodes for roles without nodes of their own; each gets one agent",
+        ge=1,
+        idle=("train.nodes!=0 and rollout.nodes!=0",),
+    )
     gpus_per_node: int = setting(0, "GPUs of each node", ge=0)
     cpus_per_node: int = setting(0, "CPUs of each node", ge=0)
     memory_per_node: str = setting("", "memory of each node: 64G")
@@ -97,5 +102,5 @@ class SlurmConfig(Section):
         list, "around agents: [apptainer, exec, x.sif]; or flags of srun, for pyxis"
     )
     python: str = setting("", "interpreter on the nodes; empty: where this one is")
-    train: TrainNodes = setting(TrainNodes)
-    rollout: RolloutNodes = setting(RolloutNodes)
+    train: TrainNodes = setting(TrainNodes, idle=("train.nodes=0",))
+    rollout: RolloutNodes = setting(RolloutNodes, idle=("rollout.nodes=0",))

@@ -11,6 +11,8 @@ from itertools import chain, islice
 from statistics import fmean
 from typing import Final
 
+import numpy as np
+
 from areal_sc.algorithms.advantages import DEVIATIONS, normalized_advantages
 from areal_sc.page.row_index import Advantages
 from areal_sc.records.recorded_rows import RecordedGroup
@@ -42,11 +44,18 @@ def advantages_by(settings: Mapping[str, str]) -> Advantages:
         rewards = [*chain.from_iterable(returns)]
         if not is_known or deviation not in DEVIATIONS or not all(map(math.isfinite, rewards)):
             return [None] * len(returns)
-        episodes = [row.episode for row, its in zip(group.rows, returns, strict=True) for _ in its]
-        found: list[float] = normalized_advantages(
-            rewards, [0] * len(rewards), episodes, mean=mean, std=std, deviation=deviation, eps=eps
-        ).tolist()
-        of_rows = iter(found)
+        pairs = [*zip(group.rows, returns, strict=True)]
+        found = normalized_advantages(
+            rewards,
+            [0] * len(rewards),
+            [row.episode for row, its in pairs for _ in its],
+            mean=mean,
+            std=std,
+            deviation=deviation,
+            eps=eps,
+            judged=np.array([value - row.shaping for row, its in pairs for value in its]),
+        )
+        of_rows = iter(found.tolist())
         return [fmean(islice(of_rows, len(its))) for its in returns]
 
     return advantages

@@ -41,6 +41,7 @@ from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
 from areal_sc.preflight.evaluation_checks import check_evaluation
 from areal_sc.preflight.generation_checks import check_generation
+from areal_sc.preflight.idle_settings import ScriptFacts
 from areal_sc.preflight.settings_warnings import settings_warnings
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
@@ -62,12 +63,15 @@ def check_config(
     count_devices: Callable[[], int] = count_cuda_devices,
     *,
     generates: bool = True,
+    may_have_more: bool = False,
 ) -> list[str]:
     """Checks every setting and what goes together.
 
     Args:
         count_devices: number of CUDA devices of this machine; asked only when it matters.
         generates: False: a run on rows of a data set, for which settings of generation do nothing.
+        may_have_more: the script may have agents, and prompts for evaluations, of which settings
+            do not tell.
     Returns: warnings: settings without effect, and settings that are allowed but seldom meant.
     Raises:
         ConfigError: names the setting, its value, and what is allowed.
@@ -94,8 +98,9 @@ def check_config(
             loss_of(model.ppo).search_path(f"{role}.ppo.loss")  # raises where there is none
     if generates:
         check_generation(config, count_devices)
+    facts = ScriptFacts(generates, has_agents=may_have_more, evaluates=may_have_more)
     return [
-        *settings_warnings(config, () if generates else OF_GENERATION),
+        *settings_warnings(config, facts),
         *_check_devices(config, count_devices, generates=generates),
     ]
 
@@ -279,11 +284,6 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     shared_memory, update = config.transport.shared_memory, config.weight_update
     yield "actor.head", config.actor.head == ModelHead.lm, "lm, since the policy generates"
     yield "critic.head", config.critic.head == ModelHead.value, "value, which a critic gives"
-    frozen = {"reference": ModelHead.lm, "teacher": ModelHead.lm, "reward_model": ModelHead.value}
-    for role, head in frozen.items():
-        section = value_at(config, role)
-        yield f"{role}.is_frozen", section.is_frozen, "true, since it is never trained"
-        yield f"{role}.head", section.head == head, f"{head}, which such a model has"
     if config.reward_model.path:
         why = "all with reward_model.path (it scores the rows of a batch, after they are chosen)"
         yield "rollout.keep_groups", config.rollout.keep_groups == KeepGroups.all, why

@@ -7,12 +7,11 @@ from contextlib import suppress
 
 from areal_sc.config.fields import value_at
 from areal_sc.config.loading.presets import preset_warnings
-from areal_sc.config.optimizer_settings import LrSchedule
-from areal_sc.config.ppo_settings import BASELINES, BehaviorWeight, ClipCenter, NormScope
-from areal_sc.config.schema import GRPOConfig, RolloutEngine, WeightUpdateMethod
-from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.config.ppo_settings import KLEstimator
+from areal_sc.config.schema import GRPOConfig, RolloutEngine
 from areal_sc.errors import ModelError
 from areal_sc.hub import cached_model, local_model
+from areal_sc.preflight.idle_settings import ScriptFacts, idle_settings
 from areal_sc.sizing.model_folder import read_model_shape
 from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
 from areal_sc.sizing.worker_plan import format_bytes
@@ -22,81 +21,17 @@ SMALL_MODEL_PARAMETERS = 1_000_000_000
 
 _LARGE_SCORES = 1 << 30
 
-_IDLE = (
-    # with this setting at this value, these have no effect; why, where that is not plain
-    ("actor.optimizer.schedule", LrSchedule.constant, ["actor.optimizer.min_lr_ratio"], ""),
-    (
-        "actor.ppo.behavior_weight",
-        BehaviorWeight.none,
-        ["actor.ppo.behavior_weight_cap", "actor.ppo.behavior_weight_floor"],
-        "",
-    ),
-    ("actor.ppo.kl_coefficient", 0, ["actor.ppo.kl_estimator", "actor.ppo.kl_place"], ""),
-    ("actor.ppo.advantage_std", NormScope.none, ["actor.ppo.advantage_eps"], ""),
-    *(
-        ("actor.ppo.advantage", of, ["actor.ppo.discount", "actor.ppo.gae_lambda"], "")
-        for of in BASELINES
-    ),
-    (
-        "actor.lora.rank",
-        0,
-        [
-            *("actor.lora.alpha", "actor.lora.targets", "actor.lora.dropout", "actor.lora.path"),
-            *("actor.lora.save_merged", "actor.lora.publish_merged"),
-        ],
-        "all parameters are trained",
-    ),
-    ("evaluation.every_steps", 0, ["checkpoint.keep_best"], ""),
-    *(
-        ("weight_update.method", method, ["weight_update.whole_every_steps"], "only pull has them")
-        for method in (WeightUpdateMethod.collective, WeightUpdateMethod.disk)
-    ),
-    (
-        "scheduler.type",
-        SchedulerType.local,
-        ["weight_update.whole_every_steps"],
-        "no worker is on another node than the trainers",
-    ),
-    ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
-    (
-        "rollout.soft_length.limit_tokens",
-        0,
-        ["rollout.soft_length.margin_tokens", "rollout.soft_length.penalty"],
-        "",
-    ),
-    (
-        "rollout.max_rejection_rate",
-        1,
-        ["rollout.rejection_window"],
-        "no share of rejections ends the run",
-    ),
-    (
-        "checkpoint.every_steps",
-        0,
-        ["checkpoint.every_minutes", "checkpoint.keep"],
-        "only the final model is kept",
-    ),
-    (
-        "actor.ppo.num_minibatches",
-        1,
-        ["actor.ppo.clip_low", "actor.ppo.clip_high"],
-        "the only update starts at the clip's centre",
-    ),
-)
 
-
-def settings_warnings(config: GRPOConfig, unused: tuple[str, ...] = ()) -> Iterator[str]:
-    """A sentence for each, with the setting and its value.
-
-    Args:
-        unused: where settings begin that the run does not use; if any, it generates nothing.
-    """
-    yield from _effect_warnings(config, unused)
+def settings_warnings(config: GRPOConfig, facts: ScriptFacts) -> Iterator[str]:
+    """A sentence for each, with the setting and its value."""
+    yield from idle_settings(config, facts)
     yield from _step_warnings(config)
     yield from _attention_warnings(config)
-    if unused:
+    if not facts.generates:
         return
+    yield from _stop_warnings(config)
     yield from _distribution_warnings(config)
+    yield from _estimator_warnings(config)
     yield from preset_warnings(config)
     yield from _kept_row_warnings(config)
     yield from _rank_warnings(config)
@@ -118,28 +53,24 @@ def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _effect_warnings(config: GRPOConfig, unused: tuple[str, ...]) -> Iterator[str]:
-    """Settings that the user changed and that change nothing."""
-    for stop in () if unused else config.generation.stop:
+def _stop_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Strings that a command line has spelled otherwise than they are meant."""
+    for stop in config.generation.stop:
         if "\\n" in stop:
             yield (
                 f"generation.stop: {stop} holds a backslash and an n, not the end of a line: set "
                 'it in a YAML file, as "\\n"'
             )
-    defaults = GRPOConfig()
-    for cause, idle_value, keys, why in _IDLE:
-        for key in keys:
-            value = value_at(config, key)
-            if value_at(config, cause) != idle_value or value == value_at(defaults, key):
-                continue
-            if key.startswith(unused):
-                continue
-            if key.startswith("actor.ppo.clip_") and (
-                config.actor.ppo.clip_center != ClipCenter.proximal
-            ):
-                continue
-            reason = f": {why}" if why else ""
-            yield f"{key}={value} has no effect with {cause}={str(idle_value).lower()}{reason}"
+
+
+def _estimator_warnings(config: GRPOConfig) -> Iterator[str]:
+    """An estimator that is no penalty where it stands."""
+    ppo = config.actor.ppo
+    if ppo.reward_kl_coefficient and ppo.kl_estimator is not KLEstimator.k1:
+        yield (
+            f"actor.ppo.kl_estimator={ppo.kl_estimator} with actor.ppo.kl_place=reward: near the "
+            "reference such a reward has almost no gradient; that of k1 is the gradient of the KL"
+        )
 
 
 def _step_warnings(config: GRPOConfig) -> Iterator[str]:
@@ -204,7 +135,8 @@ def _attention_warnings(config: GRPOConfig) -> Iterator[str]:
     with suppress(ModelError):  # it is not there yet
         folder = cached_model(actor.path, actor.revision)
         shape = read_model_shape(folder) if folder else None
-    row_tokens = min(config.rollout.max_context_tokens, actor.max_tokens_per_micro_batch)
+    limits = config.rollout.max_context_tokens, actor.max_tokens_per_micro_batch
+    row_tokens = min(filter(None, limits))
     num_bytes = shape.layer.score_bytes(row_tokens) if shape and shape.layer else 0
     if num_bytes >= _LARGE_SCORES:
         yield (

@@ -45,10 +45,10 @@ def complete_config(
 ) -> list[str]:
     """Puts the numbers in place, as far as the model is there yet, and checks all settings.
 
-    Arguments, warnings and errors are those of `check_config`.
+    Arguments, warnings and errors are those of `check_config`, of a run whose script may have more.
     """
-    take_context(config)
-    warnings = check_config(config, count_devices, generates=generates)
+    take_context(config, generates=generates)
+    warnings = check_config(config, count_devices, generates=generates, may_have_more=True)
     if shape_of(config.actor) is None:
         return warnings
     transport = config.transport

@@ -106,8 +106,8 @@ class StepMetrics(_Record):
             their rows were sealed; None where none ended.
         longest_tokens_mean, longest_tokens_std, longest_tokens_max: generated tokens of a group's
             longest row, over groups of the batch.
-        signal_share: groups whose answers differ in their rewards, of those in the batch: the
-            others teach nothing where advantages are those within a group.
+        signal_share: groups whose answers differ in their rewards, before shaping, of those in the
+            batch: the others teach nothing where advantages are those within a group.
         num_one_episode_groups: groups of the batch with one episode, which has none to be compared
             with; unless `rollout.group_size` is 1, rejections have left it alone.
         controller_bytes: bytes on the controllers' sockets since the step before.

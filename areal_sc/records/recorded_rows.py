@@ -40,6 +40,7 @@ class PlayedRow(Protocol):
     metrics: dict[str, float]
     calls: Sequence[RecordedCall]
     returns: Sequence[tuple[float, int]]
+    shaping: float
 
 
 class RecordedRow(Struct, frozen=True, omit_defaults=True):
@@ -49,6 +50,7 @@ class RecordedRow(Struct, frozen=True, omit_defaults=True):
         episode: number within the group, from 0.
         row: number within the episode, from 0.
         returns: of each answer, where they differ from the reward.
+        shaping: of the reward, as of `Trajectory`.
     """
 
     episode: int
@@ -58,6 +60,7 @@ class RecordedRow(Struct, frozen=True, omit_defaults=True):
     versions: VersionRuns
     metrics: dict[str, float]
     returns: tuple[float, ...] = ()
+    shaping: float = 0.0
 
     @property
     def num_trained_tokens(self) -> int:
@@ -137,9 +140,8 @@ def numbers_of(row: PlayedRow, episode: int, number: int) -> RecordedRow:
     runs = tuple((version, len([*same])) for version, same in groupby(sampled.tolist()))
     metrics = {name: float(value) for name, value in row.metrics.items()}
     returns = tuple(float(value) for value, _ in row.returns)
-    return RecordedRow(
-        episode, number, len(row.input_ids), float(row.reward), runs, metrics, returns
-    )
+    size, reward, shaping = len(row.input_ids), float(row.reward), float(row.shaping)
+    return RecordedRow(episode, number, size, reward, runs, metrics, returns, shaping)
 
 
 def pack_tokens(rows: Sequence[PlayedRow]) -> bytes:

@@ -29,6 +29,10 @@ RUN_CODE: Final = "run_code"
 VOTE: Final = "vote"
 """Method or attribute of a reward function that tells what a completion answers."""
 
+IS_SHAPING: Final = "is_shaping"
+"""Attribute of a reward function: true where it says nothing of how good an answer is, as a penalty
+for its length: rewards that differ in it alone have no signal."""
+
 DECLARATION = "areal_sc_declaration"
 """Attribute of a reward function that holds its `RewardDeclaration`."""
 
@@ -123,13 +127,18 @@ class Score(float):
     Attributes:
         parts: by name, what each of several functions gave, before its weight, or what one has
             measured; empty for one that gave a number alone.
+        shaping: how much of it comes from functions that are marked by `IS_SHAPING`.
     """
 
     parts: Mapping[str, float]
+    shaping: float
 
-    def __new__(cls, reward: float, parts: Mapping[str, float] | None = None) -> Self:
+    def __new__(
+        cls, reward: float, parts: Mapping[str, float] | None = None, shaping: float = 0.0
+    ) -> Self:
         score = super().__new__(cls, reward)
         score.parts = dict(parts or {})
+        score.shaping = shaping
         return score
 
     @property

@@ -52,6 +52,8 @@ class RepetitionPenalty(Referable):
     Raises: ValueError: one of them is out of bounds.
     """
 
+    is_shaping = True
+
     def __init__(self, n: int = 3, penalty: float = 1.0) -> None:
         if n < 1 or not penalty > 0:
             raise ValueError(f"n={n}, penalty={penalty}: expected n >= 1 and penalty > 0")

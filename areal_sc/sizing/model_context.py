@@ -30,12 +30,17 @@ def model_context(path: str, revision: str = "") -> int:
     return tokens
 
 
-def take_context(config: GRPOConfig) -> None:
+def take_context(config: GRPOConfig, *, generates: bool = True) -> None:
     """Puts a number in place of `rollout.max_context_tokens=0`, if the models are there already.
 
     A longer row than a micro-batch could be generated, but not trained. So where the length of rows
     or answers is set, and that of micro-batches is its default, these hold the longest row.
+
+    Args:
+        generates: False: nothing reads the number.
     """
+    if not generates:
+        return
     default = ActorConfig.max_tokens_per_micro_batch
     rollout, actor = config.rollout, config.actor
     models = {(actor.path, actor.revision), (rollout.path, rollout.revision)}

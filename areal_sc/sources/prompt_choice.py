@@ -31,8 +31,9 @@ class PromptPast(Struct, frozen=True, array_like=True):
 
     Attributes:
         num_groups: that are finished, 1 or more.
-        success: of the newest one: its mean accuracy; its mean reward if there is no accuracy.
-        has_signal: whether the rewards of its episodes differ.
+        success: of the newest one: its mean accuracy; its mean reward if there is no accuracy,
+            without what shapes it.
+        has_signal: whether its episodes differ in their rewards, without what shapes them.
     """
 
     num_groups: int

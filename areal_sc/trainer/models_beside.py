@@ -96,7 +96,7 @@ class ModelsBeside:
         if beta := ppo.reward_kl_coefficient:
             kls = actor.score(batch, kl_of_row(ppo))
             if ppo.advantage != GAE:
-                batch = batch.add_rewards([-beta * kl for kl in kls])
+                batch = batch.add_rewards([-beta * kl for kl in kls], is_shaping=True)
             num_tokens = sum(row.num_loss_tokens for row in batch.rows)
             self._of_rewards["reference_kl"] = sum(kls) / num_tokens
         return batch

@@ -22,6 +22,7 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError, StepLost
+from areal_sc.preflight.idle_settings import ScriptFacts, idle_in_script
 from areal_sc.records.metrics import Summary
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.trainer.checkpoints import Checkpoints
@@ -30,6 +31,7 @@ from areal_sc.trainer.evaluation.evaluations import Evaluations
 from areal_sc.trainer.models_beside import ModelsBeside
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
+from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
 
 class PPOTrainer(Run):
@@ -72,6 +74,12 @@ class PPOTrainer(Run):
                 evaluations = Evaluations(
                     self, rollout, evaluation_prompts, evaluation_workflow or workflow
                 )
+            facts = ScriptFacts(
+                has_agents=type(workflow) is not SingleTurnWorkflow,
+                evaluates=evaluation_prompts is not None,
+            )
+            for warning in idle_in_script(self.config, facts):
+                self.display.warning(warning)
             beside = ModelsBeside(self.config, self.scheduler)
             others = beside.controllers.values()
             checkpoints = Checkpoints(self, actor, rollout, *others)

@@ -22,7 +22,7 @@ from areal_sc.errors import ConfigError, PromptTooLong, WorkerError, WorkflowErr
 from areal_sc.records.recorder import Recorder
 from areal_sc.records.spans import NO_VERSION, RecordedSpan
 from areal_sc.rejection import Rejection
-from areal_sc.rewards.base import Reward, RewardFunction, Score
+from areal_sc.rewards.base import IS_SHAPING, Reward, RewardFunction, Score
 from areal_sc.rewards.functions import name_of
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.weighted import weighted_functions
@@ -236,7 +236,11 @@ class WorkerEpisodeEngine:
             for part, value in score.parts.items()
         }
         parts |= {name: float(score) for name, score in scores.items()}
-        return Score(sum(weight * parts[name] for name, (_, weight) in functions.items()), parts)
+        earned, shaping = 0.0, 0.0
+        for name, (function, weight) in functions.items():
+            earned += weight * parts[name]
+            shaping += weight * parts[name] if getattr(function, IS_SHAPING, False) else 0.0
+        return Score(earned, parts, shaping)
 
     async def run_code(
         self, code: str | Program, stdin: str = "", limits: Limits | None = None

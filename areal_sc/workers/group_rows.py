@@ -50,6 +50,7 @@ def metadata_of(
             episode=number,
             row=place,
             returns=tuple((float(value), int(size)) for value, size in row.returns),
+            shaping=float(row.shaping),
         )
         for number, episode in episodes.items()
         for place, row in enumerate(episode)

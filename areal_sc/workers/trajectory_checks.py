@@ -56,6 +56,9 @@ def checked_episode(
         if not _is_finite(row.reward):
             message = f"the reward must be finite, got {row.reward!r}"
             return Rejection(RejectionKind.bad_reward, where + message)
+        if not _is_finite(row.shaping):
+            message = f"the reward's shaping must be finite, got {row.shaping!r}"
+            return Rejection(RejectionKind.bad_reward, where + message)
     num_tokens = sum(len(row.input_ids) for row in rows)
     if num_tokens > limits.episode_tokens:
         return Rejection(
@@ -75,8 +78,13 @@ def _cut(row: Trajectory, cut_answers: CutAnswers) -> Trajectory:
         row = replace(row, metrics={**row.metrics, ACCURACY: 0.0})
     if cut_answers is not CutAnswers.wrong:
         return row
-    returns = [(min(value, 0.0), size) for value, size in row.returns]
-    return replace(row, reward=min(float(row.reward), 0.0), returns=returns)
+    cost = min(row.shaping, 0.0)
+
+    def at_most_0(value: float) -> float:
+        return min(float(value) - row.shaping, 0.0) + cost
+
+    returns = [(at_most_0(value), size) for value, size in row.returns]
+    return replace(row, reward=at_most_0(row.reward), returns=returns, shaping=cost)
 
 
 def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:
@@ -84,8 +92,13 @@ def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:
     num_tokens = int(np.count_nonzero(row.loss_mask))
     cost = limit.penalty * soft_length_penalty(num_tokens, limit.limit_tokens, limit.margin_tokens)
     metrics = {**row.metrics, "length_penalty": cost}
-    returns = [(value + cost, size) for value, size in row.returns]
-    return replace(row, reward=float(row.reward) + cost, metrics=metrics, returns=returns)
+    return replace(
+        row,
+        reward=float(row.reward) + cost,
+        returns=[(value + cost, size) for value, size in row.returns],
+        shaping=row.shaping + cost,
+        metrics=metrics,
+    )
 
 
 def _problem(row: Any, *, is_trained: bool) -> str:

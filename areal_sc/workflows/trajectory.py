@@ -31,6 +31,9 @@ class Trajectory:
             have returns of their own; at most `MAX_RETURNS`. Then the reward is told of the row,
             and advantages are of the returns: to change `reward` alone changes nothing of them.
             Empty: the reward is that of all trained tokens.
+        shaping: the part of the reward, and of each return, that says nothing of how good the
+            answer is, such as a penalty for its length: groups that differ in it alone have no
+            signal. That of a `Score` is its own.
         metrics: numbers to be averaged and shown, e.g. {"accuracy": 1.0}.
         fields: values of each of `Workflow.fields`, by its name: [T, *shape], or [*shape] of one
             that is `per_row`.
@@ -50,9 +53,13 @@ class Trajectory:
     output: str = ""
     calls: Sequence[RecordedCall] = field(default=(), compare=False)
     returns: Sequence[tuple[float, int]] = ()
+    shaping: float = 0.0
 
     def __post_init__(self) -> None:
-        parts = self.reward.metrics if isinstance(self.reward, Score) else {}
+        parts = {}
+        if isinstance(self.reward, Score):
+            parts = self.reward.metrics
+            self.shaping = self.shaping or self.reward.shaping
         for name, value in parts.items():
             if self.metrics.get(name, value) != value:
                 raise ValueError(

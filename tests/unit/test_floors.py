@@ -26,6 +26,7 @@ FLOORS = {
     "quantities": 0,
     "run": 0,
     "rejection": 0,
+    "reward_signal": 0,
     "sizing": 0,
     "system": 0,
     "token_fields": 0,

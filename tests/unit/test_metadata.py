@@ -131,6 +131,14 @@ def test_what_models_add_to_rewards() -> None:
     assert concat([added.take([2]), added.take([0])], batch_id="c", global_step=0).has_model_rewards
 
 
+def test_rewards_that_shape() -> None:
+    batch = BatchMetadata("b", 0, (), (row(), row(returns=((1.0, 2), (2.0, 4)))))
+    shaped = batch.add_rewards([-0.25, 0.5], is_shaping=True)
+    assert [it.shaping for it in shaped.rows] == [-0.25, 0.5]
+    assert [it.judged for it in shaped.rows] == [(0.5,), (1.0, 2.0)]
+    assert [it.judged for it in shaped.add_rewards([1.0, 1.0]).rows] == [(1.5,), (2.0, 3.0)]
+
+
 def test_scores_of_another_rounding_are_the_same_update() -> None:
     rows = tuple(replace(it, returns=((0.5, 1), (1.5, 2))) for it in small_batch().rows)
     batch = replace(small_batch(), rows=rows)

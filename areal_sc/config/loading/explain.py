@@ -64,10 +64,13 @@ def unknown_key(where: str, key: str, keys: Mapping[str, Any]) -> ConfigError:
             f"{where}: {key} is not in the YAML's own {key.partition('.')[0]!r} section; "
             f"check its spelling, or add it by +{key}=..."
         )
+    role, _, rest = key.partition(".")
     nearest, name = nearest_keys(key, keys), key.rpartition(".")[2]
     is_ours = any(known.rpartition(".")[2] == name for known in nearest)  # in another section
     if key in _FORMER:
         advice = _FORMER[key]
+    elif f"{role}." in _LIKE_ACTOR and f"actor.{rest}" in keys:
+        advice = f"nothing reads it of such a model, only actor.{rest} of the policy"
     elif meaning := meant_by(key, is_ours=is_ours):
         advice = meaning
     elif nearest:

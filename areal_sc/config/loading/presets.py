@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import yaml
 
@@ -30,11 +30,16 @@ def preset_path(name: str) -> Path:
     return _FOLDER / f"{name}.yaml"
 
 
+def preset_settings(name: str) -> dict[str, Any]:
+    """Setting -> value, of an algorithm. Raises: ConfigError: there is none of this name."""
+    content = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
+    return {f"actor.ppo.{key}": value for key, value in content["actor"]["ppo"].items()}
+
+
 def preset_warnings(config: GRPOConfig) -> Iterator[str]:
     """A sentence, where none of the settings of the algorithm that is named has an effect."""
     name, defaults = config.actor.algorithm, GRPOConfig()
-    content = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
-    given = {f"actor.ppo.{key}": value for key, value in content["actor"]["ppo"].items()}
+    given = preset_settings(name)
     changed = {key for key, value in given.items() if value != value_at(defaults, key)}
     if changed and all(value_at(config, key) == value_at(defaults, key) for key in changed):
         yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import fmean
 from typing import Final
 
 from msgspec import Struct
@@ -99,7 +100,8 @@ def past_of(
         batch, metrics: as of `Group`.
         before: what it had given until then.
     """
-    rewards = batch.episode_rewards
+    rows = batch.rows
+    rewards = [fmean(rows[it].reward - rows[it].shaping for it in its) for its in batch.episodes]
     total, num_episodes = metrics.get("accuracy", (sum(rewards), len(rewards)))
     num_groups = 1 if before is None else before.num_groups + 1
     return PromptPast(num_groups, total / num_episodes, bool(batch.groups_with_signal))

@@ -1,4 +1,4 @@
-"""Groups without signal: their rewards are all equal, so an advantage within the group is 0.
+"""Groups without signal: before shaping their rewards are all equal, so they teach nothing.
 
     finished ──► has signal ──► stays, to be trained
                  has none ────► rejected by name, refunded; the next prompt is drawn

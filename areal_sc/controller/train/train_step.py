@@ -146,6 +146,7 @@ class TrainStep:
             episodes=np.asarray([row.episode for row, _, _ in parts], dtype=np.int64),
             num_tokens=np.asarray([row.sequence_length for row, _, _ in parts], dtype=np.int64),
             num_loss_tokens=np.asarray([num_tokens for _, _, num_tokens in parts], dtype=np.int64),
+            judged=np.asarray([reward - row.shaping for row, reward, _ in parts], dtype=np.float64),
         )
         of_parts = iter(compute(rows).tolist())
         each = (tuple(islice(of_parts, len(row.parts))) for row in batch.rows)
@@ -211,7 +212,9 @@ def trained_content(batch: BatchMetadata) -> list[Any]:
     """
     rows = batch.rows
     if batch.has_model_rewards:
-        rows = tuple(replace(row, reward=0.0, returns=(), advantage=None) for row in rows)
+        rows = tuple(
+            replace(row, reward=0.0, returns=(), shaping=0.0, advantage=None) for row in rows
+        )
     given = [columns for columns in batch.columns if not columns.is_computed]
     shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
     return [rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]

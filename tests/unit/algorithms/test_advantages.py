@@ -92,6 +92,29 @@ def test_a_group_of_one_and_equal_rewards_get_zero() -> None:
         assert not normalized_advantages([0.1] * 3, [5, 5, 5], mean=scope, std=scope).any()
 
 
+@pytest.mark.parametrize("scope", ["group", "batch"])
+@pytest.mark.parametrize("size", [0.3, 0.001])
+def test_a_penalty_alone_is_not_divided_by_its_own_deviation(scope: str, size: float) -> None:
+    judged = np.ones(4)
+    penalties = size * np.array([0.8, 1.1, 0.9, 1.4])
+    found = normalized_advantages(judged - penalties, [0] * 4, std=scope, judged=judged)
+    assert found == pytest.approx(penalties.mean() - penalties, rel=1e-9)
+    judged[0] = 0.0  # now there is signal, and its deviation counts
+    divided = normalized_advantages(judged - penalties, [0] * 4, std=scope, judged=judged)
+    assert divided == pytest.approx(normalized_advantages(judged - penalties, [0] * 4, std=scope))
+
+
+def test_signal_of_one_group_is_none_of_another() -> None:
+    judged = np.array([0.0, 1.0, 1.0, 1.0])
+    rewards = judged - np.array([0.0, 0.0, 0.0, 0.1])
+    found = normalized_advantages(rewards, [0, 0, 1, 1], judged=judged)
+    assert found == pytest.approx([-1, 1, 0.05, -0.05], abs=1e-5)
+
+
+def test_rounding_is_no_advantage() -> None:
+    assert not normalized_advantages([0.1 + 0.2, 0.3], [0, 0]).any()
+
+
 def test_rows_of_one_episode_have_nobody_to_be_compared_with() -> None:
     for mean in ("group", "leave_one_out"):
         found = normalized_advantages([0.3, -3.7, 1.0, 0.0], [0, 0, 1, 1], [5, 5, 0, 1], mean=mean)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,14 @@ from loss_rows import ROW, made_tokens, shapes
 from areal_sc.algorithms.advantages import SCOPES, AdvantageRows
 from areal_sc.algorithms.loss_tokens import RowTokens
 from areal_sc.algorithms.named_advantage import advantage_of, explained_variance, kl_of_row
-from areal_sc.config.ppo_settings import BASELINES, Deviation, KLEstimator, NormScope, PPOConfig
+from areal_sc.config.ppo_settings import (
+    BASELINES,
+    Deviation,
+    KLEstimator,
+    KLPlace,
+    NormScope,
+    PPOConfig,
+)
 from areal_sc.errors import ConfigError, WorkflowError
 
 
@@ -145,6 +153,18 @@ def test_the_kl_of_a_row_is_of_the_policy_that_sampled(estimator: KLEstimator) -
     }
     expected = [by_name[estimator](mine - its) for mine, its in zip(*given, strict=True)]
     assert found.tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_kl_in_the_reward_weighs_what_its_beta_says() -> None:
+    kl = np.array([0.8, 1.1, 0.9, 1.4])
+    rows = rows_of([(5, 0, number) for number in range(4)], [1.0] * 4)
+    found = {}
+    for beta in (0.3, 0.001):
+        ppo = PPOConfig(kl_place=KLPlace.reward, kl_coefficient=beta)
+        shaped = replace(rows, rewards=rows.rewards - beta * kl)
+        for judged in (rows.rewards, None):  # a script that does not say is on the safe side
+            found[beta] = advantage_of(ppo)(replace(shaped, judged=judged))
+            assert found[beta] == pytest.approx(beta * (kl.mean() - kl), rel=1e-9)
 
 
 def test_what_a_function_of_the_users_own_does_wrong() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loss_rows import ROW, made_tokens, shapes
 
 from areal_sc.algorithms.kl import KL_ESTIMATORS, kl_estimate
-from areal_sc.algorithms.loss_tokens import LossTokens
+from areal_sc.algorithms.loss_tokens import LossTokens, loss_tokens_of
 from areal_sc.algorithms.named_loss import needed_fields
 from areal_sc.algorithms.policy_gradient import policy_gradient
 
@@ -163,12 +163,10 @@ def by_hand(tokens: LossTokens, **given: Any) -> Reference:
         loss -= part * weight * gain
         gradient[t] -= part * weight * slope
         d = logprobs[t] - reference[t]
-        value, slope = {
-            "k2": (d * d / 2, d),
-            "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d)),
-        }[s["kl_estimator"]]
-        loss += part * s["kl_coefficient"] * value
-        gradient[t] += part * s["kl_coefficient"] * slope
+        value = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[s["kl_estimator"]]
+        of_stale = math.exp(min(away[t], 5.0))
+        loss += part * s["kl_coefficient"] * of_stale * value
+        gradient[t] += part * s["kl_coefficient"] * of_stale * d
         loss -= part * s["entropy_coefficient"] * tokens.entropy[t].item()
         of_entropy[t] = -part * s["entropy_coefficient"]
     return loss, gradient, of_entropy
@@ -218,7 +216,7 @@ GAINS = {
     center=st.sampled_from(["proximal", "behavior", "interpolated"]),
     weight=st.sampled_from(["token", "sequence", "none"]),
     aggregation=st.sampled_from(["token", "sequence", "episode", "prompt", "constant"]),
-    kl=st.sampled_from([{}, {"kl_estimator": "k2"}, {"kl_estimator": "k3"}]),
+    kl=st.sampled_from([{}, *({"kl_estimator": name} for name in KL_ESTIMATORS)]),
 )
 def test_every_combination_of_switches(
     shape: list[ROW],
@@ -367,6 +365,45 @@ def test_expected_values_of_kl_estimates_are_the_divergence() -> None:
         kl_estimate(p, q, "k4")
 
 
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_what_a_kl_in_the_loss_trains_is_the_divergence(estimator: str, is_stale: bool) -> None:
+    """All outcomes of a policy, each as often as the policy that sampled gives it."""
+    generator = torch.Generator().manual_seed(3)
+    draws = torch.randn(3, 6, dtype=torch.float64, generator=generator)
+    logits = draws[0].clone().requires_grad_()
+    policy, reference = logits.log_softmax(0), (1.5 * draws[1]).log_softmax(0)
+    behavior = (draws[0] + is_stale * draws[2]).log_softmax(0)
+    divergence = (policy.exp() * (policy - reference)).sum()
+    (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    fields = {
+        "advantages": torch.zeros(6, dtype=torch.float64),
+        "behavior_logprobs": behavior,
+        "proximal_logprobs": behavior,
+        "reference_logprobs": reference,
+    }
+    found = torch.zeros(6, dtype=torch.float64)
+    for outcome, weight in enumerate(behavior.exp().tolist()):
+        own = {name: values[outcome : outcome + 1] for name, values in fields.items()}
+        one = loss_tokens_of(policy[outcome : outcome + 1], torch.zeros(1), own, [1])
+        loss, _ = policy_gradient(one, kl_coefficient=1.0, kl_estimator=estimator)
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        found += weight * gradient
+    assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("nats", [88.0, 95.0, 1e4])
+def test_policies_far_apart_have_a_finite_kl(estimator: str, nats: float) -> None:
+    for sign in (-1, 1):
+        logprobs = torch.tensor([sign * nats - 0.1, -1.0], requires_grad=True)
+        kl = kl_estimate(logprobs, torch.tensor([-0.1, -1.1]), estimator)
+        kl.mean().backward()
+        assert logprobs.grad is not None
+        assert logprobs.grad.tolist() == pytest.approx([sign * nats / 2, 0.05], rel=1e-5)
+        assert bool(kl.isfinite().all())
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -378,6 +415,10 @@ def test_expected_values_of_kl_estimates_are_the_divergence() -> None:
             ("advantages", "behavior_logprobs", "proximal_logprobs", "reference_logprobs"),
         ),
         ({"clip_center": "interpolated"}, ("advantages", "behavior_logprobs", "staleness")),
+        (
+            {"behavior_weight": "none", "kl_coefficient": 0.1},
+            ("advantages", "behavior_logprobs", "proximal_logprobs", "reference_logprobs"),
+        ),
     ],
 )
 def test_fields_that_are_needed(given: dict[str, Any], expected: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +16,11 @@ from areal_sc.errors import RewardError, SandboxError, WorkflowError
 from areal_sc.rewards.base import RunCode, Score
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.running import CodeRunner
+from areal_sc.rewards.shape import RepetitionPenalty
 from areal_sc.rewards.weighted import check_signatures
 from areal_sc.system.sandbox.program import End, Ended, Limits, Program
 from areal_sc.workers.episodes import WorkerEpisodeEngine
+from areal_sc.workflows.base import Trajectory
 
 MakeEngine = Callable[[int], WorkerEpisodeEngine]
 
@@ -123,6 +126,22 @@ async def test_a_reward_that_asks_for_it_gets_the_sandbox(make_engine: MakeEngin
     assert score == 1.5
     assert score.parts == {"printed": 1.0, "printed_exit_code": 0.0, "slow": 1.0}
     assert await engine.run_code("print(1)") is PRINTED
+
+
+async def test_a_score_knows_what_of_it_only_shapes(make_engine: MakeEngine) -> None:
+    assert RepetitionPenalty().is_shaping
+
+    async def length(prompt: dict[str, Any], completion: str) -> float:
+        return float(len(completion))
+
+    length.is_shaping = True  # type: ignore[attr-defined]
+    several = {"printed": printed, "length": (length, -0.25)}
+    score = await make_engine(0).score(several, {}, "12")
+    assert (score, score.shaping) == (0.5, -0.5)
+    zeros = [0.0, 0.0]
+    row = Trajectory([1, 2], [False, True], zeros, [-1, 0], [1.0, 1.0], score)
+    assert row.shaping == -0.5
+    assert replace(row, reward=1.0).shaping == -0.5
 
 
 async def test_a_reward_whose_sandbox_fails_rejects_its_episode_by_cause(

@@ -114,6 +114,7 @@ def test_long_rows_pay_by_their_sampled_tokens() -> None:
     assert isinstance(rows, list)
     assert [one.reward for one in rows] == [0.625, 0.625, 1.0]
     assert rows[1].returns == [(0.125, 3), (1.125, 2)]
+    assert [one.shaping for one in rows] == [-0.375, -0.375, 0.0]
     assert rows[0].metrics == {"n": 2.0, "reward/right": 1.0, "length_penalty": -0.375}
     assert rows[2].metrics == {"length_penalty": 0.0}
     free = checked_episode(given, limits, {}, is_trained=False)

@@ -193,7 +193,6 @@ def test_three_steps_of_each_are_those_of_its_paper(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "reason"),
     [
-        (["kl_coefficient=0.1", "kl_estimator=k1"], "kl_estimator", "gradient of k1 is 0"),
         (["gain=divergence"], "max_divergence", "a limit"),
         (["gain=divergence", "max_divergence=0.1", "ratio=sequence"], "ratio", "single tokens"),
         (["advantage=gae"], "advantage_std", "sees no others"),

@@ -8,10 +8,16 @@ import pytest
 from simulation.settings import Settings
 from simulation.training_run import play
 
-from areal_sc.config.schema import KeepGroups, OverBound
+from areal_sc.config.schema import KeepGroups, OverBound, RolloutConfig, SoftLengthConfig
+from areal_sc.controller.ledger.group import past_of
 from areal_sc.controller.rollout.group_signal import MAX_BATCHES, lack_of_signal
 from areal_sc.errors import TooManyRejections
-from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
+from areal_sc.sources.prompt_choice import PromptPast
+from areal_sc.workers.calls import RunGroup
+from areal_sc.workers.group_rows import metadata_of
+from areal_sc.workers.trajectory_checks import checked_episode
+from areal_sc.workflows.base import Trajectory
 
 
 @pytest.mark.parametrize("over_bound", list(OverBound))
@@ -50,3 +56,32 @@ def test_episodes_are_compared_by_all_their_returns() -> None:
     assert lack_of_signal(group((0.25, 0.75), (0.75, 0.25))) is None
     assert lack_of_signal(group((0.25, 0.75))) == "one_episode"
     assert lack_of_signal(group((1.0, 1.0), (1.0,))) == "equal_rewards"
+
+
+def test_what_shapes_rewards_is_no_signal() -> None:
+    soft = SoftLengthConfig(limit_tokens=6, margin_tokens=4)
+    limits = RolloutConfig(max_context_tokens=9, soft_length=soft)
+    call = RunGroup(0, 0, 0, PromptReference(0, 0, 0), 0, 4)
+
+    def finished(*rewards: float) -> BatchMetadata:
+        rows = {}
+        for number, reward in enumerate(rewards):
+            size = 3 + number  # each answer is longer than the one before
+            zeros, mask = [0.0] * size, [False] + [True] * (size - 1)
+            row = Trajectory([1] * size, mask, zeros, [0] * size, [1.0] * size, reward)
+            checked = checked_episode(row, limits, {}, is_trained=True)
+            assert isinstance(checked, list)
+            rows[number] = checked
+        return BatchMetadata("b", 0, (), metadata_of(call, rows))
+
+    for right in (0.0, 1.0, 0.1):
+        group = finished(right, right, right, right)
+        assert len({row.reward for row in group.rows}) == 4
+        assert lack_of_signal(group) == "equal_rewards"
+        assert past_of(group, {}, None) == PromptPast(1, pytest.approx(right), has_signal=False)
+        with_kl = group.add_rewards([-0.3, -0.1, -0.2, -0.4], is_shaping=True)
+        assert lack_of_signal(with_kl) == "equal_rewards"
+        assert lack_of_signal(group.add_rewards([0.5, 0.0, 0.0, 0.0])) is None
+    assert lack_of_signal(finished(0.0, 1.0)) is None
+    assert lack_of_signal(finished(0.1 + 0.2, 0.3)) == "equal_rewards"
+    assert lack_of_signal(finished(0.75, 1.0)) is None  # the length costs what more is earned

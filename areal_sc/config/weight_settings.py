@@ -1,0 +1,67 @@
+"""The settings of the way of new weights from the trainers to generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from areal_sc.config.fields import setting, shared
+from areal_sc.config.sharing import Section
+
+
+class OnWeightUpdate(StrEnum):
+    """What a weight update does to running answers.
+
+    interrupt: they stop where they are and go on under the new weights, their KV recomputed.
+    finish_running: no new ones start, and the update waits for the running ones.
+    """
+
+    interrupt = "interrupt"
+    finish_running = "finish_running"
+
+
+class WeightUpdateMethod(StrEnum):
+    """How new weights reach generation.
+
+    pull: sealed in the trainers' stores; pulled once a node, without a copy on the same one.
+    collective: rank 0 broadcasts to all generating ranks; NCCL between GPUs, else gloo.
+    disk: a Hugging Face folder on a path that both sides see.
+    """
+
+    pull = "pull"
+    collective = "collective"
+    disk = "disk"
+
+
+@dataclass
+class WeightUpdateConfig(Section):
+    """The way of new weights from the trainers to generation."""
+
+    method: WeightUpdateMethod = setting(WeightUpdateMethod.pull)
+    folder: str = shared(
+        "${run_dir}/weights",
+        "weights",
+        "for method disk; all processes see it",
+        idle=("method!=disk",),
+    )
+    bucket_bytes: int = setting(
+        256 << 20,
+        "weights sent at one time; at most two such buckets exist",
+        ge=1,
+        idle=("method=disk", "method=pull and rollout.engine=local"),
+    )
+    step_timeout_s: float = setting(600.0, "limit of one bucket, load or meeting of ranks", gt=0)
+    whole_every_steps: int = setting(
+        1,
+        "steps between versions that other nodes pull whole, not as what has changed",
+        ge=1,
+        idle=(
+            "method!=pull: only pull has them",
+            "scheduler.type=local: no worker is on another node than the trainers",
+        ),
+    )
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether versions are published as what has changed, too."""
+        return self.whole_every_steps > 1 and self.method is WeightUpdateMethod.pull

@@ -1,0 +1,180 @@
+"""Settings that a run does not read, though they were set.
+
+When a setting is idle stands in its own line of the schema, or in that of a section around it:
+
+    rejection_window: int = setting(128, ..., idle=("max_rejection_rate=1",))
+
+It is idle where one of these conditions holds. A condition is one or more of the following, joined
+by `and`. Keys are those of the same section, after a dot those of the section around it, or else
+those of the whole run.
+
+    KEY=VALUE,VALUE      the setting has one of these values; nothing: it is empty
+    KEY!=VALUE,VALUE     it has none of them
+    KEY lacks FIELD      the loss that KEY names is known not to read this field of the rows
+    any other words      a fact that the settings do not tell, see `ScriptFacts`
+
+Behind `: ` may stand why.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from functools import cache
+from typing import Any, Final, NamedTuple, get_type_hints
+
+from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.config.fields import IDLE, MAY_DIFFER, TEMPLATE, is_section, value_at
+from areal_sc.config.loading.presets import preset_settings
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.sharing import taken_from
+from areal_sc.hub import is_hub_name
+
+_COMPARED: Final = re.compile(r"(\.?[\w.]+)(!?=)(.*)")
+_LACKS: Final = re.compile(r"([\w.]+) lacks (\w+)")
+
+
+@dataclass(frozen=True)
+class ScriptFacts:
+    """What the script does with its settings.
+
+    Attributes:
+        generates: False: it trains on rows of a data set.
+        has_agents: its workflow runs agents.
+        evaluates: it has prompts for evaluations, beside those that the settings name.
+    """
+
+    generates: bool = True
+    has_agents: bool = False
+    evaluates: bool = False
+
+    def holds(self, words: str, config: GRPOConfig, section: Any) -> bool:
+        """Whether a fact of a condition holds for a section of the settings."""
+        evaluation = config.evaluation
+        is_told = self.evaluates or bool(evaluation.sets or evaluation.every_steps)
+        facts = {
+            "in a run on rows of a data set": lambda: not self.generates,
+            "without a workflow of agents": lambda: not self.has_agents,
+            "without prompts for evaluations": lambda: self.generates and not is_told,
+            "with a path of this machine": lambda: not is_hub_name(section.path),
+        }
+        return facts[words]()
+
+
+class _Setting(NamedTuple):
+    """Where a setting is, and when it is idle.
+
+    Attributes:
+        template: `${key}` that its value is taken from, unless it is given; "": its default.
+        conditions: of itself and the sections around it, the outermost first: the prefix of the
+            keys in the section where it stands, and its text.
+    """
+
+    key: str
+    template: str
+    conditions: tuple[tuple[str, str], ...]
+
+
+def idle_settings(config: GRPOConfig, facts: ScriptFacts) -> Iterator[str]:
+    """A sentence for each cause: which settings have no effect, and why."""
+    defaults, preset = _defaults(), preset_settings(config.actor.algorithm)
+    of_cause = dict[str, list[str]]()
+    for key, template, conditions in _all_settings():
+        value = value_at(config, key)
+        unset = preset.get(key, value_at(defaults, key))
+        if value == (taken_from(config, template) if template else unset):
+            continue
+        for prefix, condition in conditions:
+            if cause := _cause(config, prefix, condition, facts):
+                shown = str(value).lower() if isinstance(value, bool) else str(value)
+                of_cause.setdefault(cause, []).append(f"{key}={shown}")
+                break
+    for cause, given in of_cause.items():
+        yield f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect {cause}"
+
+
+def idle_in_script(config: GRPOConfig, facts: ScriptFacts) -> list[str]:
+    """What is idle by what the script does, which nobody knew when settings were read."""
+    known = {*idle_settings(config, replace(facts, has_agents=True, evaluates=True))}
+    return [text for text in idle_settings(config, facts) if text not in known]
+
+
+@cache
+def _defaults() -> GRPOConfig:
+    return GRPOConfig()
+
+
+@cache
+def _all_settings() -> tuple[_Setting, ...]:
+    return tuple(_settings(GRPOConfig))
+
+
+def _settings(
+    section: type[Any],
+    prefix: str = "",
+    origin: str = "",
+    conditions: tuple[tuple[str, str], ...] = (),
+) -> Iterator[_Setting]:
+    """Each setting of a section that has its place there.
+
+    Args:
+        prefix: of the keys in the section.
+        origin: the section that its settings are taken from; "": there is none.
+        conditions: of the sections around.
+    """
+    annotations = get_type_hints(section)
+    for found in fields(section):
+        key, annotation = f"{prefix}{found.name}", annotations[found.name]
+        template = found.metadata.get(TEMPLATE, "")
+        if origin:
+            template = f"${{{origin}.{found.name}}}"
+        own = *conditions, *((prefix, text) for text in found.metadata.get(IDLE, ()))
+        if not is_section(annotation):
+            yield _Setting(key, template, own)
+        elif not template or origin or found.metadata.get(MAY_DIFFER):
+            yield from _settings(annotation, f"{key}.", template[2:-1], own)
+
+
+def _cause(config: GRPOConfig, prefix: str, condition: str, facts: ScriptFacts) -> str:
+    """Why a setting is idle, in words: the condition as it holds; "" where it does not."""
+    text, _, why = condition.partition(": ")
+    words = []
+    for part in text.split(" and "):
+        if compared := _COMPARED.fullmatch(part):
+            key = _whole_key(config, prefix, compared[1])
+            value = _shown(value_at(config, key))
+            is_met = (value in compared[3].split(",")) is (compared[2] == "=")
+            words.append(f"with {key}={value}" if value else f"without {key}")
+        elif lacking := _LACKS.fullmatch(part):
+            key = _whole_key(config, prefix, lacking[1])
+            read = loss_of(value_at(config, key.rpartition(".")[0])).fields
+            is_met = read is not None and lacking[2] not in read
+            words.append(f"with {key}={value_at(config, key)}")
+        else:
+            section = value_at(config, prefix[:-1]) if prefix else config
+            is_met = facts.holds(part, config, section)
+            words.append(part)
+        if not is_met:
+            return ""
+    return " and ".join(dict.fromkeys(words)) + (f": {why}" if why else "")
+
+
+def _whole_key(config: GRPOConfig, prefix: str, key: str) -> str:
+    """Where a key of a condition is among the settings of the run."""
+    if key.startswith("."):
+        return f"{prefix[:-1].rpartition('.')[0]}{key}"
+    section = value_at(config, prefix[:-1]) if prefix else config
+    return f"{prefix}{key}" if hasattr(section, key.partition(".")[0]) else key
+
+
+def _shown(value: Any) -> str:
+    """A value as conditions have it."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return f"{value:g}"
+    return str(value) if value else ""
