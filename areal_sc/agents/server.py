@@ -35,10 +35,10 @@ from areal_sc.agents.http import (
     DELIVERY,
     DIALECTS,
     MAX_BODY_BYTES,
-    RETRY_COUNT,
     SERVER_LOG,
     UNDELIVERED,
     Handler,
+    attempt_in,
     decoded,
     key_in,
     no_session,
@@ -324,13 +324,11 @@ class AgentServer:
         except CallRefused:
             session.counts["refused"] += 1
             raise
-        retried = request.headers.get("Idempotency-Key")
-        digest = _digest(dialect.path, body)
         begun = session.begin(
             call,
-            digest=digest,
-            key=f"key {retried}" if retried else digest,
-            is_retry=bool(retried) or request.headers.get(RETRY_COUNT, "0") != "0",
+            digest=_digest(dialect.path, body),
+            key=request.headers.get("Idempotency-Key", ""),
+            attempt=attempt_in(request),
         )
         with begun.client():
             if call.is_streamed:

@@ -108,30 +108,30 @@ class Session:
         self._settings = settings or SessionSettings()
         self._history = CallHistory[SessionCall]()
         self._calls = list[SessionCall]()  # in the order in which they began
-        self._by_key = dict[str, list[SessionCall]]()  # that a retry has, too
+        self._same = dict[str, list[SessionCall]]()  # by their key, or by their digest
+        self._sent_away = Counter[tuple[str, int]]()  # by digest and attempt
         self._tasks = set[asyncio.Task[None]]()
         self._num_tool_calls = 0
         self._last_activity_s = time.monotonic()
         self._ended: CallRefused | None = None
 
     def begin(
-        self, call: ModelCall, *, digest: str = "", key: str = "", is_retry: bool = False
+        self, call: ModelCall, *, digest: str = "", key: str = "", attempt: int = 0
     ) -> SessionCall:
-        """Begins a call, or finds the one that this is a retry of.
-
-        Agents may ask the same again and want another sample. So it is a retry if the client says
-        so, or if nobody has got, or waits for, the answer of the call before.
+        """Begins a call, or finds the one that this is a retry of; see `_retried`.
 
         Args:
-            digest: of what the client sent.
-            key: equal for calls that may be retries of each other; "": of none.
-            is_retry: the client says so.
+            digest: of what the client sent; "": nothing is a retry of it.
+            key: the client's, of this call alone; "": it gives none.
+            attempt: how often the client has tried it before, as it says.
         Raises: CallRefused: the session has ended, or takes no more calls now, or at all; or the
             key is of a call with another digest.
         """
         self.check_open()
         self.note_activity()
-        same = self._by_key.setdefault(key, []) if key else []
+        same = list[SessionCall]()
+        if key or digest:
+            same = self._same.setdefault(f"key {key}" if key else digest, same)
         if same and same[0].digest != digest:
             self.counts["refused"] += 1
             raise CallRefused(
@@ -139,28 +139,50 @@ class Session:
                 "idempotency_key_reused",
                 "Idempotency-Key: it came with another body before: expected one for each call",
             )
-        left = next((it for it in same if it.is_left), None)
-        if earlier := left or (same[-1] if is_retry and same else None):
+        if earlier := self._retried(same, key, digest, attempt):
             self.counts["retries"] += 1
+            earlier.attempt = attempt
             return earlier
         most = self._settings.max_turns
         if most and len(self._calls) >= most:
             self.counts["refused"] += 1
             raise CallRefused(400, "max_turns", f"the episode has had its max_turns={most} calls")
         if len(self._tasks) >= MAX_RUNNING_CALLS:
+            self._sent_away[digest, attempt] += 1
             raise CallRefused(
                 429,
                 "too_many_calls",
                 f"{MAX_RUNNING_CALLS} calls of the episode run: expected no more beside each other",
                 retry_after_s=_COME_AGAIN_S,
             )
-        begun = SessionCall(call, digest)
+        begun = SessionCall(call, digest, attempt)
         self._calls.append(begun)
         same.append(begun)
         task = asyncio.create_task(self._run(call, begun), name=f"call {begun.answer_id}")
         self._tasks.add(task)
         task.add_done_callback(self._note_done)
         return begun
+
+    def _retried(
+        self, same: Sequence[SessionCall], key: str, digest: str, attempt: int
+    ) -> SessionCall | None:
+        """The call whose answer a client may have that asks the same; None: it wants another one.
+
+        Agents may ask the same several times, and want as many samples. So no two of them get one
+        answer: that is given again where nobody has it, or waits for it; where the key says that
+        it is this call's; or where a client counts its attempts, and there is one call alone whose
+        next one this can be. The next one of a call that was sent away has no answer yet.
+        """
+        if left := next((it for it in same if it.is_left), None):
+            return left
+        if key or not attempt:
+            return same[-1] if key and same else None
+        before = attempt - 1
+        if self._sent_away[digest, before]:
+            self._sent_away[digest, before] -= 1
+            return None
+        tried = [it for it in same if it.attempt == before]
+        return tried[0] if len(tried) == 1 else None
 
     def check_open(self) -> None:
         """Raises: CallRefused: the session has ended."""
@@ -264,7 +286,7 @@ class Session:
         """A call without an answer can be tried again."""
         self.counts["refused"] += 1
         self._calls.remove(begun)
-        for same in self._by_key.values():
+        for same in self._same.values():
             if begun in same:
                 same.remove(begun)
         begun.finish(why)
