@@ -23,16 +23,29 @@ class CallRefused(Exception):
         code: one word for programs, such as `unknown_key`.
         message: for people: what is wrong, and what to do.
         retry_after_s: when the same call may succeed; None: it never will.
+        is_for_all: nor will any such call, whatever its messages say.
     """
 
     def __init__(
-        self, status: int, code: str, message: str, *, retry_after_s: float | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        is_for_all: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.retry_after_s = retry_after_s
+        self.is_for_all = is_for_all
+
+
+def anew(refused: CallRefused) -> CallRefused:
+    """The same refusal; an exception that is raised again and again grows."""
+    return CallRefused(refused.status, refused.code, refused.message)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from areal_sc.agents.command import AgentCommand
 from areal_sc.agents.process import AGENT, pack
 from areal_sc.agents.server import AgentServer
 from areal_sc.config.agent_settings import AgentNetwork, AgentsConfig
-from areal_sc.errors import AgentError, ConfigError, WorkflowError
+from areal_sc.errors import AgentError, ConfigError, NeverWorks, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import Narrowing
 from areal_sc.rewards.functions import name_of, place_of_definition
@@ -151,6 +151,11 @@ class _Crew:
         where = {name: it for name, it in told.items() if name != "message"}
         return AgentError(message, **{"place": self._place, **where})
 
+    def never_works(self, told: Mapping[str, str]) -> NeverWorks:
+        """It failed while it was imported."""
+        what = f"{told['message']} at {told.get('place') or 'its import'}"
+        return NeverWorks(f"agent {name_of(self.agent)} cannot be imported: {what}")
+
     def error(
         self, what: str, kind: RejectionKind, frames: str = "", place: str = ""
     ) -> AgentError:
@@ -211,6 +216,7 @@ class AgentPool:
         Raises:
             AgentError: it raised, returned no finite number, passed `agents.episode_timeout_s`, or
                 its process ended while it ran.
+            NeverWorks: its module cannot be imported.
             WorkflowError: the agent, or the row, cannot be given to another process.
             WorkerError: no process can be had; says nothing about the agent.
             ConfigError: no process can be as the settings say.
@@ -251,21 +257,21 @@ class AgentPool:
     async def _start(self, crew: _Crew) -> _AgentProcess:
         """A process that has loaded the agent.
 
-        Raises: AgentError: it cannot be loaded. WorkerError, ConfigError: as `run`.
+        Raises: AgentError, NeverWorks, WorkerError, ConfigError: as `run`.
         """
         spec = {**Narrowing()._asdict(), "python": crew.python}
         if self.config.network == AgentNetwork.session:
             spec["port"] = self._server.port
         try:
             process = await self._own.start(spec)
-        except WorkflowError as error:
+        except NeverWorks as error:
             raise ConfigError(f"agents.network={self.config.network}: {error}") from error
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 load = pack(["load", _LOAD, crew.reference])
                 kind, *rest = await process.ask(_LOAD, load)
             if kind == "failed":
-                raise crew.failed(rest[0])
+                raise crew.never_works(rest[0])
         except TimeoutError:
             stacks = await self._own.stacks(process)
             await self._own.kill(process)

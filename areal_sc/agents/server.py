@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from aiohttp import web
 
-from areal_sc.agents.calls import CallRefused, Dialect, ModelCall
+from areal_sc.agents.calls import CallRefused, Dialect, ModelCall, anew
 from areal_sc.agents.certificate import make_certificate
 from areal_sc.agents.claims import Claims, Offer
 from areal_sc.agents.http import (
@@ -49,7 +49,7 @@ from areal_sc.agents.http import (
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt
 from areal_sc.agents.rows import Rewards
-from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, anew, given_up
+from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, given_up
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkerError
@@ -321,8 +321,8 @@ class AgentServer:
         try:
             body = await read_body(request)
             call = dialect.read(decoded(body))
-        except CallRefused:
-            session.counts["refused"] += 1
+        except CallRefused as refused:
+            session.note_refused(refused)
             raise
         begun = session.begin(
             call,

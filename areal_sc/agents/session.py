@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
-from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall, SampledToken
+from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall, SampledToken, anew
 from areal_sc.agents.history import CallHistory, CallPlace
 from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings, special_token_in
-from areal_sc.errors import AgentError, PromptTooLong, WorkflowError
+from areal_sc.errors import AgentError, NeverWorks, PromptTooLong, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.workflows.chat import checked_message
 from areal_sc.workflows.chat_turn import (
@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 MAX_RUNNING_CALLS: Final = 256
 """Calls of a session that may run beside each other; more are told to come again."""
 _COME_AGAIN_S: Final = 1.0
+
+_BY_OTHERS: Final = ("agent_rejected", "agent_idle", "agent_timeout")
+"""How an agent outside ends an episode: a client that calls wrongly must not end the run."""
 
 SESSION_ENDED: Final = CallRefused(409, "session_ended", "the episode of this key has ended")
 
@@ -114,6 +117,7 @@ class Session:
         self._num_tool_calls = 0
         self._last_activity_s = time.monotonic()
         self._ended: CallRefused | None = None
+        self._refused_for_all: CallRefused | None = None  # and no call was answered since
 
     def begin(
         self, call: ModelCall, *, digest: str = "", key: str = "", attempt: int = 0
@@ -202,13 +206,14 @@ class Session:
     def raising(self) -> Iterator[None]:
         """Around the use of the session; raises its `failure`, though the agent may have caught it.
 
-        A cancellation goes before.
+        A cancellation goes before. Raises: NeverWorks: an agent has failed whose last calls were
+            refused for all.
         """
         try:
             yield
         except Exception as error:
-            if self.failure is not None:
-                raise self.failure from error
+            if failure := self.failure or self._never_works(error):
+                raise failure from error
             raise
         if self.failure is not None:
             raise self.failure
@@ -262,6 +267,18 @@ class Session:
             raise WorkflowError("the episode has no answer of the model yet: call it, or reject it")
         returns_of(trained, reward, 1.0)
 
+    def note_refused(self, why: CallRefused) -> None:
+        """A call gets an error."""
+        self.counts["refused"] += 1
+        if why.is_for_all:
+            self._refused_for_all = why
+
+    def _never_works(self, error: Exception) -> NeverWorks | None:
+        is_outside = isinstance(error, AgentError) and error.kind in _BY_OTHERS
+        if is_outside or not (why := self._refused_for_all):
+            return None
+        return NeverWorks(f"calls of the agent are refused in every episode: {why.message}")
+
     def _note_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self.note_activity()
@@ -270,12 +287,14 @@ class Session:
         """Ends with an answer, or with why there is none."""
         try:
             begun.finish(await self._answer(call, begun))
+            self._refused_for_all = None
         except CallRefused as refused:
             self._forget(begun, refused)
         except PromptTooLong as error:
             self._forget(begun, _too_long(str(error)))
         except (WorkflowError, UnicodeError, RecursionError) as error:
-            self._forget(begun, CallRefused(400, "invalid_call", str(error)))
+            is_for_all = isinstance(error, NeverWorks)
+            self._forget(begun, CallRefused(400, "invalid_call", str(error), is_for_all=is_for_all))
         except Exception as error:  # no fault of the agent
             logger.exception("a call of an agent failed")
             self.failure = error
@@ -284,7 +303,7 @@ class Session:
 
     def _forget(self, begun: SessionCall, why: CallRefused) -> None:
         """A call without an answer can be tried again."""
-        self.counts["refused"] += 1
+        self.note_refused(why)
         self._calls.remove(begun)
         for same in self._same.values():
             if begun in same:
@@ -373,18 +392,16 @@ class Session:
     def _sampling(self, call: ModelCall) -> GenerationConfig:
         """The run's, with what an agent may say.
 
-        Raises: WorkflowError: no engine ends an answer by its strings.
+        Raises: NeverWorks: no engine ends an answer by its strings.
         """
         run = self._run_sampling
         stop = [*run.stop, *call.stop]
         if call.stop:
             if not are_stop_strings(stop):
                 beside = f", with those of generation.stop, {run.stop}" if run.stop else ""
-                raise WorkflowError(
-                    f"stop: expected {STOP_STRINGS}{beside}, got {call.stop!r:.200}"
-                )
+                raise NeverWorks(f"stop: expected {STOP_STRINGS}{beside}, got {call.stop!r:.200}")
             if problem := special_token_in(self._engine.tokenizer, call.stop):
-                raise WorkflowError(f"stop: {problem}")
+                raise NeverWorks(f"stop: {problem}")
         for name, value in call.sampling.items():
             own = getattr(run, name, 0.0)
             if value != own:
@@ -421,11 +438,6 @@ def given_up(error: BaseException) -> CallRefused:
     if isinstance(error, AgentError) and error.kind == RejectionKind.agent_rejected:
         return SESSION_ENDED
     return CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
-
-
-def anew(refused: CallRefused) -> CallRefused:
-    """The same refusal; an exception that is raised again and again grows."""
-    return CallRefused(refused.status, refused.code, refused.message)
 
 
 @cache  # once for each

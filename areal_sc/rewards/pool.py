@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.errors import RewardError, WorkerLost, WorkflowError
+from areal_sc.errors import NeverWorks, RewardError, WorkerLost, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import (
     DECLARATION,
@@ -173,6 +173,7 @@ class RewardPool:
         Raises:
             RewardError: it raised, returned no finite number, passed its time limit, or ended two
                 processes.
+            NeverWorks: it cannot be loaded.
             WorkflowError: the function or its arguments cannot be given to another process.
             RunFolderError: as `write_session`.
             WorkerError: reward processes cannot be had; says nothing about the completion.
@@ -256,11 +257,13 @@ class RewardPool:
                 load = pack(["load", number, call.key, self._references[call.key]])
                 async with asyncio.timeout(LOAD_TIMEOUT_S):
                     kind, *rest = await process.ask(number, load)
-                if kind == "loaded":
-                    process.loaded.add(call.key)
-                else:
-                    self._settle(call, kind, rest)
+                if kind == "failed":
+                    what, details = rest
+                    place = details.get("place") or call.place
+                    told = f"reward {call.name} cannot be loaded in its process: {what} at {place}"
+                    call.fail(NeverWorks(told))
                     return True
+                process.loaded.add(call.key)
             return await self._limited(process, call)
         except TimeoutError:
             await self._own.kill(process)

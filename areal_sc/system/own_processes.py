@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.errors import WorkerStartError, WorkflowError
+from areal_sc.errors import NeverWorks, WorkerStartError
 from areal_sc.log import tell_warning
 from areal_sc.system.fork_server import Child, ForkServer
 from areal_sc.system.process import num_killed_for_memory
@@ -177,7 +177,7 @@ class OwnProcesses:
         Args:
             spec: what it gets beside what is the same for all; `network` and `read` of a
                 `Narrowing` among it, and `port` as of `begin_apart`.
-        Raises: WorkflowError: it cannot be as narrow as that says. WorkerError: several in a row
+        Raises: NeverWorks: it cannot be as narrow as that says. WorkerError: several in a row
             did not start, or the fork server is gone.
         """
         num_failed = 0
@@ -240,7 +240,7 @@ class OwnProcesses:
             raise WorkerStartError(f"{self._name} {what}; see {self.log_path}") from error
         if kind == "unfit":
             await self.kill(process)
-            raise WorkflowError(f"{self._name} cannot be kept as it has to be: {told[0]}")
+            raise NeverWorks(f"{self._name} cannot be kept as it has to be: {told[0]}")
         process.pid, layer, why_not = told
         self._tell_isolation(layer, why_not)
         return process

@@ -17,7 +17,7 @@ from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall
 from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionSettings
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import AgentError, NeverWorks, WorkflowError
 from areal_sc.workflows.chat_format import Message
 from areal_sc.workflows.trajectory import Trajectory
 
@@ -569,6 +569,55 @@ async def test_messages_that_cannot_be_answered(messages: Any, problem: str) -> 
         await answer_to(session, ModelCall(messages))
     assert refused.value.status == 400
     assert session.trajectories(1.0) == []
+
+
+REFUSED_FOR_ALL = {
+    "no tools": (templates.GEMMA, {"tools": (TOOL,)}, "does not tell a model of tools"),
+    "bad stop": (templates.QWEN, {"stop": ("",)}, "stop: expected"),
+    "argument": (templates.QWEN, {}, "does not read 'depth'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_FOR_ALL)
+async def test_what_is_refused_in_every_episode_ends_the_run_where_the_agent_fails(
+    what: str,
+) -> None:
+    template, how, told = REFUSED_FOR_ALL[what]
+    engine = engine_for(template)
+    arguments = {"depth": 3} if what == "argument" else {}
+    session = session_of(engine, chat_template_arguments=arguments)
+
+    async def fail(error: Exception) -> None:
+        with session.raising():
+            with pytest.raises(CallRefused, match=told) as refused:
+                await answer_to(session, ModelCall((user("hi"),), **how))
+            assert refused.value.status == 400
+            raise error
+
+    with pytest.raises(NeverWorks, match=f"refused in every episode: .*{told}"):
+        await fail(AgentError("its client raised", kind="agent_error"))
+    for kind in ("agent_rejected", "agent_idle"):  # by somebody outside, whom others follow
+        with pytest.raises(AgentError):
+            await fail(AgentError("it is", kind=kind))
+
+
+async def test_an_agent_that_goes_on_otherwise_fails_by_itself() -> None:
+    engine = engine_for(templates.GEMMA)
+    session = session_of(engine)
+    engine.will_say("hello<end_of_turn>")
+    of_messages = ModelCall(({"role": "system", "content": "be kind"},))
+
+    async def fail() -> None:
+        with session.raising():
+            for refused in (ModelCall((user("hi"),), (TOOL,)), of_messages):
+                with pytest.raises(CallRefused):
+                    await answer_to(session, refused)
+                if refused is not of_messages:
+                    await answer_to(session, ModelCall((user("hi"),)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        await fail()
 
 
 async def test_the_run_says_how_is_sampled_and_an_agent_may_only_shorten() -> None:
