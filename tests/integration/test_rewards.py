@@ -29,8 +29,8 @@ from areal_sc.system.fork_server import ForkServer
 from areal_sc.workflows.math_reward import numeric_match
 
 USER_MODULE = '''
-import asyncio, ctypes, json, os, pathlib, re, signal, socket, stat, subprocess, sys, threading, time
-import msgpack
+import asyncio, ctypes, json, os, pathlib, re, signal, socket, stat, subprocess, sys, threading
+import msgpack, time
 
 def same(prompt, completion):
     return float(completion == prompt["answer"])
@@ -196,7 +196,9 @@ def forks_and_returns(prompt, completion):
         os.waitpid(pid, 0)
     return 0.25 if pid else 1.0
 
-votes_writing = lambda prompt, completion: 0.0
+def votes_writing(prompt, completion):
+    return 0.0
+
 votes_writing.vote = lambda completion: write_to_all(*forged()) or "4"
 
 async def asynchronous(prompt, completion):
@@ -595,7 +597,7 @@ async def test_a_verdict_that_code_writes_to_a_descriptor_counts_for_nothing(
     server: ForkServer, user: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither for its own call nor for the next ones; and its process ends."""
-    pool = make_pool(server, tmp_path)
+    pool = make_pool(server, tmp_path, isolation="auto")
     gate, written = tmp_path / "gate", tmp_path / "gate.written"
     for reward in (user.writes_verdicts, user.leaves_a_writer, user.stands_between):
         before = await pool.score(user.process_id, {}, "")
@@ -618,7 +620,7 @@ async def test_a_verdict_that_code_writes_to_a_descriptor_counts_for_nothing(
 async def test_what_a_reward_starts_has_no_connection(
     server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
-    pool = make_pool(server, tmp_path)
+    pool = make_pool(server, tmp_path, isolation="auto")
     before = await pool.score(user.process_id, {}, "")
     assert await pool.score(user.counts_sockets_of_others, {}, "") == 100.0
     assert await pool.score(user.forks_and_returns, {}, "") == 0.25
