@@ -3,7 +3,7 @@
 The standard library alone, of Python 3.9 or later: `agents.python` names an interpreter that runs
 this file by itself, and has no areal_sc.
 
-Requests are lists in JSON, one a line, on a stream socket; replies are sealed, see `Replies`:
+Requests are lists in JSON, one a line, on a stream socket; replies are signed, see `Replies`:
 
     ["load", number, reference]     -> ["loaded", number, takes a session, is awaited]
                                      | ["failed", number, failure, ""]
@@ -288,7 +288,7 @@ async def _serve_tasks(connection: socket.socket, calls: _Calls) -> None:
     tasks: dict[int, Any] = {}
 
     async def answer(number: int, row: Any, session: dict[str, str]) -> None:
-        writer.write(calls.replies.sealed(*await calls.answer_later(number, row, session)))
+        writer.write(calls.replies.signed(*await calls.answer_later(number, row, session)))
         del tasks[number]
 
     while line := await reader.readline():

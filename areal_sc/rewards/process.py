@@ -1,6 +1,6 @@
 """What runs inside a reward process: load the user's function, call it, say what came of it.
 
-Requests are msgpack lists on a stream socket, one at a time; replies are sealed, see `Replies`:
+Requests are msgpack lists on a stream socket, one at a time; replies are signed, see `Replies`:
 
     ["load", number, key, reference]   -> ["loaded", number] | ["failed", number, what, details]
     ["call", number, key, arguments]   -> ["value", number, reward] | ["failed", ...]

@@ -4,7 +4,7 @@ worker: OwnProcesses ──► fork server ── fork ──► a process, kept
              ▲                                        │
              └── ready, by which layer; replies ──────┘
 
-A reply names its call, and is sealed: see `replies`.
+A reply names its call, and is signed: see `replies`.
 
 consumes     messages of the processes
 waits for    a process's start, with a limit; its next message, for which the caller has one
@@ -85,7 +85,7 @@ class OwnProcess:
                 return [kind, *rest]
             self.note_unasked()
 
-    async def begin(self) -> list[Any]:
+    async def ready(self) -> list[Any]:
         """Its first message, which may bring the `listener`; it gets its key then.
 
         Raises: ConnectionError: it has ended.
@@ -231,7 +231,7 @@ class OwnProcesses:
             self._source.kill(child)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                kind, *told = await process.begin()
+                kind, *told = await process.ready()
         except BaseException as error:
             await self.kill(process)
             if not isinstance(error, ConnectionError | TimeoutError):

@@ -1,12 +1,12 @@
 """Replies of a process of the user's own code, which code in it cannot forge by a descriptor.
 
     owner ── the key, then requests ──► the process
-          ◄── a line a message: its code, then JSON ──
+          ◄── a line a message: its signature, then JSON ──
 
 The user's function may run code that a model wrote, with the descriptors of its process. So each
-message has a code that is made of it with a key. The owner sends the key before it has the process
-load anything, and it is in no request: whoever reads the connection does not learn it. A reply also
-names its call. What is no such message counts for nothing.
+message is signed with a key. The owner sends the key before it has the process load anything, and
+it is in no request: whoever reads the connection does not learn it. A reply also names its call.
+What is not signed, or no reply to a call, counts for nothing.
 
 The standard library alone, of Python 3.9 or later: `agents.python` runs this file without areal_sc.
 """
@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 _KEY_BYTES: Final = 16
-_CODE_BYTES: Final = 32
+_SIGNATURE_CHARS: Final = 32
 _MAX_LINE_BYTES: Final = 64 << 20
 
 
@@ -45,11 +45,11 @@ class Replies:
 
     def send(self, *message: Any) -> None:
         """Sends a message: what it is, the number of its call, and more. Raises: OSError."""
-        self._connection.sendall(self.sealed(*message))
+        self._connection.sendall(self.signed(*message))
 
-    def sealed(self, *message: Any) -> bytes:
+    def signed(self, *message: Any) -> bytes:
         """The message as it is sent."""
-        return sealed(message, self._key)
+        return signed(message, self._key)
 
     def end_if_forked(self) -> None:
         """Behind user code: a fork that has come back from it must not go on as this process."""
@@ -91,23 +91,23 @@ class ReplyReader:
             line = bytes(self._received[:end])
             del self._received[: end + 1]
             self._num_searched = 0
-            code, body = line[:_CODE_BYTES], line[_CODE_BYTES:]
-            if hmac.compare_digest(code, _code(body, self._key)):
+            told, body = line[:_SIGNATURE_CHARS], line[_SIGNATURE_CHARS:]
+            if hmac.compare_digest(told, _signature(body, self._key)):
                 yield json.loads(body)
             elif line:
                 self.is_forged = True
         self._num_searched = len(self._received)
 
 
-def sealed(message: Any, key: bytes = b"") -> bytes:
-    """A line with a message; one before the key was sent has a code without one.
+def signed(message: Any, key: bytes = b"") -> bytes:
+    """A line with a message; one before the key was sent is signed without one.
 
     It begins behind the end of a line, whatever others have written before it.
     """
     # half of a surrogate pair may stand in a text: JSON has an escape for it
     body = json.dumps(message).encode()
-    return b"\n" + _code(body, key) + body + b"\n"
+    return b"\n" + _signature(body, key) + body + b"\n"
 
 
-def _code(body: bytes, key: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_CODE_BYTES // 2, key=key).hexdigest().encode()
+def _signature(body: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_SIGNATURE_CHARS // 2, key=key).hexdigest().encode()

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 from areal_sc.system.process import be_deaf
-from areal_sc.system.replies import sealed
+from areal_sc.system.replies import signed
 from areal_sc.system.sandbox import kernel
 from areal_sc.system.sandbox.layers import DEVICES, readable_paths
 from areal_sc.system.sandbox.system_calls import refuse_network
@@ -85,9 +85,9 @@ def begin_apart(spec: Mapping[str, Any]) -> socket.socket | None:
             )
         listeners = [socket.create_server((_LOOPBACK, port), backlog=_BACKLOG)] if port else []
     except OSError as error:
-        connection.sendall(sealed(["unfit", str(error)]))
+        connection.sendall(signed(["unfit", str(error)]))
         return None
-    ready = sealed(["ready", apart.pid, apart.layer, apart.why_not])
+    ready = signed(["ready", apart.pid, apart.layer, apart.why_not])
     socket.send_fds(connection, [ready], [listener.fileno() for listener in listeners])
     for listener in listeners:
         listener.close()

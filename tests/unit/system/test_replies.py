@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from areal_sc.system import replies
-from areal_sc.system.replies import Replies, ReplyReader, sealed
+from areal_sc.system.replies import Replies, ReplyReader, signed
 
 
 class Ends(NamedTuple):
@@ -50,10 +50,10 @@ def test_messages_come_as_they_were_sent_in_whatever_pieces(ends: Ends) -> None:
 
 def test_a_message_of_before_the_key_is_read_without_one() -> None:
     reader = ReplyReader()
-    reader.feed(sealed(["ready", 1]))
+    reader.feed(signed(["ready", 1]))
     assert list(reader) == [["ready", 1]]
     reader.new_key()
-    reader.feed(sealed(["ready", 1]))
+    reader.feed(signed(["ready", 1]))
     assert list(reader) == []
     assert reader.is_forged
 
@@ -63,8 +63,8 @@ def test_a_message_of_before_the_key_is_read_without_one() -> None:
     [
         json.dumps(["value", 1, 1.0]).encode() + b"\n",
         b"\x92\xa5value\xcb?\xf0\0\0\0\0\0\0",  # the same, as msgpack has it
-        sealed(["value", 1, 1.0]),
-        sealed(["value", 1, 1.0], b"another key"),
+        signed(["value", 1, 1.0]),
+        signed(["value", 1, 1.0], b"another key"),
         b"no end of a line",
         b"\n\n\xff\x00" * 1000,
     ],
@@ -79,7 +79,7 @@ def test_what_others_write_counts_for_nothing(ends: Ends, written: bytes) -> Non
 
 
 def test_a_reply_that_was_changed_on_its_way_counts_for_nothing(ends: Ends) -> None:
-    line = ends.replies.sealed("value", 1, 0.25)
+    line = ends.replies.signed("value", 1, 0.25)
     ends.process.sendall(line.replace(b"0.25", b"1.00"))
     assert ends.read() == []
     assert ends.reader.is_forged
