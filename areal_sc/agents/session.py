@@ -274,8 +274,8 @@ class Session:
             self._refused_for_all = why
 
     def _never_works(self, error: Exception) -> NeverWorks | None:
-        is_outside = isinstance(error, AgentError) and error.kind in _BY_OTHERS
-        if is_outside or not (why := self._refused_for_all):
+        why = self._refused_for_all
+        if why is None or (isinstance(error, AgentError) and error.kind in _BY_OTHERS):
             return None
         return NeverWorks(f"calls of the agent are refused in every episode: {why.message}")
 
