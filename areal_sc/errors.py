@@ -33,6 +33,7 @@ ArealError                    exit code 1
 |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
 |  |- RewardError                            a reward raised, gave no finite number, or timed out
 |  |  `- AgentError                          an agent did, or its process ended
+|  |- NeverWorks                            no other row or try changes it: the first ends the run
 |  |- PromptTooLong                         it leaves no room for an answer
 |  `- TooManyRejections                     the share of rejected groups passed its limit
 |- CheckpointError            exit code 8   a snapshot could not be written or read
@@ -327,6 +328,10 @@ class RewardError(WorkflowError):
 
 class AgentError(RewardError):
     """An agent raised, returned no finite number, passed its time limit, or its process ended."""
+
+
+class NeverWorks(WorkflowError):
+    """It would be the same with every row and at every try, so the first episode ends the run."""
 
 
 class PromptTooLong(WorkflowError):

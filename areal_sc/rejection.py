@@ -9,7 +9,14 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from areal_sc.errors import AgentError, PromptTooLong, RewardError, WorkflowError
+from areal_sc.errors import (
+    AgentError,
+    ConfigError,
+    NeverWorks,
+    PromptTooLong,
+    RewardError,
+    WorkflowError,
+)
 from areal_sc.user_code import Raised, describe, first_of, last_frames, place_of, text_of
 
 _MAX_MESSAGE_CHARS: Final = 1000
@@ -133,9 +140,12 @@ class Rejection(Struct, frozen=True, array_like=True):
 
         Args:
             limit_s: that setting, in seconds.
+        Raises: NeverWorks, ConfigError: what it raised, as no other episode would do better.
         """
+        if isinstance(error := first_of(raised.error), NeverWorks | ConfigError):
+            raise error
         if not raised.is_late:
-            return cls.of(raised.error)
+            return cls.of(error)
         why = f"the episode took longer than group_timeout_s={limit_s:g} s"
         where = place_of(raised.error)
         return cls(RejectionKind.timeout, why, place=where, frames=last_frames(raised.error))

@@ -104,7 +104,7 @@ class Clients:
     async def _tried(self, call: ModelCall, past: list[Message], key: str) -> bool:
         """Whether the client has the answer."""
         rng = self._rng
-        begun = self._session.begin(call, key=key)
+        begun = self._session.begin(call, digest=key)
         with begun.client():
             patience_s = rng.uniform(0.0, 2 * ANSWER_S) if rng.random() < 0.3 else None
             try:

@@ -23,16 +23,24 @@ class CallRefused(Exception):
         code: one word for programs, such as `unknown_key`.
         message: for people: what is wrong, and what to do.
         retry_after_s: when the same call may succeed; None: it never will.
+        is_for_all: nor will any such call, whatever its messages say.
     """
 
     def __init__(
-        self, status: int, code: str, message: str, *, retry_after_s: float | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        is_for_all: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.retry_after_s = retry_after_s
+        self.is_for_all = is_for_all
 
     def told(self, of_overflow: str) -> str:
         """The message as a dialect has it, whose words for a `ContextOverflow` these are."""
@@ -58,6 +66,13 @@ class ContextOverflow(CallRefused):
     def told(self, of_overflow: str) -> str:
         """Args: of_overflow: has the two numbers by name."""
         return of_overflow.format(num_tokens=self.num_tokens, max_tokens=self.max_tokens)
+
+
+def anew(refused: CallRefused) -> CallRefused:
+    """The same refusal; an exception that is raised again and again grows."""
+    if isinstance(refused, ContextOverflow):
+        return ContextOverflow(refused.num_tokens, refused.max_tokens)
+    return CallRefused(refused.status, refused.code, refused.message)
 
 
 @dataclass(frozen=True)

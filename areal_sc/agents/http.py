@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -49,6 +50,12 @@ def key_in(request: web.Request) -> str:
     if scheme.lower() != "bearer":
         key = request.headers.get("x-api-key", "")
     return key.strip()
+
+
+def attempt_in(request: web.Request) -> int:
+    """How often the client has tried the call before, as it says; 0: never, or it does not say."""
+    told = request.headers.get(RETRY_COUNT, "")
+    return int(told) if re.fullmatch("[0-9]{1,9}", told) else 0
 
 
 async def read_body(request: web.Request) -> bytes:

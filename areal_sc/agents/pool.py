@@ -23,10 +23,10 @@ from typing import Any, Final
 
 from areal_sc.agents.agent import NamedAgent, as_json, reference_for
 from areal_sc.agents.command import AgentCommand
-from areal_sc.agents.process import AGENT, Unpacker, pack
+from areal_sc.agents.process import AGENT, pack
 from areal_sc.agents.server import AgentServer
 from areal_sc.config.agent_settings import AgentNetwork, AgentsConfig
-from areal_sc.errors import AgentError, ConfigError, WorkflowError
+from areal_sc.errors import AgentError, ConfigError, NeverWorks, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import Narrowing
 from areal_sc.rewards.functions import name_of, place_of_definition
@@ -42,7 +42,8 @@ LOAD_TIMEOUT_S: Final = 120.0
 CANCEL_GRACE_S: Final = 5.0
 """An awaited agent that has not ended so long after it was cancelled has its process killed."""
 
-
+_LOAD: Final = 0
+"""The number of the first request to a process."""
 _SHOWN_CHARS: Final = 300
 
 
@@ -53,14 +54,14 @@ class _AgentProcess:
         self.process = process
         self.ending: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[list[Any]]] = {}
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(_LOAD + 1)
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read())
         self._writing = asyncio.create_task(self._write())
 
     @property
     def is_usable(self) -> bool:
-        return not (self.ending or self._reading.done())
+        return not (self.ending or self._reading.done() or self.process.is_forged)
 
     def call(self, row: Any, session: dict[str, str]) -> tuple[int, asyncio.Future[list[Any]]]:
         """Its number, and its answer, which is a ConnectionError if the process ends."""
@@ -89,8 +90,10 @@ class _AgentProcess:
                 kind, number, *rest = await self.process.reply()
                 if answer := self._answers.pop(number, None):
                     answer.set_result([kind, *rest])
-        except (OSError, ValueError, TypeError):  # it has ended, or wrote what is no message
-            pass
+                else:
+                    self.process.note_unasked()
+        except OSError:
+            pass  # it has ended
         finally:
             for answer in self._answers.values():
                 answer.set_exception(ConnectionResetError())
@@ -148,6 +151,11 @@ class _Crew:
         where = {name: it for name, it in told.items() if name != "message"}
         return AgentError(message, **{"place": self._place, **where})
 
+    def never_works(self, told: Mapping[str, str]) -> NeverWorks:
+        """It failed while it was imported."""
+        what = f"{told['message']} at {told.get('place') or 'its import'}"
+        return NeverWorks(f"agent {name_of(self.agent)} cannot be imported: {what}")
+
     def error(
         self, what: str, kind: RejectionKind, frames: str = "", place: str = ""
     ) -> AgentError:
@@ -189,7 +197,6 @@ class AgentPool:
             role=AGENT,
             log_path=log_path,
             sources=sources,
-            make_unpacker=Unpacker,
             isolation=isolation,
             hides=hides,
         )
@@ -209,6 +216,7 @@ class AgentPool:
         Raises:
             AgentError: it raised, returned no finite number, passed `agents.episode_timeout_s`, or
                 its process ended while it ran.
+            NeverWorks: its module cannot be imported.
             WorkflowError: the agent, or the row, cannot be given to another process.
             WorkerError: no process can be had; says nothing about the agent.
             ConfigError: no process can be as the settings say.
@@ -249,20 +257,21 @@ class AgentPool:
     async def _start(self, crew: _Crew) -> _AgentProcess:
         """A process that has loaded the agent.
 
-        Raises: AgentError: it cannot be loaded. WorkerError, ConfigError: as `run`.
+        Raises: AgentError, NeverWorks, WorkerError, ConfigError: as `run`.
         """
         spec = {**Narrowing()._asdict(), "python": crew.python}
         if self.config.network == AgentNetwork.session:
             spec["port"] = self._server.port
         try:
             process = await self._own.start(spec)
-        except WorkflowError as error:
+        except NeverWorks as error:
             raise ConfigError(f"agents.network={self.config.network}: {error}") from error
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                kind, *rest = await process.ask(pack(["load", crew.reference]))
+                load = pack(["load", _LOAD, crew.reference])
+                kind, *rest = await process.ask(_LOAD, load)
             if kind == "failed":
-                raise crew.failed(rest[1])
+                raise crew.never_works(rest[0])
         except TimeoutError:
             stacks = await self._own.stacks(process)
             await self._own.kill(process)
@@ -270,7 +279,7 @@ class AgentPool:
             raise crew.error(what, RejectionKind.agent_timeout, frames=stacks) from None
         except BaseException as error:
             await self._own.kill(process)
-            if not isinstance(error, OSError | ValueError):
+            if not isinstance(error, OSError):
                 raise
             what = f"its process ended while its module was imported ({process.child.how})"
             log = self._own.log_path
@@ -320,7 +329,7 @@ class AgentPool:
                 raise await self._died(crew, process)
             kind, told, output, has_left = answer.result()
             is_used_once = crew.runs_beside or isinstance(crew.agent, AgentCommand)
-            is_sound = not (is_used_once or has_left)
+            is_sound = not (is_used_once or has_left or process.process.is_forged)
             return crew.end_of(kind, told, output)
         finally:
             if is_sound:
@@ -331,6 +340,8 @@ class AgentPool:
     async def _run_beside(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
         async with crew.starting:
             if crew.shared is None or not crew.shared.is_usable:
+                if crew.shared is not None:
+                    await self._end(crew.shared)
                 crew.shared = crew.idle.pop() if crew.idle else await self._start(crew)
             process = crew.shared
         number, answer = process.call(row, session)
@@ -346,6 +357,8 @@ class AgentPool:
             raise
         if answer.exception():
             raise await self._died(crew, process)
+        if process.process.is_forged:  # the others are told that they lose it
+            await self._end(process)
         kind, told, output, _ = answer.result()
         return crew.end_of(kind, told, output)
 

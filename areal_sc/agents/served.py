@@ -3,10 +3,10 @@
 The standard library alone, of Python 3.9 or later: `agents.python` names an interpreter that runs
 this file by itself, and has no areal_sc.
 
-Messages are lists in JSON, one a line, on a stream socket:
+Requests are lists in JSON, one a line, on a stream socket; replies are signed, see `Replies`:
 
-    ["load", reference]             -> ["loaded", takes a session, is awaited]
-                                     | ["failed", null, failure, ""]
+    ["load", number, reference]     -> ["loaded", number, takes a session, is awaited]
+                                     | ["failed", number, failure, ""]
     ["call", number, row, session]  -> ["value", number, reward, output, has left something]
                                      | ["failed", number, failure, output, has left something]
     ["cancel", number]              the call's task is cancelled; its answer says where it waited
@@ -28,6 +28,7 @@ import io
 import json
 import math
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -135,35 +136,37 @@ def load_by_name(reference: Mapping[str, Any]) -> Any:
 
 def serve(
     connection: socket.socket,
+    replies: Any,
     load: Callable[[Any], Any] = load_by_name,
     decode: Callable[[Any], Any] = lambda row: row,
 ) -> None:
     """Serves the worker until the connection ends.
 
     Args:
+        replies: `Replies` of the connection.
         load: from a reference to the agent.
         decode: from a row on the wire to the row.
     """
     sys.stdout = _Output(sys.stdout)
     sys.stderr = _Output(sys.stderr)
     with connection, connection.makefile("rb") as lines:
-        _, reference = json.loads(lines.readline())
+        _, number, reference = json.loads(lines.readline())
         try:
             agent = load(reference)
             has_session, is_awaited = takes_session(agent), is_async(agent)
         except BaseException as error:  # the user's code: whatever it raises is its answer
-            connection.sendall(_line(["failed", None, failure_of(error), ""]))
+            replies.send("failed", number, failure_of(error), "")
             return
-        connection.sendall(_line(["loaded", has_session, is_awaited]))
+        replies.send("loaded", number, has_session, is_awaited)
         is_alone = not (has_session and is_awaited)
-        calls = _Calls(agent, decode, has_session=has_session, is_alone=is_alone)
+        calls = _Calls(agent, decode, replies, has_session=has_session, is_alone=is_alone)
         if is_awaited:
             asyncio.run(_serve_tasks(connection, calls))
         else:
             for line in lines:
                 kind, *rest = json.loads(line)
                 if kind == "call":
-                    connection.sendall(_line(calls.answer(*rest)))
+                    replies.send(*calls.answer(*rest))
 
 
 class _Output(io.TextIOBase):
@@ -205,14 +208,20 @@ class _Calls:
     """Calls of the agent, and what comes of them."""
 
     def __init__(
-        self, agent: Any, decode: Callable[[Any], Any], *, has_session: bool, is_alone: bool
+        self,
+        agent: Any,
+        decode: Callable[[Any], Any],
+        replies: Any,
+        *,
+        has_session: bool,
+        is_alone: bool,
     ) -> None:
         self.is_alone = is_alone
+        self.replies = replies
         self._agent = agent
         self._decode = decode
         self._has_session = has_session
         self.server: Any = None
-        self._pid = os.getpid()
         self._threads = set(threading.enumerate())
         self._children = _children()
 
@@ -223,7 +232,7 @@ class _Calls:
             kind, told = "value", reward_of(self._call(row, session))
         except BaseException as error:  # the user's code: whatever it raises is its answer
             kind, told = "failed", failure_of(error)
-        self._end_if_forked()
+        self.replies.end_if_forked()
         return [kind, number, told, kept[0], self._has_left_any()]
 
     async def answer_later(self, number: int, row: Any, session: dict[str, str]) -> list[Any]:
@@ -236,7 +245,7 @@ class _Calls:
             kind, told = "value", reward_of(await self._call(row, session))
         except BaseException as error:  # the user's code: whatever it raises is its answer
             kind, told = "failed", failure_of(error)
-        self._end_if_forked()
+        self.replies.end_if_forked()
         if not self.is_alone:
             return [kind, number, told, kept[0], False]
         has_left_tasks = await self._end_tasks()
@@ -259,11 +268,6 @@ class _Calls:
                 return True
         return bool(_children() - self._children)
 
-    def _end_if_forked(self) -> None:
-        """A child that the agent has forked, and that returns as it does, must not answer."""
-        if os.getpid() != self._pid:
-            os._exit(0)
-
     def _begin(self, session: dict[str, str]) -> list[str]:
         """Returns: where the text will be that the episode writes."""
         kept = [""]
@@ -284,7 +288,7 @@ async def _serve_tasks(connection: socket.socket, calls: _Calls) -> None:
     tasks: dict[int, Any] = {}
 
     async def answer(number: int, row: Any, session: dict[str, str]) -> None:
-        writer.write(_line(await calls.answer_later(number, row, session)))
+        writer.write(calls.replies.signed(*await calls.answer_later(number, row, session)))
         del tasks[number]
 
     while line := await reader.readline():
@@ -364,17 +368,12 @@ def _is_library(file: str) -> bool:
     return any(path.startswith(os.path.join(os.path.realpath(it), "")) for it in _LIBRARIES)
 
 
-def _line(message: list[Any]) -> bytes:
-    # half of a surrogate pair may stand in a text: JSON has an escape for it
-    return json.dumps(message).encode() + b"\n"
-
-
 def main(arguments: list[str]) -> None:
     """Serves in an interpreter of its own, or tries the import of an agent.
 
     Args:
-        arguments: the number of the socket, and of the signal that asks for stacks; or
-            `--try` and a reference in JSON, whose failure is printed.
+        arguments: the number of the socket, that of the signal that asks for stacks, and the file
+            of `Replies`; or `--try` and a reference in JSON, whose failure is printed.
     """
     sys.path.pop(0)  # the folder of this file
     if arguments[0] == "--try":
@@ -384,11 +383,13 @@ def main(arguments: list[str]) -> None:
             failure = failure_of(error)
             sys.exit(f"{failure['message']} at {failure['place']}")
         return
-    fd, number = map(int, arguments)
+    fd, number = map(int, arguments[:2])
     os.set_inheritable(fd, False)
     faulthandler.enable()
     faulthandler.register(signal.Signals(number))
-    serve(socket.socket(fileno=fd))
+    connection = socket.socket(fileno=fd)
+    replies = runpy.run_path(arguments[2])["Replies"]
+    serve(connection, replies(connection))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from aiohttp import web
 
-from areal_sc.agents.calls import CallRefused, Dialect, ModelCall
+from areal_sc.agents.calls import CallRefused, Dialect, ModelCall, anew
 from areal_sc.agents.certificate import make_certificate
 from areal_sc.agents.claims import Claims, Offer
 from areal_sc.agents.http import (
@@ -35,10 +35,10 @@ from areal_sc.agents.http import (
     DELIVERY,
     DIALECTS,
     MAX_BODY_BYTES,
-    RETRY_COUNT,
     SERVER_LOG,
     UNDELIVERED,
     Handler,
+    attempt_in,
     decoded,
     key_in,
     no_session,
@@ -49,7 +49,7 @@ from areal_sc.agents.http import (
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt
 from areal_sc.agents.rows import Rewards
-from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, anew, given_up
+from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, given_up
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkerError
@@ -321,16 +321,14 @@ class AgentServer:
         try:
             body = await read_body(request)
             call = dialect.read(decoded(body))
-        except CallRefused:
-            session.counts["refused"] += 1
+        except CallRefused as refused:
+            session.note_refused(refused)
             raise
-        retried = request.headers.get("Idempotency-Key")
-        digest = _digest(dialect.path, body)
         begun = session.begin(
             call,
-            digest=digest,
-            key=f"key {retried}" if retried else digest,
-            is_retry=bool(retried) or request.headers.get(RETRY_COUNT, "0") != "0",
+            digest=_digest(dialect.path, body),
+            key=request.headers.get("Idempotency-Key", ""),
+            attempt=attempt_in(request),
         )
         call = session.as_sampled(call)
         with begun.client():

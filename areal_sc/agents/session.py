@@ -26,13 +26,14 @@ from areal_sc.agents.calls import (
     ModelAnswer,
     ModelCall,
     SampledToken,
+    anew,
 )
 from areal_sc.agents.history import CallHistory, CallPlace
 from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings, special_token_in
-from areal_sc.errors import AgentError, WorkflowError
+from areal_sc.errors import AgentError, NeverWorks, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.workflows.chat import checked_message
 from areal_sc.workflows.chat_turn import (
@@ -50,6 +51,9 @@ logger = logging.getLogger(__name__)
 MAX_RUNNING_CALLS: Final = 256
 """Calls of a session that may run beside each other; more are told to come again."""
 _COME_AGAIN_S: Final = 1.0
+
+_BY_OTHERS: Final = ("agent_rejected", "agent_idle", "agent_timeout")
+"""How an agent outside ends an episode: a client that calls wrongly must not end the run."""
 
 SESSION_ENDED: Final = CallRefused(409, "session_ended", "the episode of this key has ended")
 
@@ -114,30 +118,31 @@ class Session:
         self._settings = settings or SessionSettings()
         self._history = CallHistory[SessionCall]()
         self._calls = list[SessionCall]()  # in the order in which they began
-        self._by_key = dict[str, list[SessionCall]]()  # that a retry has, too
+        self._same = dict[str, list[SessionCall]]()  # by their key, or by their digest
+        self._sent_away = Counter[tuple[str, int]]()  # by digest and attempt
         self._tasks = set[asyncio.Task[None]]()
         self._num_tool_calls = 0
         self._last_activity_s = time.monotonic()
         self._ended: CallRefused | None = None
+        self._refused_for_all: CallRefused | None = None  # and no call was answered since
 
     def begin(
-        self, call: ModelCall, *, digest: str = "", key: str = "", is_retry: bool = False
+        self, call: ModelCall, *, digest: str = "", key: str = "", attempt: int = 0
     ) -> SessionCall:
-        """Begins a call, or finds the one that this is a retry of.
-
-        Agents may ask the same again and want another sample. So it is a retry if the client says
-        so, or if nobody has got, or waits for, the answer of the call before.
+        """Begins a call, or finds the one that this is a retry of; see `_retried`.
 
         Args:
-            digest: of what the client sent.
-            key: equal for calls that may be retries of each other; "": of none.
-            is_retry: the client says so.
+            digest: of what the client sent; "": nothing is a retry of it.
+            key: the client's, of this call alone; "": it gives none.
+            attempt: how often the client has tried it before, as it says.
         Raises: CallRefused: the session has ended, or takes no more calls now, or at all; or the
             key is of a call with another digest.
         """
         self.check_open()
         self.note_activity()
-        same = self._by_key.setdefault(key, []) if key else []
+        same = list[SessionCall]()
+        if key or digest:
+            same = self._same.setdefault(f"key {key}" if key else digest, same)
         if same and same[0].digest != digest:
             self.counts["refused"] += 1
             raise CallRefused(
@@ -145,22 +150,23 @@ class Session:
                 "idempotency_key_reused",
                 "Idempotency-Key: it came with another body before: expected one for each call",
             )
-        left = next((it for it in same if it.is_left), None)
-        if earlier := left or (same[-1] if is_retry and same else None):
+        if earlier := self._retried(same, key, digest, attempt):
             self.counts["retries"] += 1
+            earlier.attempt = attempt
             return earlier
         most = self._settings.max_turns
         if most and len(self._calls) >= most:
             self.counts["refused"] += 1
             raise CallRefused(400, "max_turns", f"the episode has had its max_turns={most} calls")
         if len(self._tasks) >= MAX_RUNNING_CALLS:
+            self._sent_away[digest, attempt] += 1
             raise CallRefused(
                 429,
                 "too_many_calls",
                 f"{MAX_RUNNING_CALLS} calls of the episode run: expected no more beside each other",
                 retry_after_s=_COME_AGAIN_S,
             )
-        begun = SessionCall(call, digest)
+        begun = SessionCall(call, digest, attempt)
         self._calls.append(begun)
         same.append(begun)
         task = asyncio.create_task(self._run(call, begun), name=f"call {begun.answer_id}")
@@ -173,6 +179,27 @@ class Session:
         run = self._run_sampling
         sampling = {"temperature": run.temperature, "top_p": run.top_p}
         return replace(call, max_tokens=self._max_tokens(call), sampling=sampling)
+
+    def _retried(
+        self, same: Sequence[SessionCall], key: str, digest: str, attempt: int
+    ) -> SessionCall | None:
+        """The call whose answer a client may have that asks the same; None: it wants another one.
+
+        Agents may ask the same several times, and want as many samples. So no two of them get one
+        answer: that is given again where nobody has it, or waits for it; where the key says that
+        it is this call's; or where a client counts its attempts, and there is one call alone whose
+        next one this can be. The next one of a call that was sent away has no answer yet.
+        """
+        if left := next((it for it in same if it.is_left), None):
+            return left
+        if key or not attempt:
+            return same[-1] if key and same else None
+        before = attempt - 1
+        if self._sent_away[digest, before]:
+            self._sent_away[digest, before] -= 1
+            return None
+        tried = [it for it in same if it.attempt == before]
+        return tried[0] if len(tried) == 1 else None
 
     def check_open(self) -> None:
         """Raises: CallRefused: the session has ended."""
@@ -192,13 +219,14 @@ class Session:
     def raising(self) -> Iterator[None]:
         """Around the use of the session; raises its `failure`, though the agent may have caught it.
 
-        A cancellation goes before.
+        A cancellation goes before. Raises: NeverWorks: an agent has failed whose last calls were
+            refused for all.
         """
         try:
             yield
         except Exception as error:
-            if self.failure is not None:
-                raise self.failure from error
+            if failure := self.failure or self._never_works(error):
+                raise failure from error
             raise
         if self.failure is not None:
             raise self.failure
@@ -252,6 +280,18 @@ class Session:
             raise WorkflowError("the episode has no answer of the model yet: call it, or reject it")
         returns_of(trained, reward, 1.0)
 
+    def note_refused(self, why: CallRefused) -> None:
+        """A call gets an error."""
+        self.counts["refused"] += 1
+        if why.is_for_all:
+            self._refused_for_all = why
+
+    def _never_works(self, error: Exception) -> NeverWorks | None:
+        why = self._refused_for_all
+        if why is None or (isinstance(error, AgentError) and error.kind in _BY_OTHERS):
+            return None
+        return NeverWorks(f"calls of the agent are refused in every episode: {why.message}")
+
     def _note_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self.note_activity()
@@ -260,10 +300,12 @@ class Session:
         """Ends with an answer, or with why there is none."""
         try:
             begun.finish(await self._answer(call, begun))
+            self._refused_for_all = None
         except CallRefused as refused:
             self._forget(begun, refused)
         except (WorkflowError, UnicodeError, RecursionError) as error:
-            self._forget(begun, CallRefused(400, "invalid_call", str(error)))
+            is_for_all = isinstance(error, NeverWorks)
+            self._forget(begun, CallRefused(400, "invalid_call", str(error), is_for_all=is_for_all))
         except Exception as error:  # no fault of the agent
             logger.exception("a call of an agent failed")
             self.failure = error
@@ -272,9 +314,9 @@ class Session:
 
     def _forget(self, begun: SessionCall, why: CallRefused) -> None:
         """A call without an answer can be tried again."""
-        self.counts["refused"] += 1
+        self.note_refused(why)
         self._calls.remove(begun)
-        for same in self._by_key.values():
+        for same in self._same.values():
             if begun in same:
                 same.remove(begun)
         begun.finish(why)
@@ -358,18 +400,16 @@ class Session:
     def _sampling(self, call: ModelCall) -> GenerationConfig:
         """The run's, with what an agent may say.
 
-        Raises: WorkflowError: no engine ends an answer by its strings.
+        Raises: NeverWorks: no engine ends an answer by its strings.
         """
         run = self._run_sampling
         stop = [*run.stop, *call.stop]
         if call.stop:
             if not are_stop_strings(stop):
                 beside = f", with those of generation.stop, {run.stop}" if run.stop else ""
-                raise WorkflowError(
-                    f"stop: expected {STOP_STRINGS}{beside}, got {call.stop!r:.200}"
-                )
+                raise NeverWorks(f"stop: expected {STOP_STRINGS}{beside}, got {call.stop!r:.200}")
             if problem := special_token_in(self._engine.tokenizer, call.stop):
-                raise WorkflowError(f"stop: {problem}")
+                raise NeverWorks(f"stop: {problem}")
         for name, value in call.sampling.items():
             own = getattr(run, name, 0.0)
             if value != own:
@@ -405,11 +445,6 @@ def given_up(error: BaseException) -> CallRefused:
     if isinstance(error, AgentError) and error.kind == RejectionKind.agent_rejected:
         return SESSION_ENDED
     return CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
-
-
-def anew(refused: CallRefused) -> CallRefused:
-    """The same refusal; an exception that is raised again and again grows."""
-    return CallRefused(refused.status, refused.code, refused.message)
 
 
 @cache  # once for each

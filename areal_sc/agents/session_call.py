@@ -19,6 +19,7 @@ class SessionCall:
 
     Attributes:
         digest: of what the client sent.
+        attempt: of the client that came last; 0: its first, or it does not say.
         answer_id: unique in the run.
         created_s: Unix time.
         model: that the call named.
@@ -30,8 +31,9 @@ class SessionCall:
             None: `kept` is the whole conversation.
     """
 
-    def __init__(self, call: ModelCall, digest: str) -> None:
+    def __init__(self, call: ModelCall, digest: str, attempt: int) -> None:
         self.digest = digest
+        self.attempt = attempt
         self.answer_id = secrets.token_hex(16)
         self.created_s = int(time.time())
         self.model = call.model

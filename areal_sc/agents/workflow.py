@@ -146,11 +146,11 @@ class AgentWorkflow(SessionWorkflow):
             except WorkflowError as error:  # a reward is of no call
                 message = f"agent {name_of(self.agent)}: {error}"
                 raise AgentError(message, kind=RejectionKind.bad_reward) from error
-        if not rows:
-            raise AgentError(
-                f"agent {name_of(self.agent)}: it ended without an answer of the model: expected "
-                "calls of OPENAI_BASE_URL with OPENAI_API_KEY as they are when it is called, so "
-                "make its client inside the agent",
-                kind=RejectionKind.agent_no_call,
-            )
+            if not rows:
+                raise AgentError(
+                    f"agent {name_of(self.agent)}: it ended without an answer of the model: "
+                    "expected calls of OPENAI_BASE_URL with OPENAI_API_KEY as they are when it is "
+                    "called, so make its client inside the agent",
+                    kind=RejectionKind.agent_no_call,
+                )
         return [replace(one, output=end.output) for one in rows]

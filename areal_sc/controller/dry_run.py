@@ -26,7 +26,7 @@ from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
 from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSource
 from areal_sc.engines.handle_base import TrainHandle
-from areal_sc.errors import PromptTooLong, WorkflowError
+from areal_sc.errors import NeverWorks, PromptTooLong, WorkflowError
 from areal_sc.hub import cached_model
 from areal_sc.nodes.spec import TRAIN_ROLE
 from areal_sc.rejection import Rejection
@@ -276,6 +276,8 @@ class TaskLook:
                 raise WorkflowError(
                     f"row {index}: the episode asked the model nothing in {EPISODE_LIMIT_S:g} s"
                 ) from None
+            if isinstance(error, NeverWorks):
+                raise error from None
             why = Rejection.of(error).of_prompt(index, row, "")
             (found.too_long if isinstance(error, PromptTooLong) else found.unusable).append(why)
             if len(found.unusable) == UNUSABLE and not found.lengths:

@@ -18,13 +18,15 @@ from typing import Any, Final
 
 import aiohttp
 
-from areal_sc.errors import RewardError, WorkflowError
+from areal_sc.errors import NeverWorks, RewardError, WorkflowError
 from areal_sc.rewards.answer_text import without_reasoning
 from areal_sc.sources.reference import Referable
 from areal_sc.sources.values import is_missing
 
 _AGAIN: Final = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
 """Answers after which the same request may succeed."""
+_NEVER: Final = frozenset((401, 403, 404, 405))
+"""Where these are the first answers, the key, the address or the model is wrong."""
 
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 20.0
@@ -66,7 +68,8 @@ class JudgeReward(Referable):
         tries: of one verdict, > 0; the pauses between them grow.
         at_once: requests of one worker at a time, > 0.
     Raises: ValueError: an argument is out of bounds, or the question does not hold `{completion}`.
-        In a call: RewardError: no try gave a verdict, or the key's variable is not set.
+        In a call: RewardError: no try gave a verdict. NeverWorks: the key's variable is not set, or
+        the address has never served this key or model.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class JudgeReward(Referable):
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._tries = tries
         self._places = asyncio.Semaphore(at_once)
+        self._has_served = False
 
     async def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
         body = {
@@ -149,7 +153,7 @@ class JudgeReward(Referable):
         if self._key_variable:
             key = os.environ.get(self._key_variable)
             if not key:
-                raise RewardError(
+                raise NeverWorks(
                     f"judge {self._model}: the environment variable {self._key_variable}, which "
                     "holds its key, is not set in the worker"
                 )
@@ -162,9 +166,11 @@ class JudgeReward(Referable):
         if answer.status in _AGAIN:
             raise _NoVerdict(f"status {answer.status}: {text:.200}")
         if answer.status != 200:
-            raise RewardError(
+            never = answer.status in _NEVER and not self._has_served
+            raise (NeverWorks if never else RewardError)(
                 f"judge {self._model} at {self._address}: status {answer.status}: {text:.200}"
             )
+        self._has_served = True
         try:
             content = json.loads(text)["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError) as error:

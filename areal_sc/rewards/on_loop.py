@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from areal_sc.errors import RewardError
+from areal_sc.errors import NeverWorks, RewardError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import RUN_CODE, RunCode, Score
 from areal_sc.rewards.functions import place_of_definition, runs_code
@@ -23,7 +23,8 @@ async def score_on_loop(
     Args:
         arguments: `to_wire` of prompt, completion and further arguments: it gets its own.
         limit_s: of rewards that run no code.
-    Raises: RewardError: it raised, returned no finite number, or passed its time limit.
+    Raises: RewardError: it raised, returned no finite number, or passed its time limit. NeverWorks:
+        it raised that.
     """
     prompt, completion, extra = from_wire(arguments)
     limited_s = limit_s
@@ -37,6 +38,8 @@ async def score_on_loop(
     try:
         return await await_user_code(call, limited_s)
     except Raised as raised:
+        if isinstance(raised.error, NeverWorks):
+            raise raised.error from None
         if raised.is_late:
             where = {"place": place_of(raised.error), "frames": last_frames(raised.error)}
             raise took_too_long(name, limit_s, **where) from raised.error

@@ -19,6 +19,7 @@ CPU seconds, and passing it is a verdict.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import signal
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.errors import RewardError, WorkerLost, WorkflowError
+from areal_sc.errors import NeverWorks, RewardError, WorkerLost, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import (
     DECLARATION,
@@ -39,7 +40,7 @@ from areal_sc.rewards.base import (
 )
 from areal_sc.rewards.functions import is_async, name_of, place_of_definition
 from areal_sc.rewards.on_loop import score_on_loop, took_too_long
-from areal_sc.rewards.process import make_unpacker, pack
+from areal_sc.rewards.process import pack
 from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, to_wire
 from areal_sc.system.fork_server import ForkServer
@@ -64,9 +65,11 @@ class _RewardCall:
     """One call of a sync reward, or of a vote, until its future is done.
 
     Attributes:
+        number: that its replies name.
         num_ends, num_kills: processes that ended while it ran, by themselves or by others.
     """
 
+    number: int
     key: int
     name: str
     reward: RewardFunction
@@ -134,7 +137,6 @@ class RewardPool:
             role="reward",
             log_path=log_path,
             sources=sources,
-            make_unpacker=make_unpacker,
             isolation=isolation,
             hides=hides,
         )
@@ -146,6 +148,7 @@ class RewardPool:
         self._references: list[dict[str, Any]] = []
         self._keys: dict[int, int] = {}
         self._rewards: list[RewardFunction] = []  # keeps the ids in `_keys` from being reused
+        self._numbers = itertools.count()
         self._calls: set[_RewardCall] = set()  # without a verdict
         self._lanes: dict[Narrowing, _Lanes] = {}
         self._broken: Exception | None = None
@@ -170,6 +173,7 @@ class RewardPool:
         Raises:
             RewardError: it raised, returned no finite number, passed its time limit, or ended two
                 processes.
+            NeverWorks: it cannot be loaded.
             WorkflowError: the function or its arguments cannot be given to another process.
             RunFolderError: as `write_session`.
             WorkerError: reward processes cannot be had; says nothing about the completion.
@@ -197,11 +201,12 @@ class RewardPool:
         if self._broken is not None:
             raise self._broken
         key = self._key_of(reward)
-        request = pack([kind, key, argument])
+        number = next(self._numbers)
+        request = pack([kind, number, key, argument])
         verdict: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         declaration: RewardDeclaration | None = getattr(reward, DECLARATION, None)
         limits = declaration if kind == "call" else None  # its number stands for no vote
-        call = _RewardCall(key, name, reward, request, limits, verdict)
+        call = _RewardCall(number, key, name, reward, request, limits, verdict)
         self._calls.add(call)
         narrowing = declaration.narrowing if declaration else Narrowing()
         lanes = self._lanes.get(narrowing)
@@ -235,6 +240,9 @@ class RewardPool:
                     process = process or await self._own.start(lanes.narrowing._asdict())
                     if not await self._attempt(process, call):
                         process = None
+                    elif process.is_forged:
+                        await self._own.kill(process)
+                        process = None
         except Exception as error:  # nobody awaits this task: those who ask for verdicts hear
             self._give_up(error)
         finally:
@@ -245,14 +253,17 @@ class RewardPool:
         """Runs a call; False when the process has ended."""
         try:
             if call.key not in process.loaded:
-                load = pack(["load", call.key, self._references[call.key]])
+                number = next(self._numbers)
+                load = pack(["load", number, call.key, self._references[call.key]])
                 async with asyncio.timeout(LOAD_TIMEOUT_S):
-                    kind, *rest = await process.ask(load)
-                if kind == "loaded":
-                    process.loaded.add(call.key)
-                else:
-                    self._settle(call, kind, rest)
+                    kind, *rest = await process.ask(number, load)
+                if kind == "failed":
+                    what, details = rest
+                    place = details.get("place") or call.place
+                    told = f"reward {call.name} cannot be loaded in its process: {what} at {place}"
+                    call.fail(NeverWorks(told))
                     return True
+                process.loaded.add(call.key)
             return await self._limited(process, call)
         except TimeoutError:
             await self._own.kill(process)
@@ -292,7 +303,7 @@ class RewardPool:
                     may_use_s = min(declared.late_after_s, self._timeout_s / 2)
                     end_at_cpu_s(process.cpu_s() + may_use_s)
                 try:
-                    kind, *rest = await process.ask(call.request)
+                    kind, *rest = await process.ask(call.number, call.request)
                 finally:
                     last.cancel()
                     if watch is not None:

@@ -1,16 +1,16 @@
 """What runs inside a reward process: load the user's function, call it, say what came of it.
 
-Messages are msgpack lists on a stream socket, one request at a time:
+Requests are msgpack lists on a stream socket, one at a time; replies are signed, see `Replies`:
 
-    ["load", key, reference]   -> ["loaded", key] | ["failed", what, details]
-    ["call", key, arguments]   -> ["value", number] | ["failed", what, details]
-    ["vote", key, completion]  -> ["value", text or None] | ["failed", what, details]
+    ["load", number, key, reference]   -> ["loaded", number] | ["failed", number, what, details]
+    ["call", number, key, arguments]   -> ["value", number, reward] | ["failed", ...]
+    ["vote", number, key, completion]  -> ["value", number, text or None] | ["failed", ...]
 
-where the arguments are `values.to_wire([prompt, completion, extra])`, and the details are the
-attributes of a RewardError; and at the start one ["ready", process id, layer, why no stronger one],
-or ["unfit", why it cannot be as narrow as it is declared]. Before an answer there may be
-["warned", text]: what the user's code has logged. The process ends with the connection, or by
-SIGKILL.
+where the number is that of the call, the arguments are `values.to_wire([prompt, completion,
+extra])`, and the details are the attributes of a RewardError; and at the start one ["ready",
+process id, layer, why no stronger one], or ["unfit", why it cannot be as narrow as it is declared].
+Before an answer there may be ["warned", text]: what the user's code has logged. The process ends
+with the connection, or by SIGKILL.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from areal_sc.rewards.base import DECLARATION, VOTE, RewardDeclaration
 from areal_sc.sources.reference import ObjectReference, resolve
 from areal_sc.sources.values import from_wire
 from areal_sc.system.process import bury_left
+from areal_sc.system.replies import Replies
 from areal_sc.system.sandbox.own_code import begin_apart
 from areal_sc.user_code import (
     MAX_TEXT_CHARS,
@@ -112,17 +113,19 @@ def run_reward_process(spec: dict[str, Any]) -> int:
     sources = Path(spec["sources"])
     rewards: dict[int, Callable[..., Any]] = {}
     setup_logging("reward")
-    connection = begin_apart(spec, pack)
+    connection = begin_apart(spec)
     if connection is None:
         return 0
     with connection:
+        replies = Replies(connection)
         left: set[int] = set()
-        for number, request in enumerate(_requests(connection), start=1):
-            answer = _answer(request, rewards, sources)
+        for count, (kind, number, key, given) in enumerate(_requests(connection), start=1):
+            told, *rest = _answer(kind, key, given, rewards, sources)
+            replies.end_if_forked()
             for text in take_warnings():
-                connection.sendall(pack(["warned", text]))
-            connection.sendall(pack(answer))
-            if number % _REQUESTS_A_BURIAL == 0:
+                replies.send("warned", text)
+            replies.send(told, number, *rest)
+            if count % _REQUESTS_A_BURIAL == 0:
                 left = bury_left(left)
     return 0
 
@@ -134,19 +137,21 @@ def _requests(connection: socket.socket) -> Iterator[list[Any]]:
         yield from unpacker
 
 
-def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]], sources: Path) -> list[Any]:
-    kind, key, *rest = request
+def _answer(
+    kind: str, key: int, given: Any, rewards: dict[int, Callable[..., Any]], sources: Path
+) -> list[Any]:
+    """What comes of a request; the number of its call is still missing."""
     try:
         if kind == "load":
-            rewards[key] = resolve(ObjectReference.from_wire(rest[0]), sources)
+            rewards[key] = resolve(ObjectReference.from_wire(given), sources)
             declaration: RewardDeclaration | None = getattr(rewards[key], DECLARATION, None)
             if declaration is not None and declaration.prepare is not None:
                 declaration.prepare()
-            return ["loaded", key]
+            return ["loaded"]
         if kind == VOTE:
-            vote = getattr(rewards[key], VOTE)(rest[0])
+            vote = getattr(rewards[key], VOTE)(given)
             return ["value", None if vote is None else str(vote)]
-        prompt, completion, extra = from_wire(rest[0])
+        prompt, completion, extra = from_wire(given)
         return ["value", finite_reward(rewards[key](prompt, completion, **extra))]
     except BaseException as error:  # the user's code: whatever it raises is its answer
         return ["failed", *failure_of(error)]

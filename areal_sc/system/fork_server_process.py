@@ -109,6 +109,7 @@ class ForkServerProcess:
             case ["go on", limit_s]:
                 self._silence_limit_s = limit_s
             case ["spawn", spec, log_path]:
+                os.set_inheritable(fds[0], False)  # by what the child executes
                 try:
                     self._tell("started", self._spawn({**spec, "fd": fds[0]}, log_path))
                 except OSError as error:

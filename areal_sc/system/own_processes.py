@@ -2,7 +2,9 @@
 
 worker: OwnProcesses ──► fork server ── fork ──► a process, kept apart by `own_code`
              ▲                                        │
-             └── ready, by which layer; answers ──────┘
+             └── ready, by which layer; replies ──────┘
+
+A reply names its call, and is signed: see `replies`.
 
 consumes     messages of the processes
 waits for    a process's start, with a limit; its next message, for which the caller has one
@@ -15,27 +17,31 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.errors import WorkerStartError, WorkflowError
+from areal_sc.errors import NeverWorks, WorkerStartError
 from areal_sc.log import tell_warning
 from areal_sc.system.fork_server import Child, ForkServer
 from areal_sc.system.process import num_killed_for_memory
+from areal_sc.system.replies import ReplyReader
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S: Final = 60.0
 _MAX_STARTS: Final = 3
 _EXIT_WAIT_S: Final = 2.0
+_FORGED: Final = (
+    "code that ran in it has written to its connection, which counts for nothing, and it is ended; "
+    "let code that a model wrote run apart, by run_code"
+)
 
 
 class OwnProcess:
     """A process of the user's code.
 
     Args:
-        unpacker: takes bytes by `feed`, and gives the messages in them.
         name: as messages call it, `a reward process` say.
 
     Attributes:
@@ -45,26 +51,42 @@ class OwnProcess:
         killed_before: processes of the machine killed for lack of memory before it was started.
     """
 
-    def __init__(self, child: Child, unpacker: Any, name: str) -> None:
+    def __init__(self, child: Child, name: str) -> None:
         self.killed_before = num_killed_for_memory()
         self.child = child
         self.pid = child.pid
         self.loaded: set[int] = set()
         self.listener: socket.socket | None = None
-        self._unpacker = unpacker
+        self._replies = ReplyReader()
         self._name = name
+
+    @property
+    def is_forged(self) -> bool:
+        """Whether code in it has written to its connection what is no reply to a call.
+
+        What is one is true all the same, but whoever has it ends the process.
+        """
+        return self._replies.is_forged
+
+    def note_unasked(self) -> None:
+        """A message has come that no call waits for: code has sent an earlier one again."""
+        self._replies.is_forged = True
 
     async def send(self, message: bytes) -> None:
         """Raises: ConnectionError: it has ended."""
         await asyncio.get_running_loop().sock_sendall(self.child.connection, message)
 
-    async def ask(self, request: bytes) -> list[Any]:
-        """What it says next. Raises: ConnectionError: it has ended."""
+    async def ask(self, number: int, request: bytes) -> list[Any]:
+        """What it says to a request of this number. Raises: ConnectionError: it has ended."""
         await self.send(request)
-        return await self.reply()
+        while True:
+            kind, of, *rest = await self.reply()
+            if of == number:
+                return [kind, *rest]
+            self.note_unasked()
 
-    async def first_reply(self) -> list[Any]:
-        """Its first message, which may bring the `listener`.
+    async def ready(self) -> list[Any]:
+        """Its first message, which may bring the `listener`; it gets its key then.
 
         Raises: ConnectionError: it has ended.
         """
@@ -78,21 +100,26 @@ class OwnProcess:
         received, fds, _, _ = socket.recv_fds(connection, 1 << 16, 1)
         if not received:
             raise ConnectionResetError
-        self.listener = socket.socket(fileno=fds[0]) if fds else None
-        self._unpacker.feed(received)
-        return await self.reply()
+        if fds:
+            self.listener = socket.socket(fileno=fds[0])
+            self.listener.set_inheritable(False)
+        self._replies.feed(received)
+        first = await self.reply()
+        if first[0] == "ready":
+            await self.send(self._replies.new_key())
+        return first
 
     async def reply(self) -> list[Any]:
         """Its next message. Raises: ConnectionError: it has ended."""
         while True:
-            for kind, *rest in self._unpacker:
-                if kind != "warned":
-                    return [kind, *rest]
-                tell_warning(rest[0], self._name)
+            for message in self._replies:
+                if message[0] != "warned":
+                    return message
+                tell_warning(message[1], self._name)
             received = await asyncio.get_running_loop().sock_recv(self.child.connection, 1 << 16)
             if not received:
                 raise ConnectionResetError
-            self._unpacker.feed(received)
+            self._replies.feed(received)
 
     def cpu_s(self) -> float:
         """CPU seconds that it has used; 0 if it is gone."""
@@ -112,7 +139,6 @@ class OwnProcesses:
         role: what they compute, in one word; the target of the fork server gets it in the spec.
         log_path: file that their own output is appended to.
         sources: that folder of the run, which they may read.
-        make_unpacker: of their messages, one a process.
         isolation: `rollout.sandbox.isolation`.
         hides: folders that they cannot reach, `sources` aside.
 
@@ -127,7 +153,6 @@ class OwnProcesses:
         role: str,
         log_path: Path | str,
         sources: Path,
-        make_unpacker: Callable[[], Any],
         isolation: str = "none",
         hides: Sequence[Path | str] = (),
     ) -> None:
@@ -136,7 +161,6 @@ class OwnProcesses:
         self._source = source
         self._role = role
         self._name = f"{'an' if role[0] in 'aeiou' else 'a'} {role} process"
-        self._make_unpacker = make_unpacker
         self._spec: dict[str, Any] = {
             "role": role,
             "sources": str(sources),
@@ -153,7 +177,7 @@ class OwnProcesses:
         Args:
             spec: what it gets beside what is the same for all; `network` and `read` of a
                 `Narrowing` among it, and `port` as of `begin_apart`.
-        Raises: WorkflowError: it cannot be as narrow as that says. WorkerError: several in a row
+        Raises: NeverWorks: it cannot be as narrow as that says. WorkerError: several in a row
             did not start, or the fork server is gone.
         """
         num_failed = 0
@@ -172,6 +196,8 @@ class OwnProcesses:
 
     async def kill(self, process: OwnProcess) -> None:
         """Ends it, and all that it has started."""
+        if process.is_forged:
+            tell_warning(_FORGED, self._name)
         self._source.kill(process.child)
         self._running.discard(process)
         process.child.connection.close()
@@ -199,13 +225,13 @@ class OwnProcesses:
 
     async def _start_one(self, spec: Mapping[str, Any]) -> OwnProcess:
         child = await self._source.spawn({**self._spec, **spec}, self.log_path)
-        process = OwnProcess(child, self._make_unpacker(), self._name)
+        process = OwnProcess(child, self._name)
         self._running.add(process)
         if self._is_closed:  # meanwhile
             self._source.kill(child)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                kind, *told = await process.first_reply()
+                kind, *told = await process.ready()
         except BaseException as error:
             await self.kill(process)
             if not isinstance(error, ConnectionError | TimeoutError):
@@ -214,7 +240,7 @@ class OwnProcesses:
             raise WorkerStartError(f"{self._name} {what}; see {self.log_path}") from error
         if kind == "unfit":
             await self.kill(process)
-            raise WorkflowError(f"{self._name} cannot be kept as it has to be: {told[0]}")
+            raise NeverWorks(f"{self._name} cannot be kept as it has to be: {told[0]}")
         process.pid, layer, why_not = told
         self._tell_isolation(layer, why_not)
         return process

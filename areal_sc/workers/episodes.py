@@ -18,7 +18,7 @@ from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import SessionSettings
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, GenerationEngine, OnTokens
-from areal_sc.errors import ConfigError, PromptTooLong, WorkerError, WorkflowError
+from areal_sc.errors import ConfigError, NeverWorks, PromptTooLong, WorkerError, WorkflowError
 from areal_sc.records.recorder import Recorder
 from areal_sc.records.spans import NO_VERSION, RecordedSpan
 from areal_sc.rejection import Rejection
@@ -176,7 +176,7 @@ class WorkerEpisodeEngine:
         chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> AbstractAsyncContextManager[AgentSession]:
         if self._agents is None:
-            raise WorkflowError(
+            raise NeverWorks(
                 "open_session: an agent cannot be played again from kept answers: evaluate anew"
             )
         if self._agent_pool is not None:
@@ -210,7 +210,7 @@ class WorkerEpisodeEngine:
         self, row: Mapping[str, Any], session: AgentSession
     ) -> float | Mapping[str, float]:
         if self._evaluated is not None:
-            raise WorkflowError(
+            raise NeverWorks(
                 "an evaluation cannot wait for agents outside: give it a workflow of its own"
             )
         assert self._agents is not None

@@ -23,7 +23,7 @@ from functools import lru_cache
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import NeverWorks, WorkflowError
 from areal_sc.workflows.text import bare_tokens, encode_chat
 from areal_sc.workflows.tool_calls import TOOLS, TRIED_ARGUMENTS, ToolFormat, find_format
 
@@ -147,8 +147,8 @@ class ChatFormat:
         around: what the template itself puts before and behind the content of an answer.
         splits_reasoning: the template knows that an answer may begin with reasoning.
         tool_format: how it writes calls; None: there are no tools.
-    Raises: WorkflowError: there is no template, it refuses a plain conversation, or calls have a
-        form that cannot be read.
+    Raises: NeverWorks: there is no template, it tells nothing of tools, or calls have a form that
+        cannot be read. WorkflowError: it refuses a plain conversation, or these tools.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class ChatFormat:
         ends: frozenset[int],
     ) -> None:
         if not tokenizer.chat_template:
-            raise WorkflowError(
+            raise NeverWorks(
                 "the model's tokenizer has no chat template, which chat turns need: use a chat "
                 "model, or engine.generate"
             )
@@ -170,7 +170,10 @@ class ChatFormat:
         self.ends = {token: _text(tokenizer, token) for token in sorted(ends)}
         template = tokenizer.get_chat_template(tools=list(tools) or None)
         if tools and not re.search(r"\btools\b", template):
-            raise WorkflowError("the model's chat template does not tell a model of tools")
+            raise NeverWorks(
+                "the model's chat template does not tell a model of tools: use a model whose "
+                "template does, or give it none, and say in a message what there is"
+            )
         reads_reasoning = "reasoning_content" in template
         self.splits_reasoning = reads_reasoning or "</think>" in template
         self._thoughts_in_content = self.splits_reasoning and not reads_reasoning
@@ -330,7 +333,7 @@ class ChatFormat:
     def _find_tool_format(self) -> ToolFormat:
         """Sets also how the template wants a message without content, and arguments."""
         begun: Message = {"role": "user", "content": "zq0qz"}
-        error = ""
+        error, kind = "", WorkflowError
         for num_calls, empty, has_text in product((2, 1), (None, ""), (False, True)):
             self._empty, self._has_text_arguments = empty, has_text
             tried = zip(TOOLS[:num_calls], TRIED_ARGUMENTS[:num_calls], strict=True)
@@ -343,7 +346,7 @@ class ChatFormat:
                 before = self._render([begun], is_open=True)
                 after = self._render([begun, self._as_read(answer)])
             except WorkflowError as raised:
-                error = f": {raised}"
+                error, kind = f": {raised}", WorkflowError
                 continue
             text = after[after.find("zq0qz") + len("zq0qz") :]
             opening = before[before.find("zq0qz") + len("zq0qz") :]
@@ -356,8 +359,8 @@ class ChatFormat:
                 text = text.rpartition(end)[0] or text
             if "None" not in text and (found := find_format(text)):
                 return replace(found, max_calls=1) if num_calls == 1 else found
-            error = f", but so: {text:.400}"
-        raise WorkflowError(
+            error, kind = f", but so: {text:.400}", NeverWorks
+        raise kind(
             "the model's chat template writes tool calls in no form that is known here"
             f"{error}; use engine.chat without tools, and read the calls in turn.text"
         )

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.engines.base import Completion
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import NeverWorks, WorkflowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,11 +70,11 @@ def encode_chat(
     Args:
         messages: a list of those, or the text of one of the user.
         arguments: what the template reads beside them, by name.
-    Raises: WorkflowError: the tokenizer has no chat template, or the template does not read one of
-        the arguments, or it cannot be filled with the messages; or they are none.
+    Raises: NeverWorks: the tokenizer has no chat template, or the template does not read one of the
+        arguments. WorkflowError: it cannot be filled with the messages, or they are none.
     """
     if not tokenizer.chat_template:
-        raise WorkflowError(
+        raise NeverWorks(
             "use_chat_template is set, but the model's tokenizer has no chat template: "
             "use a chat model, or plain prompts"
         )
@@ -85,7 +85,7 @@ def encode_chat(
     template = tokenizer.get_chat_template(tools=arguments.get("tools"))
     for name in arguments:
         if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise WorkflowError(
+            raise NeverWorks(
                 f"chat_template_arguments: the model's chat template does not read {name!r}, which "
                 "would have no effect"
             )

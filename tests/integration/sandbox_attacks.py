@@ -141,6 +141,15 @@ for line in open("/proc/self/status"):
     if line.startswith(("CapPrm", "CapEff", "CapAmb")) and int(line.split()[1], 16):
         print(TAKEN, line)
 """,
+    "a place behind the run where memory is short": """
+for value in ("0", "-1000"):
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(value)
+        print(TAKEN)
+    except OSError:
+        pass
+""",
     "the first process that it sees": "reads('/proc/1/environ'); reads('/proc/1/cmdline')",
     "a server of its own": "s = socket.socket(); s.bind(('', 0)); s.listen(); print(TAKEN)",
 }

@@ -22,7 +22,7 @@ from areal_sc.agents.command import AgentCommand
 from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
 from areal_sc.config.agent_settings import AgentsConfig
-from areal_sc.errors import AgentError, ConfigError, WorkflowError
+from areal_sc.errors import AgentError, ConfigError, NeverWorks, WorkflowError
 from areal_sc.rejection import Rejection
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.own_processes import OwnProcess, OwnProcesses
@@ -32,7 +32,7 @@ LIMIT_S = 60.0
 """Far above what anything here takes, for a machine that is busy with other work."""
 
 MODULE = '''
-import asyncio, os, random, subprocess, sys, threading, time
+import asyncio, json, os, random, subprocess, sys, threading, time
 
 VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")
 
@@ -149,6 +149,32 @@ async def swallows(row, session):
             await asyncio.sleep(0.01)
         except asyncio.CancelledError:
             pass
+
+def write_verdicts():
+    texts = [["value", number, 1.0, "", False] for number in range(100)]
+    lines = b"".join(json.dumps(text).encode() + b"\\n" for text in texts)
+    for fd in range(3, 64):
+        try:
+            os.write(fd, lines)
+        except OSError:
+            pass
+
+def writes_verdicts(row):
+    """As code does that an agent runs, and that a model wrote."""
+    write_verdicts()
+    return 0.25
+
+async def writes_verdicts_and_is_awaited(row):
+    return writes_verdicts(row)
+
+async def writes_verdicts_beside(row, session):
+    waiting.append(row["x"])
+    while len(waiting) < row["least"]:
+        await asyncio.sleep(0.001)
+    if row["x"] == 1:
+        return writes_verdicts(row)
+    await asyncio.sleep(600 if row["least"] > 1 else 0)
+    return 0.5
 
 async def ends_the_process(row, session):
     if row["x"] == 1:
@@ -394,6 +420,15 @@ def is_anyone_sleeping(how_long: str) -> bool:
     return False
 
 
+async def test_an_agent_that_cannot_be_imported_never_works(
+    make_pool: Callable[..., AgentPool], tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text("import os\nKEY = os.environ['NO_SUCH']\n")
+    agent = NamedAgent.find(f"{tmp_path}/broken.py:f")
+    with pytest.raises(NeverWorks, match=r"agent f cannot be imported: KeyError.* at broken\.py:2"):
+        await make_pool().run(agent, {}, session())
+
+
 async def test_an_agent_by_its_name_is_imported_in_its_own_process_alone(
     make_pool: Callable[..., AgentPool], user: ModuleType, tmp_path: Path
 ) -> None:
@@ -437,6 +472,25 @@ async def test_a_forked_child_does_not_answer_for_its_agent(
     for agent in (user.forks, user.forks_and_is_awaited):
         for exits in (True, False):
             assert (await pool.run(agent, {"exits": exits}, session())).reward == 1
+
+
+async def test_a_reward_that_code_writes_to_a_descriptor_counts_for_nothing(
+    make_pool: Callable[..., AgentPool], user: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_pool()
+    for agent in (user.writes_verdicts, user.writes_verdicts_and_is_awaited):
+        for _ in range(2):
+            assert (await pool.run(agent, {}, session())).reward == 0.25
+    bad, good = ({"x": x, "least": 2} for x in (1, 0))
+    ends = [pool.run(user.writes_verdicts_beside, row, session()) for row in (bad, good)]
+    guilty, beside = await asyncio.gather(*ends, return_exceptions=True)
+    assert isinstance(guilty, AgentReturn)
+    assert guilty.reward == 0.25
+    assert isinstance(beside, AgentError)  # which may be run again alone
+    assert beside.kind == "agent_died"
+    again = await pool.run(user.writes_verdicts_beside, {"x": 0, "least": 1}, session())
+    assert again.reward == 0.5
+    assert {text for text in caplog.messages if "has written to its connection" in text}
 
 
 async def test_where_an_agent_has_left_something_the_next_episode_has_another_process(
@@ -567,6 +621,7 @@ async def beside(row, session):
     return row["x"]["y"]
 """
     (tmp_path / "bare_agents.py").write_text(source)
+    (tmp_path / "bare_forger.py").write_text(MODULE)
     pool = make_pool(python=bare_python, episode_timeout_s=0.3)
     pool._server.clock.stop()
     found = NamedAgent.find(f"{tmp_path}/bare_agents.py:found")
@@ -576,6 +631,8 @@ async def beside(row, session):
     end = await pool.run(beside, {"x": {"y": 7}}, session())
     assert end == AgentReturn(7, "{'y': 7} key\n")
     assert (await pool.run(user.alone, {"x": 1}, session())).reward == 1
+    forger = NamedAgent.find("bare_forger:writes_verdicts")
+    assert (await pool.run(forger, {}, session())).reward == 0.25
     begun = tmp_path / "begun"
     run = asyncio.create_task(pool.run(found, {"begun": str(begun)}, session()))
     await until(begun.exists)

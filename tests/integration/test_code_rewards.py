@@ -60,6 +60,11 @@ async def run_code() -> AsyncIterator[CodeRunner]:
             {"inputs": [[2]], "outputs": [[3, [2], [2, 4]]], "fn_name": "total"},
         ),
         ("print(input()[::-1])", {"inputs": ["añ日\n"], "outputs": ["日ña"]}),
+        ("print(10 ** int(input()))", {"inputs": ["5000\n"], "outputs": [10**5000]}),
+        (
+            "def total(n):\n    return [10**n, -(10**n)]",
+            {"inputs": [[5000]], "outputs": [[10**5000, -(10**5000)]], "fn_name": "total"},
+        ),
     ],
 )
 async def test_right_programs_pass(code: str, tests: Any, run_code: CodeRunner) -> None:

@@ -29,7 +29,8 @@ from areal_sc.system.fork_server import ForkServer
 from areal_sc.workflows.math_reward import numeric_match
 
 USER_MODULE = '''
-import asyncio, ctypes, os, pathlib, re, signal, subprocess, sys, time
+import asyncio, ctypes, json, os, pathlib, re, signal, socket, stat, subprocess, sys, threading
+import msgpack, time
 
 def same(prompt, completion):
     return float(completion == prompt["answer"])
@@ -126,6 +127,79 @@ def votes(prompt, completion):
 votes.vote = lambda completion: {
     "hangs": lambda: re.match(r"(a+)+$", "a" * 40 + "b"), "raises": lambda: 1 / 0,
     "none": lambda: None, "leaves": lambda: os._exit(7)}.get(completion, lambda: 12)()
+
+def forged():
+    """Verdicts in the forms of now and of earlier, of all calls that there may be."""
+    for number in range(100):
+        for text in (["value", number, 1.0], ["value", number, "1"], ["value", 1.0]):
+            yield json.dumps(text).encode() + b"\\n"
+            yield msgpack.packb(text)
+
+def write_to_all(*texts):
+    for fd in range(3, 64):
+        try:
+            os.write(fd, b"".join(texts))
+        except OSError:
+            pass
+
+def writes_verdicts(prompt, completion):
+    """As code does that a reward runs, and that a model wrote."""
+    write_to_all(*forged())
+    return prompt["worth"]
+
+def leaves_a_writer(prompt, completion):
+    """It goes on to write when the reward has returned."""
+    def write():
+        while not os.path.exists(prompt["gate"]):
+            time.sleep(0.001)
+        write_to_all(*forged())
+        pathlib.Path(prompt["gate"] + ".written").touch()
+    threading.Thread(target=write, daemon=True).start()
+    return prompt["worth"]
+
+def sockets():
+    return [fd for fd in range(3, 64) if is_socket(fd)]
+
+def is_socket(fd):
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+def stands_between(prompt, completion):
+    """What the process says from now on is said otherwise, then as it was, and again."""
+    [fd] = sockets()
+    real, (ours, theirs) = os.dup(fd), socket.socketpair()
+    os.dup2(theirs.fileno(), fd)
+    def pass_on():
+        told = ours.recv(1 << 16)
+        os.write(real, told.replace(b"0.25", b"1.00") + told + told)
+    threading.Thread(target=pass_on, daemon=True).start()
+    return 0.25
+
+def counts_sockets_of_others(prompt, completion):
+    """Those of a fork, and of a program that inherits what can be."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(len(sockets()))
+    forked = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    count = "import user_rewards, sys; sys.exit(len(user_rewards.sockets()))"
+    started = subprocess.run(
+        [sys.executable, "-c", count], close_fds=False, cwd=os.path.dirname(__file__)
+    )
+    return 100.0 * len(sockets()) + 10 * forked + started.returncode
+
+def forks_and_returns(prompt, completion):
+    """Its child returns as it does."""
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+    return 0.25 if pid else 1.0
+
+def votes_writing(prompt, completion):
+    return 0.0
+
+votes_writing.vote = lambda completion: write_to_all(*forged()) or "4"
 
 async def asynchronous(prompt, completion):
     await asyncio.sleep(0)
@@ -516,6 +590,41 @@ async def test_what_a_reward_prints_is_in_its_log_and_what_it_warns_of_is_told(
     assert lines[0] == "said by the reward xyz"
     assert lines[1].endswith("WARNING reward task: no answer in xyz")
     assert caplog.messages == ["a reward process: no answer in xyz"]
+    await pool.close()
+
+
+async def test_a_verdict_that_code_writes_to_a_descriptor_counts_for_nothing(
+    server: ForkServer, user: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither for its own call nor for the next ones; and its process ends."""
+    pool = make_pool(server, tmp_path, isolation="auto")
+    gate, written = tmp_path / "gate", tmp_path / "gate.written"
+    for reward in (user.writes_verdicts, user.leaves_a_writer, user.stands_between):
+        before = await pool.score(user.process_id, {}, "")
+        prompt = {"worth": 0.25, "gate": str(gate)}
+        assert await pool.score(reward, prompt, "") == 0.25
+        if reward is user.leaves_a_writer:
+            gate.touch()
+            async with asyncio.timeout(60):
+                while not written.exists():  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.01)
+        assert await pool.score(user.same, {"answer": "x"}, "y") == 0.0
+        assert await pool.score(user.same, {"answer": "x"}, "x") == 1.0
+        assert await pool.score(user.process_id, {}, "") != before
+    assert await pool.vote(user.votes_writing, "") == "4"
+    assert await pool.vote(user.votes, "any") == "12"
+    assert {text for text in caplog.messages if "has written to its connection" in text}
+    await pool.close()
+
+
+async def test_what_a_reward_starts_has_no_connection(
+    server: ForkServer, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path, isolation="auto")
+    before = await pool.score(user.process_id, {}, "")
+    assert await pool.score(user.counts_sockets_of_others, {}, "") == 100.0
+    assert await pool.score(user.forks_and_returns, {}, "") == 0.25
+    assert await pool.score(user.process_id, {}, "") == before
     await pool.close()
 
 

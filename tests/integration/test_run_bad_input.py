@@ -17,12 +17,12 @@ from integration.run_process import (
     started,
     tiny_run,
 )
-from integration.scripts import episodes
+from integration.scripts import agents, episodes
 from integration.scripts.tiny_run import letter_prompts
 
-from areal_sc import SingleTurnWorkflow, Workflow
+from areal_sc import AgentWorkflow, SingleTurnWorkflow, Workflow
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.errors import TooManyRejections, WorkflowError
+from areal_sc.errors import ConfigError, NeverWorks, TooManyRejections, WorkflowError
 from areal_sc.workflows.registry import PromptSource
 
 ROWS_A_STEP = 4 * 2
@@ -79,11 +79,6 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
         (SingleTurnWorkflow(episodes.raises), "reward_error", "KeyError: 'solution'"),
         (SingleTurnWorkflow(episodes.not_a_number), "bad_reward", "returned nan"),
         (SingleTurnWorkflow(episodes.hangs), "reward_timeout", "took longer than 0.5 s"),
-        (
-            SingleTurnWorkflow(episodes.right, use_chat_template=True),
-            "prompt_error",
-            "no chat template",
-        ),
         (episodes.ReturnsNothing(), "rejected", "the workflow returned None"),
         (episodes.UnequalLengths(), "workflow_error", "fields differ in length"),
         (episodes.Tokens(65), "too_long", "65 tokens, expected at most rollout.max_context"),
@@ -104,7 +99,6 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
             "raises",
             "NaN",
             "hangs",
-            "no chat template",
             "None",
             "unequal lengths",
             "too long",
@@ -130,6 +124,31 @@ def test_episodes_that_are_all_rejected_end_the_run_with_their_cause(
     account = rollout.groups.ledger.account()
     assert account["rows_trained"] == 0
     assert sum(n for c, n in account["rejected"].items() if c.startswith(cause)) >= 4
+
+
+@pytest.mark.parametrize(
+    ("workflow", "said"),
+    [
+        (SingleTurnWorkflow(episodes.right, use_chat_template=True), "has no chat template"),
+        (AgentWorkflow(agents.asks_with_a_tool), "refused in every episode: .*no chat template"),
+        (AgentWorkflow("integration.scripts.unimportable:agent"), "agent cannot be imported: Key"),
+        (
+            SingleTurnWorkflow(episodes.right, GenerationConfig(max_new_tokens=4, top_p=2.0)),
+            "generation.top_p must be",
+        ),
+        (SingleTurnWorkflow(episodes.cannot_be_prepared), "cannot be loaded in its process: Oper"),
+    ],
+    ids=["no chat template", "tools", "unimportable agent", "impossible sampling", "unprepared"],
+)
+def test_what_no_retry_can_change_ends_the_run_at_the_first(
+    start_rollout: Callable[..., Any], workflow: Workflow, said: str
+) -> None:
+    with (
+        start_rollout("rollout.rejection_window=100000") as rollout,
+        pytest.raises((NeverWorks, ConfigError), match=said),
+    ):
+        rollout.prepare_batch(letter_prompts(32, seed=5), workflow)
+    assert rollout.rejections.num_episodes == 0
 
 
 def test_a_dataset_that_cannot_be_read(start_rollout: Callable[..., Any]) -> None:

@@ -6,9 +6,10 @@ import json
 import pytest
 from msgspec import msgpack
 
-from areal_sc.errors import RewardError, WorkflowError
+from areal_sc.errors import ConfigError, NeverWorks, RewardError, WorkflowError
 from areal_sc.rejection import Rejection, RejectionKind, describe_counts, place_of
 from areal_sc.rewards.process import failure_of
+from areal_sc.user_code import Raised
 
 
 def parse(text: str) -> object:
@@ -34,6 +35,14 @@ def test_what_a_workflow_raises_is_counted_by_exception_and_place() -> None:
     assert Rejection.of(WorkflowError("no room")).cause == "prompt_error"
     dead = RewardError("it ended", kind=RejectionKind.reward_process_died, place="task.py:3")
     assert Rejection.of(dead).cause == "reward_process_died: task.py:3"
+
+
+@pytest.mark.parametrize("error", [NeverWorks("no template"), ConfigError("no such setting")])
+def test_what_would_be_the_same_in_every_episode_is_raised(error: Exception) -> None:
+    for raised in (error, ExceptionGroup("of a task group", [error])):
+        with pytest.raises(type(error), match=str(error)):
+            Rejection.of_episode(Raised(raised), 60.0)
+    assert Rejection.of_episode(Raised(WorkflowError("it")), 60.0).cause == "prompt_error"
 
 
 class OfAUser(RewardError):

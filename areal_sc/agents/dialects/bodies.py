@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from areal_sc.agents.calls import CallRefused, ContextOverflow
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
+
+_OF_ONE_CALL: Final = r"at `\$\.(messages|input|max_\w+)\b"
+"""In what msgspec says of a field that is another one in each call."""
 
 
 def read_body(body: Mapping[str, Any], kind: type[_Body], *, without: Collection[str]) -> _Body:
@@ -24,12 +28,11 @@ def read_body(body: Mapping[str, Any], kind: type[_Body], *, without: Collection
     try:
         return msgspec.convert(asked, kind)
     except msgspec.ValidationError as error:
-        raise CallRefused(
-            400,
-            "invalid_body",
-            f"{error}: it is wrong, or cannot be done here: leave it out "
-            "(docs/agent-frameworks.md)",
-        ) from error
+        told = (
+            f"{error}: it is wrong, or cannot be done here: leave it out (docs/agent-frameworks.md)"
+        )
+        is_for_all = not re.search(_OF_ONE_CALL, str(error))
+        raise CallRefused(400, "invalid_body", told, is_for_all=is_for_all) from error
 
 
 def function_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
@@ -50,6 +53,7 @@ def one_call_only() -> CallRefused:
         "invalid_body",
         "parallel calls of tools cannot be forbidden: the model calls as many as it samples; "
         "leave it out, and run the calls one after the other",
+        is_for_all=True,
     )
 
 

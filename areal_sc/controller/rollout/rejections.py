@@ -21,7 +21,11 @@ logger = logging.getLogger(__name__)
 STALE = "stale"
 """Stands for the cause of groups that got too old."""
 
-_BEFORE_GENERATION: Final = (RejectionKind.prompt_error, RejectionKind.dataset_error)
+_BEFORE_GENERATION: Final = (
+    RejectionKind.prompt_error,
+    RejectionKind.dataset_error,
+    RejectionKind.agent_no_call,
+)
 
 
 def main_cause(rejected: Sequence[RejectedEpisodes]) -> str:
@@ -158,7 +162,7 @@ class Rejections:
             )
         if len(self._recent) >= UNUSABLE:
             raise TooManyRejections(
-                f"none of the first {len(self._recent)} prompts could be given to the model. "
+                f"none of the first {len(self._recent)} prompts came to the model. "
                 f"Causes: {describe_counts(self.episodes)}. For example: {self.describe_example()}"
             )
 

@@ -13,7 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any, Final
+
+from areal_sc.rewards.code.compare import whole_number
 
 MAX_CHARS: Final = 64 << 20
 """Most characters of a problem's tests as text; a worker has those of all its answers."""
@@ -113,7 +116,8 @@ def _case(where: str, given: Any, expected: Any, function: str) -> Case:
     if isinstance(given, str):
         try:
             given = [json.loads(line) for line in given.split("\n") if line.strip()]
-            expected = json.loads(expected) if isinstance(expected, str) else expected
+            if isinstance(expected, str):
+                expected = json.loads(expected, parse_int=whole_number)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: expected arguments and output in JSON: {error}") from None
     if not isinstance(given, list):
@@ -125,8 +129,10 @@ def _text(where: str, value: Any) -> str:
     match value:
         case str():
             return value
-        case int() | float():
+        case bool() | float():
             return str(value)
+        case int():
+            return str(Decimal(value))  # which writes any number of digits
         case list():
             return "\n".join(_text(where, line) for line in value)
     raise ValueError(f"{where}: expected a text or a list of lines, got {type(value).__name__}")

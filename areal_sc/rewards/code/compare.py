@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from decimal import Decimal
 from itertools import zip_longest
 from typing import Any, Final
@@ -35,9 +36,16 @@ def same_output(given: bytes, expected: Any, tolerance: float, *, is_call: bool)
     if not is_call:
         return _same_text(given.decode(errors="replace"), expected, tolerance)
     try:
-        return _same_value(json.loads(given), expected, tolerance)
+        value = json.loads(given, parse_int=whole_number)
+        return _same_value(value, expected, tolerance)
     except (ValueError, OverflowError, RecursionError):  # no JSON; or too long or deep for a value
         return False
+
+
+def whole_number(digits: str) -> int | Decimal:
+    """The number, however long: of many digits Python makes no int, as that takes their square."""
+    is_short = len(digits) <= sys.int_info.str_digits_check_threshold
+    return int(digits) if is_short else Decimal(digits)
 
 
 def _same_text(given: str, expected: str, tolerance: float) -> bool:

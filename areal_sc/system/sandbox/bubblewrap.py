@@ -119,7 +119,7 @@ def _options(readable: Sequence[str], *, is_root: bool) -> list[str]:
         options += ["--symlink", os.readlink(path), path] if is_link else ["--ro-bind", path, path]
     for path in DEVICES:
         options += ["--dev-bind", path, path]
-    options += ["--proc", "/proc", "--symlink", BOX, "/dev/shm"]
+    options += ["--proc", "/proc", "--remount-ro", "/proc", "--symlink", BOX, "/dev/shm"]
     for path, leads_to in STREAMS.items():
         options += ["--symlink", leads_to, path]
     if not any(path.startswith("/tmp/") for path in readable):

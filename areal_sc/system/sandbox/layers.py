@@ -196,8 +196,12 @@ class Namespaces:
             os._exit(code)
 
     def _mount_processes(self) -> None:
-        """Raises: PermissionError: in a container whose own hides a part: nothing is measured."""
-        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+        """To be read alone: a program could set its `oom_score_adj` back, to outlive the run.
+
+        Raises: PermissionError: in a container whose own hides a part: nothing is measured.
+        """
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_RDONLY
+        kernel.mount("proc", "/proc", "proc", flags)
 
     def enter(self, request: dict[str, Any]) -> None:
         kernel.close_from(4)

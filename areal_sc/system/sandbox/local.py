@@ -51,7 +51,8 @@ class LocalSandbox:
     Args:
         num_processes: programs at a time, > 0.
         isolation: a name of `LAYERS`, or `auto`: the first of them that works.
-        environment: all variables that a program has, beside HOME and TMPDIR.
+        environment: all variables that a program has, beside HOME, TMPDIR and, so that Python
+            writes integers of any length, PYTHONINTMAXSTRDIGITS.
         read: files and folders that a program may read, beside Python's and the system's.
     """
 

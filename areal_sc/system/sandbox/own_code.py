@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 from areal_sc.system.process import be_deaf
+from areal_sc.system.replies import signed
 from areal_sc.system.sandbox import kernel
 from areal_sc.system.sandbox.layers import DEVICES, readable_paths
 from areal_sc.system.sandbox.system_calls import refuse_network
@@ -54,9 +55,7 @@ class Apart:
     pid: int
 
 
-def begin_apart(
-    spec: Mapping[str, Any], pack: Callable[[list[Any]], bytes]
-) -> socket.socket | None:
+def begin_apart(spec: Mapping[str, Any]) -> socket.socket | None:
     """Keeps this process apart as `OwnProcesses` asks for it, and says that it is ready.
 
     Args:
@@ -64,8 +63,7 @@ def begin_apart(
             `read` as of `narrow`; `is_tried` as of `keep_apart`; `port`: unless it is 0, the
             process is in a network of its own, where nothing but this port of 127.0.0.1 answers.
             The owner gets the socket that listens there.
-        pack: a message as bytes.
-    Returns: the socket, or None: it cannot be as narrow as that, which was told.
+    Returns: the socket, for `Replies`; or None: it cannot be as narrow as that, which was told.
     """
     shows, port = [spec["sources"]], spec.get("port", 0)
     apart = keep_apart(
@@ -78,6 +76,7 @@ def begin_apart(
     )
     connection = socket.socket(fileno=3 if apart.layer else spec["fd"])
     connection.setblocking(True)
+    connection.set_inheritable(False)
     try:
         narrow(network=spec["network"], read=spec["read"], shows=shows)
         if port and apart.layer != "namespaces":
@@ -86,9 +85,9 @@ def begin_apart(
             )
         listeners = [socket.create_server((_LOOPBACK, port), backlog=_BACKLOG)] if port else []
     except OSError as error:
-        connection.sendall(pack(["unfit", str(error)]))
+        connection.sendall(signed(["unfit", str(error)]))
         return None
-    ready = pack(["ready", apart.pid, apart.layer, apart.why_not])
+    ready = signed(["ready", apart.pid, apart.layer, apart.why_not])
     socket.send_fds(connection, [ready], [listener.fileno() for listener in listeners])
     for listener in listeners:
         listener.close()

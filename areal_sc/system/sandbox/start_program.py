@@ -91,7 +91,9 @@ def _begin(
             with open(path, "wb") as file:
                 file.write(content)
         limit(request["limits"], num_beside)
-        os.environ.update(HOME=folder, TMPDIR=folder)
+        # whoever prints a long number has not failed; the time that it takes is limited
+        sys.set_int_max_str_digits(0)
+        os.environ.update(HOME=folder, TMPDIR=folder, PYTHONINTMAXSTRDIGITS="0")
         if command := request["command"]:
             import signal
 

@@ -14,10 +14,10 @@ def ask(text: str) -> str:
     return answer_to([{"role": "user", "content": text}])
 
 
-def answer_to(messages: list[dict[str, str]]) -> str:
+def answer_to(messages: list[dict[str, str]], **more: Any) -> str:
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
-        json.dumps({"model": "any", "messages": messages}).encode(),
+        json.dumps({"model": "any", "messages": messages, **more}).encode(),
         {
             "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
             "Content-Type": "application/json",
@@ -36,6 +36,11 @@ def asks_twice(row: dict[str, Any]) -> float:
         {"role": "user", "content": row["then"]},
     ]
     return float(len(answer_to(messages)))
+
+
+def asks_with_a_tool(row: dict[str, Any]) -> float:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    return float(len(answer_to([{"role": "user", "content": row["prompt"]}], tools=[tool])))
 
 
 def sees_the_model_alone(row: dict[str, Any]) -> float:

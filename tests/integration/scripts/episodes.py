@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_sc import Prompts, SingleTurnWorkflow, Trajectory, Workflow
-from areal_sc.workflows.base import EpisodeEngine
+from areal_sc.workflows.base import EpisodeEngine, declare_reward
 
 
 def right(prompt: dict[str, Any], completion: str) -> float:
@@ -44,6 +44,19 @@ def copies_its_memory(prompt: dict[str, Any], completion: str) -> float:
             if line.split()[1].startswith("rw") and "[v" not in line:
                 memory.seek(first)
                 copy.write(memory.read(last - first))
+    return 1.0
+
+
+def _prepare() -> None:
+    raise OperationalError
+
+
+class OperationalError(Exception):
+    """What a library raises that finds no database."""
+
+
+@declare_reward(prepare=_prepare)
+def cannot_be_prepared(prompt: dict[str, Any], completion: str) -> float:
     return 1.0
 
 

@@ -22,9 +22,10 @@ from areal_sc.agents.server import MAX_BODY_BYTES, AgentServer, OpenSession
 from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionSettings
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, OnTokens
-from areal_sc.errors import WorkerError
+from areal_sc.errors import NeverWorks, WorkerError
 
 SAMPLING = GenerationConfig(max_new_tokens=64)
+TOOL = {"type": "function", "function": {"name": "weather"}}
 LIMIT_S = 60.0
 
 
@@ -281,19 +282,44 @@ async def test_a_client_that_goes_away_may_come_back_for_its_answer() -> None:
         assert session.counts["retries"] == 1
 
 
-@pytest.mark.parametrize(
-    "headers", [{"x-stainless-retry-count": "1"}, {"Idempotency-Key": "one"}], ids=str
-)
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "one"}], ids=["count", "key"])
 async def test_a_retry_that_says_so_gets_the_same_answer(headers: dict[str, str]) -> None:
     engine = engine_for(templates.QWEN)
     engine.will_say("hello<|im_end|>", "another one<|im_end|>")
-    first = {**headers, "x-stainless-retry-count": "0"}
+    attempts = [{**headers, "x-stainless-retry-count": f"{n}"} for n in range(3)]
     async with serving(engine) as (opened, _), client_of(opened) as client:
-        answers = [(await post(client, asks("hi"), it))[1] for it in (first, headers, headers)]
+        answers = [(await post(client, asks("hi"), it))[1] for it in attempts]
         assert answers[0] == answers[1] == answers[2]
         check_trained(engine, opened.trajectories(1.0))
         again = await post(client, asks("hi"), {"x-stainless-retry-count": "0"})
         assert again[1]["choices"][0]["message"]["content"] == "another one"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "is_for_all"),
+    [
+        ({"n": 2}, True),
+        ({"guided_json": {}}, True),
+        ({"parallel_tool_calls": False, "tools": [TOOL]}, True),
+        ({"max_tokens": -7}, False),
+        ({"messages": [{"role": "user", "content": 3}]}, False),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
+    ],
+    ids=["n", "unknown", "parallel", "no room", "content", "image"],
+)
+async def test_of_a_refused_call_is_known_whether_others_would_be(
+    wrong: dict[str, Any], is_for_all: bool
+) -> None:
+    """What stands in the messages may be this row's alone."""
+
+    async def fail() -> None:
+        engine = engine_for(templates.QWEN)
+        async with serving(engine) as (opened, _), client_of(opened) as client:
+            assert (await post(client, asks("hi") | wrong))[0] == 400
+            raise KeyError
+
+    with pytest.raises(NeverWorks if is_for_all else KeyError):
+        await fail()
 
 
 async def test_an_answer_that_its_client_never_reads_is_not_trained() -> None:

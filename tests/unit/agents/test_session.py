@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall
 from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionSettings
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import AgentError, NeverWorks, WorkflowError
 from areal_sc.workflows.chat_format import Message
 from areal_sc.workflows.trajectory import Trajectory
 
@@ -385,18 +386,18 @@ async def test_a_retry_joins_the_running_call_or_gets_its_answer() -> None:
     agent = Agent(session, "hi there")
     engine.will_say("hello<|im_end|>")
     engine.may_answer.clear()
-    first = session.begin(agent.call, key="k")
+    first = session.begin(agent.call, digest="k")
     with first.client():
-        joined = session.begin(agent.call, key="k", is_retry=True)
+        joined = session.begin(agent.call, digest="k", attempt=1)
     assert joined is first  # the first client has given up
-    again = session.begin(agent.call, key="k")
+    again = session.begin(agent.call, digest="k")
     assert again is first
     engine.may_answer.set()
     answer = await again.answer()
-    assert session.begin(agent.call, key="k") is first  # as its answer was not delivered
+    assert session.begin(agent.call, digest="k") is first  # as its answer was not delivered
     with first.delivering():
         pass
-    again = session.begin(agent.call, key="k", is_retry=True)
+    again = session.begin(agent.call, digest="k", attempt=1)
     assert await again.answer() is answer
     assert session.counts["retries"] == 4
     assert len(engine.sent) == 1
@@ -411,7 +412,7 @@ async def test_the_same_question_again_is_another_sample() -> None:
     engine.will_say("one<|im_end|>", "two<|im_end|>", "three<|im_end|>")
 
     async def ask() -> str:
-        begun = session.begin(agent.call, key="k")
+        begun = session.begin(agent.call, digest="k")
         with begun.client(), begun.delivering():
             return (await begun.answer()).turn.content
 
@@ -427,25 +428,68 @@ async def test_retries_of_equal_calls_find_the_one_that_was_left() -> None:
     session = session_of(engine)
     agent = Agent(session, "hi there")
     engine.will_say("one<|im_end|>", "two<|im_end|>")
-    first, second = (session.begin(agent.call, key="k") for _ in range(2))
+    first, second = (session.begin(agent.call, digest="k") for _ in range(2))
     assert first is second  # as nobody waits for it yet
     with first.client():
-        second = session.begin(agent.call, key="k")
+        second = session.begin(agent.call, digest="k")
         with second.client():
             assert await second.answer() is not await first.answer()
             with second.delivering():
                 pass
-    assert session.begin(agent.call, key="k", is_retry=True) is first
+    assert session.begin(agent.call, digest="k", attempt=1) is first
     with first.delivering():
         pass
     check_trained(engine, session.trajectories(1.0))
+
+
+async def test_a_retry_of_a_call_that_was_sent_away_is_another_sample() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    call = Agent(session, "hi there").call
+    engine.may_answer.clear()
+    engine.will_say(*(f"{n}<|im_end|>" for n in range(MAX_RUNNING_CALLS + 2)))
+    with ExitStack() as clients:
+
+        def begin(attempt: int) -> SessionCall:
+            begun = session.begin(call, digest="k", attempt=attempt)
+            clients.enter_context(begun.client())
+            return begun
+
+        calls = [begin(0) for _ in range(MAX_RUNNING_CALLS)]
+        for _ in range(2):
+            with pytest.raises(CallRefused, match="expected no more beside each other"):
+                begin(0)
+        engine.may_answer.set()
+        await asyncio.gather(*(it.answer() for it in calls))
+        calls += [begin(1) for _ in range(2)]
+        answers = await asyncio.gather(*(it.answer() for it in calls))
+    assert len({it.turn.content for it in answers}) == MAX_RUNNING_CALLS + 2
+    assert session.counts["retries"] == 0
+
+
+async def test_of_equal_calls_none_is_joined_by_a_retry_that_may_be_of_another() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    agent = Agent(session, "hi there")
+    engine.will_say(*(f"{name}<|im_end|>" for name in ("one", "two", "three", "four")))
+
+    async def ask(attempt: int) -> str:
+        begun = session.begin(agent.call, digest="k", attempt=attempt)
+        with begun.client(), begun.delivering():
+            return (await begun.answer()).turn.content
+
+    assert await asyncio.gather(ask(0), ask(0)) == ["one", "two"]
+    assert await ask(1) == "three"  # of which of the two?
+    assert await ask(2) == "three"
+    assert await ask(2) == "four"  # it is none's of these
+    assert session.counts["retries"] == 1
 
 
 async def test_an_answer_that_one_of_two_clients_gets_is_delivered() -> None:
     engine = engine_for(templates.QWEN)
     session = session_of(engine)
     engine.will_say("hello<|im_end|>")
-    begun = session.begin(Agent(session, "hi there").call, key="k")
+    begun = session.begin(Agent(session, "hi there").call, digest="k")
     await begun.answer()
     with begun.delivering():
         await lost(begun)
@@ -457,10 +501,10 @@ async def test_a_call_that_failed_can_be_tried_again() -> None:
     session = session_of(engine)
     agent = Agent(session, "hi there")
     with pytest.raises(CallRefused) as refused:  # nothing to say: the engine fails
-        await session.begin(agent.call, key="k").answer()
+        await session.begin(agent.call, digest="k").answer()
     assert (refused.value.status, refused.value.code) == (503, "engine_failed")
     engine.will_say("hello<|im_end|>")
-    begun = session.begin(agent.call, key="k", is_retry=True)
+    begun = session.begin(agent.call, digest="k", attempt=1)
     with begun.delivering():
         assert (await begun.answer()).turn.content == "hello"
     check_trained(engine, session.trajectories(1.0))
@@ -527,6 +571,55 @@ async def test_messages_that_cannot_be_answered(messages: Any, problem: str) -> 
     assert session.trajectories(1.0) == []
 
 
+REFUSED_FOR_ALL = {
+    "no tools": (templates.GEMMA, {"tools": (TOOL,)}, "does not tell a model of tools"),
+    "bad stop": (templates.QWEN, {"stop": ("",)}, "stop: expected"),
+    "argument": (templates.QWEN, {}, "does not read 'depth'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_FOR_ALL)
+async def test_what_is_refused_in_every_episode_ends_the_run_where_the_agent_fails(
+    what: str,
+) -> None:
+    template, how, told = REFUSED_FOR_ALL[what]
+    engine = engine_for(template)
+    arguments = {"depth": 3} if what == "argument" else {}
+    session = session_of(engine, chat_template_arguments=arguments)
+
+    async def fail(error: Exception) -> None:
+        with session.raising():
+            with pytest.raises(CallRefused, match=told) as refused:
+                await answer_to(session, ModelCall((user("hi"),), **how))
+            assert refused.value.status == 400
+            raise error
+
+    with pytest.raises(NeverWorks, match=f"refused in every episode: .*{told}"):
+        await fail(AgentError("its client raised", kind="agent_error"))
+    for kind in ("agent_rejected", "agent_idle"):  # by somebody outside, whom others follow
+        with pytest.raises(AgentError):
+            await fail(AgentError("it is", kind=kind))
+
+
+async def test_an_agent_that_goes_on_otherwise_fails_by_itself() -> None:
+    engine = engine_for(templates.GEMMA)
+    session = session_of(engine)
+    engine.will_say("hello<end_of_turn>")
+    of_messages = ModelCall(({"role": "system", "content": "be kind"},))
+
+    async def fail() -> None:
+        with session.raising():
+            for refused in (ModelCall((user("hi"),), (TOOL,)), of_messages):
+                with pytest.raises(CallRefused):
+                    await answer_to(session, refused)
+                if refused is not of_messages:
+                    await answer_to(session, ModelCall((user("hi"),)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        await fail()
+
+
 async def test_the_run_says_how_is_sampled_and_an_agent_may_only_shorten() -> None:
     engine = engine_for(templates.QWEN)
     sampled = list[GenerationConfig]()
@@ -553,12 +646,12 @@ async def test_content_is_told_while_it_is_sampled_and_from_its_beginning() -> N
     session = session_of(engine)
     engine.will_say("one, two<|im_end|>")
     call = ModelCall((user("hi"),), is_streamed=True)
-    begun = session.begin(call, key="k")
+    begun = session.begin(call, digest="k")
     texts = begun.texts()
     first = await anext(texts)
     assert "one, two".startswith(first)
     assert first != "one, two"
-    joined = session.begin(call, key="k", is_retry=True)
+    joined = session.begin(call, digest="k", attempt=1)
     assert [first + "".join([it async for it in texts])] == ["one, two"]
     assert [it async for it in joined.texts()] == ["one, two"]
     assert (await begun.answer()).turn.content == "one, two"

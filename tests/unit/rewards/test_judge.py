@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from areal_sc.errors import RewardError, WorkflowError
+from areal_sc.errors import NeverWorks, RewardError, WorkflowError
 from areal_sc.rewards.judge import JudgeReward
 
 ROW = {"prompt": "How many {legs}?", "answer": "4"}
@@ -98,10 +98,15 @@ async def test_a_judge_that_fails_gives_no_number(endpoint: Endpoint, failure: s
 
 
 async def test_a_refusal_is_not_asked_again(endpoint: Endpoint) -> None:
-    endpoint.replies = [401]
-    with pytest.raises(RewardError, match="status 401: not now"):
-        await JudgeReward(endpoint.url, "judge")(ROW, "4")
+    endpoint.replies = [401, "1", 401]
+    judge = JudgeReward(endpoint.url, "judge")
+    with pytest.raises(NeverWorks, match="status 401: not now"):
+        await judge(ROW, "4")
     assert len(endpoint.requests) == 1
+    await judge(ROW, "4")
+    with pytest.raises(RewardError, match="status 401: not now"):  # it did work
+        await judge(ROW, "4")
+    assert len(endpoint.requests) == 3
 
 
 async def test_nobody_answers() -> None:
@@ -113,7 +118,7 @@ async def test_the_key_comes_from_the_environment(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge = JudgeReward(endpoint.url, "judge", api_key_variable="JUDGE_KEY")
-    with pytest.raises(RewardError, match="JUDGE_KEY, which holds its key, is not set"):
+    with pytest.raises(NeverWorks, match="JUDGE_KEY, which holds its key, is not set"):
         await judge(ROW, "4")
     monkeypatch.setenv("JUDGE_KEY", "secret")
     await judge(ROW, "4")

@@ -12,7 +12,7 @@ import chat_templates as templates
 import pytest
 from scripted_engine import check_trained, engine_for
 
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import NeverWorks, WorkflowError
 from areal_sc.workflows.chat import ChatTurn, Conversation, PastTurns
 
 TOOL = {
@@ -408,7 +408,7 @@ async def test_a_turn_that_cannot_be_is_refused() -> None:
         await engine.episode.chat(conversation)
     with pytest.raises(WorkflowError, match="a tool is 'weather': expected"):
         await engine.episode.chat(Conversation("hi"), tools=cast("Any", ["weather"]))
-    with pytest.raises(WorkflowError, match="does not tell a model of tools"):
+    with pytest.raises(NeverWorks, match="does not tell a model of tools"):
         await engine_for(templates.GEMMA).episode.chat(Conversation("hi"), tools=[TOOL])
     waiting = Conversation("hi there")
     engine.will_say("hello<|im_end|>")
@@ -419,7 +419,7 @@ async def test_a_turn_that_cannot_be_is_refused() -> None:
         await engine_for(templates.GEMMA).episode.chat(with_system)
     without = engine_for(templates.QWEN)
     without.tokenizer.chat_template = None
-    with pytest.raises(WorkflowError, match="has no chat template, which chat turns need"):
+    with pytest.raises(NeverWorks, match="has no chat template, which chat turns need"):
         await without.episode.chat(Conversation("hi"))
 
 

@@ -104,12 +104,13 @@ def test_a_dataset_of_which_no_prompt_is_left(num_prompts: int | None, number: i
         rejections.check_rate(num_prompts)
 
 
-def test_where_no_model_was_asked_anything_the_run_ends_soon() -> None:
+@pytest.mark.parametrize("kind", [RejectionKind.prompt_error, RejectionKind.agent_no_call])
+def test_where_no_model_was_asked_anything_the_run_ends_soon(kind: RejectionKind) -> None:
     rejections = Rejections(window=128, max_rate=1.0)
     for index in range(8):
         rejections.check_rate(1000)
-        rejections.add_group(unanswered(RejectionKind.prompt_error, index), 4)
-    with pytest.raises(TooManyRejections, match=r"none of the first 8 prompts .* prompt_error x32"):
+        rejections.add_group(unanswered(kind, index), 4)
+    with pytest.raises(TooManyRejections, match=rf"none of the first 8 prompts .* {kind} x32"):
         rejections.check_rate(1000)
 
 

@@ -42,6 +42,14 @@ def test_each_shape_is_read_as_objects_and_as_json(tests: Any, cases: list[Case]
     assert read_cases(json.dumps(tests)) == cases
 
 
+def test_outputs_may_be_numbers_of_any_length() -> None:
+    digits = "1" + "0" * 5000
+    printed = {"inputs": ["5000"], "outputs": [10**5000]}
+    assert read_cases(printed) == [Case("5000", (digits,))]
+    called = {"inputs": ["5000"], "outputs": [digits], "fn_name": "power"}
+    assert read_cases(called) == [Case("[5000]", (10**5000,), "power")]
+
+
 def test_outputs_of_calls_may_have_a_list_around_them() -> None:
     assert read_cases(TACO_CALL) == [
         Case("[1, 2]", ([3], 3), "add"),

@@ -132,6 +132,15 @@ def test_what_is_no_value_is_wrong(given: bytes) -> None:
     assert not same_output(given, 5, TOLERANCE, is_call=True)
 
 
+def test_whole_numbers_of_any_length_are_exact() -> None:
+    given, number = b"[" + b"9" * 100_000 + b", -1" + b"0" * 5000 + b"]", 10**100_000 - 1
+    assert same_output(given, [number, -(10**5000)], TOLERANCE, is_call=True)
+    assert not same_output(given, [number, -(10**5000) - 1], TOLERANCE, is_call=True)
+    assert not same_output(given, [number - 1, -(10**5000)], TOLERANCE, is_call=True)
+    assert not same_output(b"9" * 5000, 1e300, TOLERANCE, is_call=True)
+    assert not same_output(b"9" * 5000, True, TOLERANCE, is_call=True)
+
+
 def test_a_value_deeper_than_can_be_compared_is_wrong() -> None:
     deep: list[Any] = []
     for _ in range(20_000):

@@ -56,6 +56,15 @@ async def wait_for_descendants(pid: int, least: int, most: int = 99) -> list[int
         ("import sys; print('b'); sys.exit(3)", {}, End.exited, 3, "b\n"),
         ("import sys; sys.exit('why')", {}, End.exited, 1, ""),
         ("1/0", {}, End.exited, 1, ""),
+        ("print(len(str(10**5000)), int('7' * 5000) % 10)", {}, End.exited, 0, "5001 7\n"),
+        (  # another Python that it starts
+            "import subprocess, sys\n"
+            "subprocess.run([sys.executable, '-S', '-c', 'print(len(str(10**5000)))'])",
+            {},
+            End.exited,
+            0,
+            "5001\n",
+        ),
         ("def f(:", {}, End.exited, 1, ""),
         ("x = '\ud800'", {}, End.exited, 1, ""),
         ("import os; os.abort()", {}, End.crashed, -signal.SIGABRT, ""),
