@@ -70,8 +70,6 @@ class ContextOverflow(CallRefused):
 
 def anew(refused: CallRefused) -> CallRefused:
     """The same refusal; an exception that is raised again and again grows."""
-    if isinstance(refused, ContextOverflow):
-        return ContextOverflow(refused.num_tokens, refused.max_tokens)
     return CallRefused(refused.status, refused.code, refused.message)
 
 
