@@ -136,9 +136,6 @@ TORCH_FREE = (
 )
 """Modules, and folders of modules (with a dot at the end), that scripts import."""
 
-MAX_LINES = 450
-"""Most lines of a file: a reader does not keep more of it in mind."""
-
 HEAVY = ("torch", "transformers", "numba", "tensorflow", "jax")
 
 
@@ -245,15 +242,6 @@ def test_a_class_name_is_that_of_one_class() -> None:
                 places.setdefault(node.name.lstrip("_"), []).append(f"{module}.{node.name}")
     twice = [found for found in places.values() if len(found) > 1]
     assert not twice, f"one name, several classes: {twice}"
-
-
-def test_no_file_is_long() -> None:
-    written = (
-        path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".js", ".css", ".html"}
-    )
-    lines = {str(it.relative_to(PACKAGE)): len(it.read_text().splitlines()) for it in written}
-    long = {name: count for name, count in lines.items() if count > MAX_LINES}
-    assert not long, f"more than {MAX_LINES} lines: {long}"
 
 
 def test_packages_import_nothing_by_themselves() -> None:
