@@ -255,7 +255,7 @@ def test_all_ranks_skip_an_update_that_overflows_and_go_on_alike(
     first = results[f"overflow_{mesh}"][0]
     for rank in results[f"overflow_{mesh}"]:
         assert "error" not in rank, rank["error"]
-        assert rank["stats"] == first["stats"]
+        assert repr(rank["stats"]) == repr(first["stats"])  # NaN: the mean norm of no update
         num_skipped = [stats["num_skipped_updates"] for stats in rank["stats"]]
         assert num_skipped[0] > 0
         assert num_skipped[-1] == 0

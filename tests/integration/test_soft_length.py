@@ -21,7 +21,8 @@ def test_rows_that_are_trained_pay_and_evaluations_do_not(
 ) -> None:
     prompts, workflow = [{"prompt": "ba="}], SingleTurnWorkflow(always_right)
     settings = {"limit_tokens": LIMIT, "margin_tokens": MARGIN, "penalty": 0.5}
-    with start_rollout(*(f"rollout.soft_length.{k}={v}" for k, v in settings.items())) as rollout:
+    overrides = [f"rollout.soft_length.{k}={v}" for k, v in settings.items()]
+    with start_rollout(*overrides, "generation.cut_answers=judged") as rollout:
         batch = rollout.prepare_batch(prompts, workflow)
         costs = []
         for row in batch.rows:
