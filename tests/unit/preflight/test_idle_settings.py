@@ -261,12 +261,12 @@ def leaves(role: str) -> list[str]:
 
 
 def test_settings_of_one_cause_are_told_together() -> None:
-    config = composed("sglang.num_servers=4 sglang.tp_size=2 vllm.tp_size=2")
+    config = composed("sglang.num_servers=4 vllm.tp_size=2 scheduler.ray.nodes=2")
     together, alone = idle_settings(config, ScriptFacts())
     assert together == (
-        "sglang.num_servers=4, sglang.tp_size=2 have no effect with rollout.engine=local"
+        "sglang.num_servers=4, vllm.tp_size=2 have no effect with rollout.engine=local"
     )
-    assert alone == "vllm.tp_size=2 has no effect with rollout.engine=local"
+    assert alone == "scheduler.ray.nodes=2 has no effect with scheduler.type=local"
 
 
 def test_what_a_script_does_decides_too() -> None:
@@ -298,7 +298,8 @@ def test_a_revision_is_of_the_hub_alone(tmp_path: Path) -> None:
 
 def test_loading_tells(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        load_config(GIVEN | {"actor.ppo.max_divergence": 0.1}, count_devices=lambda: 0)
+        given = GIVEN | {"actor.path": "no_such_model", "actor.ppo.max_divergence": 0.1}
+        load_config(given, count_devices=lambda: 0)
     told = [record.getMessage() for record in caplog.records]
     assert any(text.startswith("actor.ppo.max_divergence=0.1 has no effect") for text in told)
 
@@ -374,6 +375,7 @@ def test_other_losses_read_none_of_the_switches(name: str) -> None:
     if name == "policy_gradient":
         return
     for switch, value in SWITCHES.items():
-        config = composed(f"actor.ppo.loss={name} actor.ppo.{switch}={value}")
+        ppo = PPOConfig(loss=name, **{switch: value})
+        config = GRPOConfig(run_dir="r", total_steps=9, actor=ActorConfig(path="m", ppo=ppo))
         (told,) = idle_settings(config, SILENT)
         assert told.startswith(f"actor.ppo.{switch}=")
