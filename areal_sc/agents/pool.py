@@ -153,8 +153,9 @@ class _Crew:
 
     def never_works(self, told: Mapping[str, str]) -> NeverWorks:
         """It failed while it was imported."""
-        what = f"{told['message']} at {told.get('place') or 'its import'}"
-        return NeverWorks(f"agent {name_of(self.agent)} cannot be imported: {what}")
+        what, place = told["message"], told.get("place", "")
+        where = "" if place in what else f" at {place}"
+        return NeverWorks(f"agent {name_of(self.agent)} cannot be imported: {what}{where}")
 
     def error(
         self, what: str, kind: RejectionKind, frames: str = "", place: str = ""

@@ -260,7 +260,8 @@ class RewardPool:
                 if kind == "failed":
                     what, details = rest
                     place = details.get("place") or call.place
-                    told = f"reward {call.name} cannot be loaded in its process: {what} at {place}"
+                    where = "" if place in what else f" at {place}"
+                    told = f"reward {call.name} cannot be loaded in its process: {what}{where}"
                     call.fail(NeverWorks(told))
                     return True
                 process.loaded.add(call.key)

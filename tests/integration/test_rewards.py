@@ -41,6 +41,12 @@ def echo(prompt, completion, **extra):
 def process_id(prompt, completion):
     return os.getpid()
 
+NUMBER = int.from_bytes(os.urandom(4), "big")
+
+def number_of_process(prompt, completion):
+    """It tells processes apart that have a namespace, and so one number, each."""
+    return NUMBER
+
 def raises(prompt, completion):
     return same({}, completion)
 
@@ -600,7 +606,7 @@ async def test_a_verdict_that_code_writes_to_a_descriptor_counts_for_nothing(
     pool = make_pool(server, tmp_path, isolation="auto")
     gate, written = tmp_path / "gate", tmp_path / "gate.written"
     for reward in (user.writes_verdicts, user.leaves_a_writer, user.stands_between):
-        before = await pool.score(user.process_id, {}, "")
+        before = await pool.score(user.number_of_process, {}, "")
         prompt = {"worth": 0.25, "gate": str(gate)}
         assert await pool.score(reward, prompt, "") == 0.25
         if reward is user.leaves_a_writer:
@@ -610,7 +616,7 @@ async def test_a_verdict_that_code_writes_to_a_descriptor_counts_for_nothing(
                     await asyncio.sleep(0.01)
         assert await pool.score(user.same, {"answer": "x"}, "y") == 0.0
         assert await pool.score(user.same, {"answer": "x"}, "x") == 1.0
-        assert await pool.score(user.process_id, {}, "") != before
+        assert await pool.score(user.number_of_process, {}, "") != before
     assert await pool.vote(user.votes_writing, "") == "4"
     assert await pool.vote(user.votes, "any") == "12"
     assert {text for text in caplog.messages if "has written to its connection" in text}
@@ -621,10 +627,10 @@ async def test_what_a_reward_starts_has_no_connection(
     server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path, isolation="auto")
-    before = await pool.score(user.process_id, {}, "")
+    before = await pool.score(user.number_of_process, {}, "")
     assert await pool.score(user.counts_sockets_of_others, {}, "") == 100.0
     assert await pool.score(user.forks_and_returns, {}, "") == 0.25
-    assert await pool.score(user.process_id, {}, "") == before
+    assert await pool.score(user.number_of_process, {}, "") == before
     await pool.close()
 
 
