@@ -33,7 +33,7 @@ _OPERATIONS_PER_S: Final = {Device.cpu: 1e10, Device.cuda: 2e13}
 """One process computes as much: on a core that others want, too; on a tenth of a large GPU."""
 
 _PASSES: Final = 4
-"""A step takes a token forward, once more with checkpointing, and backward, which is two of them."""
+"""A step takes a token forward, again with checkpointing, and backward, which is two of them."""
 
 
 def complete_config(
