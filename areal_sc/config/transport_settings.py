@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from areal_sc.config.fields import setting
+
+AUTO: Final = "auto"
+"""`shared_memory` that chooses a folder."""
+
+MIN_ROOM_BYTES: Final = 1 << 30
+"""Shared memory with less room is passed over: containers have 64 MiB unless asked for more."""
 
 
 @dataclass
@@ -15,7 +22,7 @@ class TransportConfig:
     encrypt: bool = setting(
         False, "payload too; everything is authenticated and headers of RPC encrypted"
     )
-    shared_memory: str = setting("auto", "auto (/dev/shm if it is large enough), off, or a folder")
+    shared_memory: str = setting(AUTO, "auto (/dev/shm if it is large enough), off, or a folder")
     shared_memory_bytes: int = setting(
         0, "that auto wants free; 0: for weights and a batch, at least 1 GiB", ge=0
     )

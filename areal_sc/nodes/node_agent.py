@@ -40,6 +40,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from areal_sc.config.transport_settings import MIN_ROOM_BYTES
 from areal_sc.errors import ArealError, WorkerError, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.log import keep_logs_bounded, take_warnings
@@ -59,7 +60,6 @@ from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import KeyPair
 from areal_sc.transport.security.passes import KnownCallers
 from areal_sc.transport.shards.memory_folder import (
-    MIN_ROOM_BYTES,
     ArenaFolder,
     clean_leftovers,
     folder_on_node,

@@ -13,14 +13,13 @@ from areal_sc.config.follow_settings import KeepRecords
 from areal_sc.config.further_models import further_models
 from areal_sc.config.schema import GRPOConfig, WeightUpdateMethod
 from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.config.transport_settings import AUTO, MIN_ROOM_BYTES
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.plan import plan_ranks, shape_of
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, format_bytes
 from areal_sc.system.process import max_more_tasks, open_files_advice
 from areal_sc.transport.shards.memory_folder import (
-    AUTO,
-    MIN_ROOM_BYTES,
     OFF,
     folder_on_node,
     memory_root,
@@ -28,10 +27,10 @@ from areal_sc.transport.shards.memory_folder import (
 )
 
 _RECORD_BYTES: Final = {KeepRecords.all: 3.5, KeepRecords.sample: 3.5 / 16, KeepRecords.none: 0}
-"""Of a token of a row, as it is recorded."""
+"""A token of a row takes so much in the records."""
 
 _VERSIONS: Final = 2
-"""Of weights that travel by disk: the newest, and the one before while it is still read."""
+"""Weights that travel by disk: the newest version, and the one before while it is still read."""
 
 _KEPT_MODELS: Final = 2
 """With `checkpoint.keep_best`: the best one, and that of an evaluation that goes on."""

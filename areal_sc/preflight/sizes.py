@@ -17,6 +17,7 @@ from areal_sc.config.fields import shared_settings, value_at
 from areal_sc.config.further_models import further_models
 from areal_sc.config.schema import ActorConfig, Device, GRPOConfig, RolloutEngine
 from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.config.transport_settings import AUTO, MIN_ROOM_BYTES
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES
 from areal_sc.preflight.checks import check_config
 from areal_sc.preflight.plan import plan_ranks, shape_of
@@ -24,17 +25,15 @@ from areal_sc.sizing.machine import count_cuda_devices, resolved_device
 from areal_sc.sizing.model_context import take_context
 from areal_sc.sizing.store_room import max_group_bytes
 from areal_sc.sizing.worker_plan import DTYPE_BYTES
-from areal_sc.transport.shards.memory_folder import AUTO, MIN_ROOM_BYTES
 
 _BYTES_PER_S: Final = 32 << 20
-"""Of a network or disk that is shared with others: a quarter of gigabit Ethernet."""
+"""A network or disk that is shared with others has as much: a quarter of gigabit Ethernet."""
 
 _OPERATIONS_PER_S: Final = {Device.cpu: 1e10, Device.cuda: 2e13}
-"""Of one process: a core that others want, too; a tenth of a large GPU."""
+"""One process computes as much: on a core that others want, too; on a tenth of a large GPU."""
 
 _PASSES: Final = 4
-"""Of a token in a training step: forward, once more with checkpointing, and backward, which is two
-of them."""
+"""A step takes a token forward, again with checkpointing, and backward, which is two of them."""
 
 
 def complete_config(
@@ -81,7 +80,7 @@ def _slow_seconds(
     num_parameters = max(map(_num_parameters, (actor, *further_models(config).values())))
 
     def pass_s(device: Device) -> float:
-        """Of one token."""
+        """A forward pass of one token takes so long."""
         is_known = device != Device.auto or config.scheduler.type != SchedulerType.local
         kind = resolved_device(device, 1 if is_known else count_devices())
         return 2 * num_parameters / _OPERATIONS_PER_S[kind]

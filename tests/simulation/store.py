@@ -65,7 +65,7 @@ class SimulatedStore:
         return tuple(i for i in self.sizes if parse_shard_id(i)[0] != self.incarnation)
 
     def put(self, num_bytes: int, group_id: int | None = None) -> str:
-        if sum(self.sizes.values()) + num_bytes > self.max_bytes:
+        if 0 < self.max_bytes < sum(self.sizes.values()) + num_bytes:
             raise StoreFull(
                 f"{self.node_id}: {num_bytes} bytes beside {sum(self.sizes.values())}, "
                 f"the limit is {self.max_bytes}"

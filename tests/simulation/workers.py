@@ -302,7 +302,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         config, num_groups = self.config, len(self.running) + len(self.store.group_of) + 1
         episode_tokens = config["max_episode_tokens"] or config["max_context_tokens"]
         group_bytes = trajectory_bytes(config["group_size"] * episode_tokens)
-        if num_groups * group_bytes > self.store.max_bytes:
+        if 0 < self.store.max_bytes < num_groups * group_bytes:
             raise StoreFull(f"{self.name} was given {num_groups} groups of {group_bytes} bytes")
 
     async def report(self, _: None) -> calls.EpisodesReport:

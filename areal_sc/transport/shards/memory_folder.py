@@ -30,22 +30,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from areal_sc.config.transport_settings import AUTO, MIN_ROOM_BYTES
 from areal_sc.errors import ConfigError, TransportError
 from areal_sc.ids import random_id
 from areal_sc.system.file_lock import HeldLock, take_lock
 from areal_sc.system.mounts import network_file_system
 from areal_sc.transport.shards.arena import Arena, delete_folder
 
-AUTO: Final = "auto"
-"""`transport.shared_memory` that chooses a folder."""
-
 OFF: Final = "off"
 """`transport.shared_memory` that keeps tensors out of it."""
 
 SHARED_MEMORY: Final = Path("/dev/shm")
-MIN_ROOM_BYTES: Final = 1 << 30
-"""Shared memory with less room is passed over: containers have 64 MiB unless asked for more."""
-
 LOCK_WAIT_S: Final = 30.0
 """Time that a run waits for whoever cleans up the folder that it wants to use."""
 
