@@ -137,7 +137,7 @@ def refuse_path(paths: str) -> Handler:
 
 
 def _dialect_of(request: web.Request) -> Dialect:
-    """That of a client which asks for something else: below a path of its dialect, or anywhere."""
+    """The dialect of a client that asks for something else, below a path of it or anywhere."""
     if "anthropic-version" in request.headers:
         return AnthropicMessages()
     path = f"{request.path}/"

@@ -23,7 +23,7 @@ from integration.run_process import (
 from areal_sc import GRPOConfig, PPOTrainer
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.verdict import State, verdict
-from areal_sc.system.process import FOR_SCRIPT
+from areal_sc.system.process import STOP_SIGNALS
 
 ROWS_A_STEP = 4 * 2
 ENDLESS = "total_steps=100000"
@@ -187,7 +187,7 @@ def test_the_first_signal_ends_the_step_and_leaves_a_snapshot_of_it(
         assert status
         assert status.pid == run.pid
         run.wait_until(lambda: workers_told(run.run_dir) == ["rollout/0", "train/0"], "workers")
-        for number in FOR_SCRIPT:
+        for number in (*STOP_SIGNALS, signal.SIGUSR1):
             os.kill(run.worker_pid("rollout/0"), number)
         run.wait_for_step(run.steps()[-1] + 2)
         for pid in run.processes():

@@ -31,8 +31,9 @@ _WITHOUT: Final = frozenset(
 _OF_OVERFLOW: Final = (
     "This model's maximum context length is {max_tokens} tokens. However, your messages resulted "
     "in {num_tokens} tokens. Please reduce the length of the messages, or raise "
-    "rollout.max_context_tokens."
+    "rollout.max_context_tokens. (context_length_exceeded)"
 )
+"""The last word is the error's code: some clients read the message alone, and look for it there."""
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty")
 
 

@@ -34,8 +34,9 @@ _WITHOUT: Final = frozenset(
 _OF_OVERFLOW: Final = (
     "Your input exceeds the context window of this model. Please adjust your input and try again. "
     "This model's maximum context length is {max_tokens} tokens (rollout.max_context_tokens), and "
-    "your input has {num_tokens}."
+    "your input has {num_tokens}. (context_length_exceeded)"
 )
+"""The last word as with chat completions."""
 _ID: Final = "resp_"
 _LOGPROBS: Final = "message.output_text.logprobs"
 
