@@ -41,7 +41,7 @@ _WITHOUT_EFFECT: Final = frozenset(
 _PEFTS_SIZE: Final = 8
 """Rank and alpha of an adapter whose settings do not name them."""
 
-_OFF: Final = (None, False, {}, [])
+_OFF: Final[tuple[Any, ...]] = (None, False, {}, [])
 """Values with which any other setting, of a later peft too, leaves an adapter as it is."""
 
 
