@@ -83,11 +83,6 @@ def look_at_model(
         try_loss(loss, handle.config.head)
         tell(f"loss {loss.name}: tried on two rows")
     folder = cached_model(handle.config.path, handle.config.revision)
-    if folder:
-        from areal_sc.engines.training.causal_lm import describe_unread
-
-        if unread := describe_unread(folder):
-            tell(f"WARNING: {unread}")
     if folder and handle.config.has_adapter:
         from areal_sc.engines.training.adapters.lora import describe_adapter
 

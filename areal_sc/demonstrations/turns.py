@@ -210,8 +210,8 @@ class TurnEncoder:
         ):
             places.pop()
         if ids[places[-1]] not in self._ends:
-            tokens: Any = self._tokenizer.convert_ids_to_tokens([ids[places[-1]], *self._ends])
-            end, *known = tokens
+            shown = [ids[places[-1]], *self._ends]
+            end, *known = map(str, self._tokenizer.convert_ids_to_tokens(shown))
             self.complaints["end"] = (
                 f"the chat template ends turns with {end}, and an answer of the model ends with "
                 f"{' or '.join(known) or 'nothing'}: trained like this, it will write {end} and go "

@@ -29,7 +29,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def end_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None, config: Any
 ) -> tuple[int, ...]:
-    """The tokenizer's, and those of the model, each once; a number that no token has ends nothing.
+    """The tokenizer's, and those of the model, each once.
 
     Every engine takes them from here: a model ends the same way wherever it is served.
 
@@ -49,8 +49,7 @@ def end_token_ids(
             ends += source if isinstance(source, list | tuple) else [source]
     if wrong := [end for end in ends if not isinstance(end, int)]:
         raise ModelError(f"eos_token_id of the model: expected numbers of tokens, got {wrong[0]!r}")
-    tokens = {end: end >= 0 and tokenizer.convert_ids_to_tokens(end) for end in ends}
-    return tuple(end for end, token in tokens.items() if token)
+    return tuple(dict.fromkeys(ends))
 
 
 def read_end_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

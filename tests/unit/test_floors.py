@@ -64,12 +64,10 @@ LAZY_IMPORTS = {
         for user in ("base", "rollout.source_registration", "train.train_controller")
     },
     ("areal_sc.controller.dry_run", "areal_sc.engines.tokenizer"): "only a dry run loads torch",
-    **{
-        ("areal_sc.controller.dry_run", f"areal_sc.engines.training.{user}"): (
-            "only a dry run loads torch"
-        )
-        for user in ("adapters.lora", "causal_lm")
-    },
+    (
+        "areal_sc.controller.dry_run",
+        "areal_sc.engines.training.adapters.lora",
+    ): "only a dry run loads torch",
     ("areal_sc.trainer.row_trainer", "areal_sc.engines.tokenizer"): "only rows load transformers",
     (
         "areal_sc.trainer.evaluation.rescore",

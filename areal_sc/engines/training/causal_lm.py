@@ -6,7 +6,6 @@ With a value head in place of their output layer, where that is asked for: `valu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,6 @@ from areal_sc.engines.training.value_head import (
 from areal_sc.errors import ArealError, ModelError
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.transport.tensor_bytes import dtype_named
-
-_OF_NO_MODEL = {"auto_map", "num_labels", "use_cache", "quantization_config"}
-"""Settings that transformers keeps of any model, and which say nothing of what it computes."""
 
 
 def compute_dtype(config: ActorConfig) -> torch.dtype:
@@ -86,27 +82,6 @@ def load_causal_lm(folder: Path, head: ModelHead = ModelHead.lm) -> Any:
             # Loading forgets which parameters the model's authors do not train.
             parameter.requires_grad_(named[name].requires_grad)
     return model.eval()
-
-
-def describe_unread(folder: Path) -> str:
-    """Settings of `config.json` that the model's class does not know, so that they do nothing.
-
-    Returns: "" if there are none but such that are null, false or empty.
-    Raises: ModelError: transformers cannot read the file.
-    """
-    try:
-        config: Any = model_config(folder, ModelHead.lm)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot read the settings of the model in {folder}: {error}") from error
-    known = {field.name for field in fields(config)} | _OF_NO_MODEL
-    given = vars(config).items()  # what the class does not know is kept as it is given
-    unread = [name for name, value in given if name not in known and value and name[0] != "_"]
-    if not unread:
-        return ""
-    return (
-        f"config.json of {folder} has settings that {type(config).__name__} does not know, so that "
-        f"they have no effect: {', '.join(sorted(unread))}"
-    )
 
 
 def misfit(folder: Path, names: Sequence[str]) -> ModelError:

@@ -29,7 +29,6 @@ from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.training.causal_lm import (
     build_unfilled,
     check_all_used,
-    describe_unread,
     differently_tied,
     misfit,
     read_causal_lm,
@@ -123,8 +122,6 @@ class StoredWeights:
         used = {id(conversion) for conversion in self._model._weight_conversions}
         self.conversions = [i for i, it in enumerate(self._conversions) if id(it) in used]
         self._check_tied()
-        if unread := describe_unread(folder):
-            logger.warning("%s", unread)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         stored = {name: self._stored_alias(name) for name in names}

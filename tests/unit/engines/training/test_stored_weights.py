@@ -16,11 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from unit.engines.families import EXPERTS, FAMILIES, HEADS_OF_8, SIZES, build
 
 from areal_sc.config.schema import ActorConfig, ModelHead
-from areal_sc.engines.training.causal_lm import (
-    build_without_parameters,
-    describe_unread,
-    load_causal_lm,
-)
+from areal_sc.engines.training.causal_lm import build_without_parameters, load_causal_lm
 from areal_sc.engines.training.stored_weights import StoredWeights, WeightsInMemory, open_weights
 from areal_sc.errors import ModelError
 
@@ -141,24 +137,6 @@ def test_weights_that_the_model_has_no_place_for_are_refused(tmp_path: Path) -> 
             open_weights(ActorConfig(path=str(tmp_path), head=head))
         with pytest.raises(ModelError, match=words):
             load_causal_lm(tmp_path, head)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_writes_it_knows(family: str, tmp_path: Path) -> None:
-    FAMILIES[family]().save_pretrained(tmp_path)
-    assert describe_unread(tmp_path) == ""
-
-
-def test_settings_that_the_class_does_not_know_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(tmp_path, hf.AutoModelForCausalLM.from_config(TIED))
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"logit_scale": 0.5, "use_mrope": False, "rope_theta": 1e4, "torch_dtype": "float32"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with caplog.at_level(logging.WARNING):
-        open_parts(tmp_path)
-    assert "Qwen2Config does not know, so that they have no effect: logit_scale" in caplog.text
 
 
 def test_tied_parameters_must_be_stored_alike(tmp_path: Path) -> None:
