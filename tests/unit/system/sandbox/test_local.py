@@ -58,8 +58,8 @@ async def wait_for_descendants(pid: int, least: int, most: int = 99) -> list[int
         ("1/0", {}, End.exited, 1, ""),
         ("print(len(str(10**5000)), int('7' * 5000) % 10)", {}, End.exited, 0, "5001 7\n"),
         (  # another Python that it starts
-            "import subprocess, sys\n"
-            "subprocess.run([sys.executable, '-S', '-c', 'print(len(str(10**5000)))'])",
+            "import subprocess, sys\npython = f'{sys.base_prefix}/bin/python3'\n"
+            "subprocess.run([python, '-S', '-c', 'print(len(str(10**5000)))'])",
             {},
             End.exited,
             0,
