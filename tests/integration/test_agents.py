@@ -72,16 +72,8 @@ def test_what_an_agent_has_written_is_among_the_samples(
 
 @pytest.mark.parametrize("network", ["all", "session"])
 def test_an_agent_can_be_left_with_the_model_alone(
-    start_rollout: Callable[..., Any],
-    chat_model: Path,
-    network: str,
-    monkeypatch: pytest.MonkeyPatch,
+    start_rollout: Callable[..., Any], chat_model: Path, network: str
 ) -> None:
-    """It reaches the model without the proxy that leads to others, here to nobody."""
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.setenv(name, "")
     settings = f"actor.path={chat_model}", f"agents.network={network}", "rollout.group_size=2"
     with socket.create_server(("127.0.0.1", 0)) as other, start_rollout(*settings) as rollout:
         rows = [{"prompt": "a", "port": other.getsockname()[1]}]
