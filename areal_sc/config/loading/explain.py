@@ -45,6 +45,7 @@ _TYPE_NAMES: dict[Any, str] = {
 }
 
 _FORMER = {
+    "rollout.field_bytes": "workflows say what their fields take: leave it out",
     "evaluation.cut_is_wrong": "it is generation.cut_answers now: `judged` in place of false",
     "actor.num_workers": "it is called actor.parallel.data now",
     "scheduler.slurm.train.role_workers": "it is called scheduler.slurm.train.role_ranks now",
