@@ -43,7 +43,7 @@ Term = Annotated[int, Meta(ge=0)]
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """Most bytes of all frames of a message; a larger one is refused on either side."""
 
-MAX_ELEMENTS: Final = 1 << 20
+MAX_ELEMENTS: Final = 3 << 19
 """Most elements of all lists and dicts of a message together. An element takes one byte on the wire
 and up to 64 in memory, so this is what bounds the memory that decoding takes."""
 

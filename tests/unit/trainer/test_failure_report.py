@@ -240,7 +240,8 @@ def main(argv):
     finally:
         print("cleaned up", flush=True)
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+for number in (signal.SIGHUP, signal.SIGQUIT):  # the tests may run under nohup, or in the background
+    signal.signal(number, signal.SIG_DFL)
 sys.exit(run_script(main))
 """
 

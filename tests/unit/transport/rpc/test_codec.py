@@ -212,9 +212,9 @@ def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        pytest.param([[]] * 600_000 + [{}] * 600_000, id="in one list"),
-        pytest.param([[0] * 1000 for _ in range(1100)], id="in many lists"),
-        pytest.param([{str(i): i for i in range(1000)} for _ in range(1100)], id="in dicts"),
+        pytest.param([[]] * 900_000 + [{}] * 900_000, id="in one list"),
+        pytest.param([[0] * 1000 for _ in range(1700)], id="in many lists"),
+        pytest.param([{str(i): i for i in range(1000)} for _ in range(1700)], id="in dicts"),
     ],
 )
 def test_more_elements_than_the_limit_are_refused_on_both_sides(value: Any) -> None:
