@@ -240,7 +240,7 @@ def main(argv):
     finally:
         print("cleaned up", flush=True)
 
-for number in (signal.SIGHUP, signal.SIGQUIT):  # the tests may run under nohup, or in the background
+for number in (signal.SIGHUP, signal.SIGQUIT):  # tests may run under nohup, or in the background
     signal.signal(number, signal.SIG_DFL)
 sys.exit(run_script(main))
 """
