@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,7 +70,7 @@ _FUNCTIONS: Final = frozenset(
 
 def _warm_up() -> None:
     """Imports the library, which takes seconds at the first time."""
-    library_task("chain_sum", {})
+    import_module("reasoning_gym.factory")
 
 
 class ReasoningGymReward(Referable):
