@@ -102,6 +102,16 @@ def server_process(folder: Path, keys: RunKeys | None = None) -> Iterator[Server
             process.kill()
 
 
+async def held_bytes(client: RpcClient) -> int:
+    """Memory that the server holds once the allocator gave back all that is free.
+
+    A small piece at the end of the heap keeps tens of megabytes of free memory resident below it.
+    """
+    answer = await client.call(named("held_bytes"), {}, timeout_s=30)
+    assert isinstance(answer, int)
+    return answer
+
+
 async def counters(client: RpcClient) -> dict[str, Any]:
     answer = await client.call(named("counters"), {}, timeout_s=30)
     assert isinstance(answer, dict)

@@ -9,7 +9,9 @@ KEYS is the key file of a run, or "-": then nobody is kept out.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,12 +71,17 @@ async def serve(keys: str) -> None:
             "num_refused": security.refused.num if security else 0,
         }
 
+    def held_bytes(args: dict[str, Any]) -> int:
+        ctypes.CDLL(None).malloc_trim(0)
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
     server = RpcServer(
         [
             named("count").served_by(count),
             named("blob").served_by(blob),
             named("echo").served_by(echo),
             named("counters").served_by(counters),
+            named("held_bytes").served_by(held_bytes),
         ],
         node_id="train/2",
         incarnation=LIFE,
