@@ -344,7 +344,7 @@ async def test_a_stopped_caller_delays_nobody_and_is_dropped(server: ServerProce
             assert server.memory_bytes - warm_bytes < 200 << 20  # what it asks for at a time
         await until(lambda: server.num_connections == 1)  # it may have begun another one
         async with asyncio.timeout(60):
-            while await held_bytes(client) - warm_bytes >= 20 << 20:
+            while await held_bytes(client) - warm_bytes >= 20 << 20:  # noqa: ASYNC110 - likewise
                 await asyncio.sleep(0.05)
         await until(server.is_idle)
         # it finds out when it goes on, and calls again
