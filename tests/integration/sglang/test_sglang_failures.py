@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from areal_sc.engines.servers.replica import Replica
 from integration.sglang.policies import Generating, Policies
 
 from areal_sc.config.schema import GenerationConfig
@@ -23,7 +24,6 @@ from areal_sc.engines.servers.process import (
     read_process,
     session_members,
 )
-from areal_sc.engines.servers.replica import Replica
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.engines.weight_group import NamedTensor
 
