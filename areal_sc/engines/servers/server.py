@@ -278,7 +278,7 @@ class ServerLife:
             async with self._finding_losses(client):
                 yield
         except PeerLost:
-            if self._watch is not None:
+            if self._watch is not None and self._client is client:  # it is not known to be lost
                 self._doubt()
                 self._watch.suspect()
             raise
