@@ -190,7 +190,9 @@ async def started(case: Case, against: str, device: Device, sglang: Path) -> Asy
         sides = Sides(local)
         if against == "sglang":
             server = await stack.enter_async_context(sglang_side.serving(config))
-            sides.add("sglang", partial(with_engine, server), server=server.replicas[0].server.pid)
+            assert server.server.process
+            pid = server.server.process.pid
+            sides.add("sglang", partial(with_engine, server), server=pid)
         else:
             model = qwen2_models.build(case.shape, getattr(torch, dtype), device)
             sides.add("static", partial(static_batches, model, case.num_slots))

@@ -1,4 +1,4 @@
-"""Real SGLang servers for a benchmark, under ServerEngine; none outlives it."""
+"""A real SGLang server for a benchmark, under ServerEngine; it does not outlive it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_python(parser: argparse.ArgumentParser, python: Path) -> None:
 
 @asynccontextmanager
 async def serving(config: RolloutConfig) -> AsyncIterator[ServerEngine]:
-    """The engine with its servers started; they end with the block."""
+    """The engine with its server started; it ends with the block."""
     with tempfile.TemporaryDirectory(prefix="areal-sc-sglang-") as logs:
         engine = ServerEngine(SGLangEngine(config), log_folder=Path(logs), name="rollout-0")
         await engine.start()

@@ -71,9 +71,9 @@ def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def update(
-    run: Controllers, method: WeightUpdateMethod, memory: torch.Tensor, num_servers: int
+    run: Controllers, method: WeightUpdateMethod, memory: torch.Tensor
 ) -> report.Metrics:
-    """Publishes the next version, and waits until it is used.
+    """Publishes the next version, and waits until all servers use it; times are means over them.
 
     Args:
         memory: [2, bytes of the weights], for the plain copy.
@@ -82,22 +82,25 @@ def update(
     run.rollout.pause()
     copy_s = copy_seconds(*memory)
     run.rollout.resume()
-    (before,) = run.rollout.worker_stats()
+    before = run.rollout.worker_stats()
     start = time.perf_counter()
     run.actor.publish_weights(run.rollout)
     publish_s = time.perf_counter() - start
     run.rollout.wait_for_weights()
     total_s = time.perf_counter() - start
-    (after,) = run.rollout.worker_stats()
-    load_s = after["update_load_s"] - before["update_load_s"]
-    stall_s = after["update_stall_s"] - before["update_stall_s"]  # summed over servers
-    assert after.get("lost_servers", 0) == 0, "a server was lost"
+    after = run.rollout.worker_stats()
+    assert run.rollout.num_restarts == 0, "a server was lost"
+
+    def mean(name: str) -> float:
+        return statistics.fmean(a[name] - b[name] for a, b in zip(after, before, strict=True))
+
+    load_s = mean("update_load_s")
     return {
         "publish_s": publish_s,
         "total_s": total_s,
-        "open_s": after["update_open_s"] - before["update_open_s"],
+        "open_s": mean("update_open_s"),
         "load_s": load_s,
-        "stall_s": stall_s / num_servers,
+        "stall_s": mean("update_stall_s"),
         "vs_copy": copy_s / load_s,
     }
 
@@ -119,13 +122,14 @@ def measure(
     with started(
         actor,
         engine=RolloutEngine(arguments.engine),
-        max_running_sequences=8 * num_servers,
+        num_workers=num_servers,
+        max_running_sequences=8,
         max_context_tokens=2048,
         train_batch_groups=1,
         max_staleness=1_000_000,
         max_concurrent_groups=max(1, num_streams),
-        sglang=SGLangConfig(python=str(arguments.sglang_python), num_servers=num_servers),
-        vllm=VLLMConfig(python=str(arguments.vllm_python), num_servers=num_servers),
+        sglang=SGLangConfig(python=str(arguments.sglang_python)),
+        vllm=VLLMConfig(python=str(arguments.vllm_python)),
     ) as run:
         if num_streams:  # from the first batch on, answers are generated without end
             prompts = [
@@ -141,7 +145,7 @@ def measure(
                 device_memory(actor.device) as device_bytes,
             ):
                 for _ in range(2):  # the second version is sealed while the first is still there
-                    update(run, method, memory, num_servers)
+                    update(run, method, memory)
             measured[method] = {
                 f"trainer_{kind}_buckets": grown / actor.weight_update.bucket_bytes
                 for kind, grown in growth.items()
@@ -151,7 +155,7 @@ def measure(
         for number in range(arguments.rounds):
             turn = number % len(methods)
             for method in (*methods[turn:], *methods[:turn]):
-                updates[method].append(update(run, method, memory, num_servers))
+                updates[method].append(update(run, method, memory))
     for method, found in updates.items():
         medians = {name: statistics.median(u[name] for u in found) for name in found[0]}
         measured[method] = medians | measured[method]

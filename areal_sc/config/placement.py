@@ -41,8 +41,7 @@ class DevicePlacement:
         if count > len(self._users):
             raise ConfigError(
                 f"{role}/{index} needs {count} CUDA devices, and {self._machine} has "
-                f"{len(self._users)}; a worker with servers takes num_servers * tp_size of them, "
-                "or as many as the highest of the servers' devices asks for"
+                f"{len(self._users)}; a worker with a server takes tp_size of them"
             )
         self.release(f"{role}/{index}")
 

@@ -327,7 +327,7 @@ class RolloutConfig(Section):
     num_reward_processes: int = setting(1, "processes a worker that compute rewards", ge=1)
     sandbox: SandboxConfig = setting(SandboxConfig)
     on_weight_update: OnWeightUpdate = setting(OnWeightUpdate.interrupt)
-    max_unavailable: int = setting(0, "servers that an update stops at one time; 0: all", ge=0)
+    max_unavailable: int = setting(0, "workers that an update stops at one time; 0: all", ge=0)
     max_rejection_rate: float = setting(
         0.5, "the run ends if more of rejection_window groups' episodes are rejected", gt=0, le=1
     )

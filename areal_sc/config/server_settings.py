@@ -12,19 +12,15 @@ _RUN_ALREADY = ("urls!=: these servers run already",)
 
 @dataclass
 class ServersConfig:
-    """The inference servers of one rollout worker: started and owned by it, or running already."""
+    """The inference servers, one a rollout worker: started and owned by it, or running already."""
 
     python: str = setting(
         "", "interpreter of their program's environment; empty: this one", idle=_RUN_ALREADY
     )
-    num_servers: int = setting(1, "servers a worker", ge=1, idle=_RUN_ALREADY)
     tp_size: int = setting(1, "tensor parallel: GPUs a server", ge=1, idle=_RUN_ALREADY)
     host: str = setting("127.0.0.1", "interface that the servers listen on", idle=_RUN_ALREADY)
     ports: list[int] = setting(
-        list, "ports of the servers, one each; empty: free ones", idle=_RUN_ALREADY
-    )
-    devices: list[int] = setting(
-        list, "GPU indices, tp_size a server; empty: 0, 1, …", idle=_RUN_ALREADY
+        list, "ports of the servers, one a worker; empty: free ones", idle=_RUN_ALREADY
     )
     args: dict[str, Any] = setting(
         dict, "arguments of the program: {mem_fraction_static: 0.6}", idle=_RUN_ALREADY
@@ -32,26 +28,29 @@ class ServersConfig:
     environment: dict[str, str] = setting(
         dict, "further environment variables of the servers", idle=_RUN_ALREADY
     )
-    urls: list[str] = setting(list, "servers that run already; then none is started")
+    urls: list[str] = setting(list, "servers that run already, one a worker; none is started then")
     api_key_env: str = setting(
         "", "environment variable with the key of the servers in urls", idle=("urls=",)
     )
-    start_timeout_s: float = setting(900.0, "limit until a server has read its model", gt=0)
+    start_timeout_s: float = setting(
+        900.0, "limit until a server has read its model, or one in urls answers again", gt=0
+    )
     control_timeout_s: float = setting(60.0, "limit of a pause, a resume, a question", gt=0)
     stop_timeout_s: float = setting(3.0, "between asking a server to end and killing it", gt=0)
     probe_interval_s: float = setting(1.0, "between two looks at a server", gt=0)
-    hung_after_s: float = setting(7.0, "restart an idle server that is silent for so long", gt=0)
-    busy_limit_s: float = setting(
-        120.0, "restart a server that is silent for so long, busy or not", gt=0
+    hung_after_s: float = setting(
+        7.0, "an idle server that is silent for so long is lost", gt=0, idle=_RUN_ALREADY
     )
-    max_restarts: int = setting(3, "failed starts in a row until a server is given up", ge=1)
+    busy_limit_s: float = setting(
+        120.0, "a server that is silent for so long, busy or not, is lost", gt=0, idle=_RUN_ALREADY
+    )
 
 
 @dataclass
 class SGLangConfig(ServersConfig):
-    """The SGLang servers of one rollout worker."""
+    """The SGLang servers."""
 
 
 @dataclass
 class VLLMConfig(ServersConfig):
-    """The vLLM servers of one rollout worker."""
+    """The vLLM servers."""

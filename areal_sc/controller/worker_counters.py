@@ -11,7 +11,7 @@ from typing import Final
 
 OF_NOW: Final = (
     *("store_bytes", "store_shards", "mapped_retired_bytes"),
-    *("running_requests", "waiting_requests", "occupied_places", "serving_servers"),
+    *("running_requests", "waiting_requests", "occupied_places"),
 )
 """What a worker has now, and loses with its life; all else are counts."""
 

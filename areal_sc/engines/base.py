@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from areal_sc.weights import BucketLayout, WeightGroup
 
     TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
-    """Gives every parameter, flat or shaped; asked again for servers that start later."""
+    """Gives every parameter, flat or shaped."""
 
 
 OnTokens: TypeAlias = Callable[[Sequence[int]], None]
@@ -129,6 +129,14 @@ class RunsBesideWorker(Protocol):
 
     async def resume(self) -> None:
         """Goes on after `pause`."""
+
+
+@runtime_checkable
+class EndsWithServer(Protocol):
+    """An engine that is of no use without a process that it has started."""
+
+    async def wait_until_lost(self) -> str:
+        """Returns why the process is lost, when nothing of it is left. After `start`."""
 
 
 @runtime_checkable

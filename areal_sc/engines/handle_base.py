@@ -283,26 +283,16 @@ class GeneratorHandle:
         return False
 
     @property
-    def num_servers(self) -> int:
-        """Parts of one worker that can stand still by themselves, e.g. in a weight update."""
-        return 1
-
-    @property
     def start_timeout_s(self) -> float:
         """What a start may take beyond an RPC."""
         return 0.0
 
-    @property
-    def restart_timeout_s(self) -> float:
-        """What repairing the engine may add to a weight update."""
-        return 0.0
-
     def of_worker(self, index: int) -> RolloutConfig:
         """The settings of one worker of `rollout.num_workers`."""
-        return replace(self.config, seed=self.config.seed + index * self.num_servers)
+        return replace(self.config, seed=self.config.seed + index)
 
     def in_life(self, *life: int) -> Self:
-        """The same with random streams that no other life of the worker, or of a server, has.
+        """The same with random streams that no other life of the worker has.
 
         Args:
             life: its number, within those of what it is a part of.

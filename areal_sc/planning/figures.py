@@ -11,7 +11,6 @@ from typing import Final
 
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.engines.busy_time import TurnSums
-from areal_sc.engines.handles import make_generator
 from areal_sc.records.metrics import StepMetrics
 
 MIN_STEPS: Final = 8
@@ -172,12 +171,10 @@ def _figures_of(part: Sequence[StepMetrics], config: GRPOConfig) -> Figures | No
     mean_tokens = statistics.fmean(
         (step.num_trained_tokens + step.num_masked_tokens) / step.num_rows for step in steps
     )
-    servers_of_worker = make_generator(config.rollout).num_servers
-    num_servers = point.num_rollout_workers * servers_of_worker
     # not all engines count them
     loads = _new(part, ("weight_updates", "update_stall_s"))
     recomputed = _new(part, ("recompute_s", "recomputed_tokens"))
-    num_loads = max(1.0, loads["weight_updates"] * servers_of_worker)
+    num_loads = max(1.0, loads["weight_updates"])
     return Figures(
         point,
         first_step=steps[0].step,
@@ -192,7 +189,7 @@ def _figures_of(part: Sequence[StepMetrics], config: GRPOConfig) -> Figures | No
         longest_tokens=max(1.0, longest),
         longest_std=mean("longest_tokens_std"),
         longest_max=max(1, *(step.longest_tokens_max for step in steps)),
-        busy_share=counted["busy_s"] / ((len(steps) - 1) * step_s * num_servers),
+        busy_share=counted["busy_s"] / ((len(steps) - 1) * step_s * point.num_rollout_workers),
         num_running=turns.turn_answers / turns.turn_tokens,
         turn=_fit(turns),
         update_s=loads["update_stall_s"] / num_loads,

@@ -22,7 +22,6 @@ from areal_sc.config.schema import AdmissionMode, GRPOConfig, RolloutConfig
 from areal_sc.controller.ledger.group import Group, GroupState
 from areal_sc.controller.rollout.admission import Admission
 from areal_sc.controller.rollout.staleness import StalenessPolicy
-from areal_sc.engines.handles import make_generator
 from areal_sc.metadata import PromptReference
 from areal_sc.planning.cores import SharedCores
 from areal_sc.planning.figures import Figures, OperatingPoint
@@ -177,11 +176,10 @@ class SimulatedRun:
         self._beside_s = beside_s
         self._cores = cores
         self._threads = (config.actor.num_threads or 1, config.rollout.num_threads)
-        per_worker = make_generator(config.rollout).num_servers
-        num_servers = point.num_rollout_workers * per_worker
+        num_servers = point.num_rollout_workers
         part = min(1.0, MAX_SERVERS / num_servers)
         self._settings = _scaled(config.rollout, point, part)
-        slots = -(-config.rollout.max_running_sequences // per_worker)
+        slots = config.rollout.max_running_sequences
         self._servers = [_Server(figures, slots) for _ in range(max(1, round(num_servers * part)))]
         policy = StalenessPolicy(
             point.max_staleness, self._settings.train_batch_groups, self._settings.over_bound

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.config.schema import GRPOConfig, OverBound
-from areal_sc.engines.handles import make_generator
 from areal_sc.planning.advice import make_plan, shares_devices
 from areal_sc.planning.cores import cores_of, shared_cores
 from areal_sc.planning.figures import newest_figures
@@ -110,12 +109,11 @@ class Adviser:
 
         Returns: None: they are busy enough, or it is not known.
         """
-        generator = make_generator(self._config.rollout)
-        num_servers = last.num_rollout_workers * generator.num_servers
+        num_workers = last.num_rollout_workers
         busy_s = [step.counters.get("busy_s") for step in (before, last)]
-        if busy_s[0] is None or busy_s[1] is None or not num_servers:
+        if busy_s[0] is None or busy_s[1] is None or not num_workers:
             return None
-        busy_share = (busy_s[1] - busy_s[0]) / (spent_s * num_servers)
+        busy_share = (busy_s[1] - busy_s[0]) / (spent_s * num_workers)
         return 1 - busy_share if 0 <= busy_share < MIN_BUSY_SHARE else None
 
 

@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from areal_sc.agents.server import AgentServer
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.base import (
     CountsRequests,
+    EndsWithServer,
     FollowsWeights,
     GenerationEngine,
     JoinsWeightGroup,
@@ -107,7 +108,7 @@ class RolloutWorker(Worker):
         log = spec.log_path.with_name(f"episode-{spec.order.index}.log")
         own = self._reward_server, self._agents, config.agents
         self._agent_pool = AgentPool(*own, log_path=log, **apart)
-        self._reward_watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
         self._engine: GenerationEngine | None = None
         self._texts = RowTexts(self.plane)
         self._all_episodes = Episodes(self.recorder)
@@ -149,8 +150,8 @@ class RolloutWorker(Worker):
         ]
 
     async def close(self) -> None:
-        if self._reward_watch:
-            self._reward_watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
         await self._runs.close()
         await self._agent_pool.close()
         await self._agents.close()
@@ -165,7 +166,7 @@ class RolloutWorker(Worker):
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
-        self._reward_watch = asyncio.create_task(self._end_with_rewards(), name="reward watch")
+        self._watches.append(asyncio.create_task(self._end_with_rewards(), name="reward watch"))
         torch.set_num_threads(self.handle.config.num_threads)
         logs, handle = self.spec.log_path, self.handle.in_life(self.spec.term, self.order.life)
         engine: GenerationEngine = await self.compute(
@@ -173,6 +174,8 @@ class RolloutWorker(Worker):
         )
         if isinstance(engine, RunsBesideWorker):
             await engine.start()
+        if isinstance(engine, EndsWithServer):
+            self._watches.append(asyncio.create_task(self._end_with(engine), name="engine watch"))
         config = self.handle.config
         folder = local_model(config.path, config.revision)
         await self.compute(lambda: check_ends(folder, engine.tokenizer, config.generation))
@@ -325,7 +328,15 @@ class RolloutWorker(Worker):
             "this worker ends, because it cannot compute rewards any more",
             self._reward_server.pid,
         )
-        # at once: a clean end would take along the shards that the next life is to adopt
+        self._end_at_once()
+
+    async def _end_with(self, engine: EndsWithServer) -> None:
+        """Without its server the worker generates nothing: it will be started again with one."""
+        logger.error("%s: this worker ends", await engine.wait_until_lost())
+        self._end_at_once()
+
+    def _end_at_once(self) -> NoReturn:
+        """A clean end would take along the shards that the next life is to adopt."""
         os._exit(WorkerLost.exit_code)
 
     async def _episodes(

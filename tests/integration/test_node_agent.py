@@ -423,11 +423,11 @@ async def test_the_logs_of_workers_are_bounded_and_the_script_s_is_left_to_it(
     async with agent_of(tmp_path):
         logs = tmp_path / "logs"
         (logs / "controller.log").write_bytes(bytes(200_000))
-        with (logs / "rollout-0-sglang-1.log").open("ab") as log:
+        with (logs / "rollout-0-sglang.log").open("ab") as log:
             log.write(bytes(200_000))
         give_up_s = time.monotonic() + LIMIT_S
-        while (logs / "rollout-0-sglang-1.log").stat().st_size:
+        while (logs / "rollout-0-sglang.log").stat().st_size:
             assert time.monotonic() < give_up_s
             await asyncio.sleep(0.05)
-        assert (logs / "rollout-0-sglang-1.log.1").stat().st_size == 200_000
+        assert (logs / "rollout-0-sglang.log.1").stat().st_size == 200_000
         assert (logs / "controller.log").stat().st_size == 200_000

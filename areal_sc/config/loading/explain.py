@@ -50,6 +50,18 @@ _FORMER = {
     "actor.num_workers": "it is called actor.parallel.data now",
     "scheduler.slurm.train.role_workers": "it is called scheduler.slurm.train.role_ranks now",
     "scheduler.slurm.heterogeneous": "nodes that differ are a job each now: leave it out",
+    **{
+        f"{section}.{name}": advice
+        for section in ("sglang", "vllm")
+        for name, advice in {
+            "num_servers": "a rollout worker has one server: set rollout.num_workers to the number "
+            "of servers, and rollout.max_running_sequences to what one of them runs",
+            "devices": "a server has the GPUs that its worker gets: leave it out, and limit the "
+            "run's GPUs by CUDA_VISIBLE_DEVICES",
+            "max_restarts": "a worker is started again with its server: it is "
+            "scheduler.max_deaths now",
+        }.items()
+    },
 }
 """Setting that an older areal_sc had -> what to do."""
 

@@ -48,9 +48,8 @@ NO_VERSION: Final = -1
 BEGUN_PER_TURN: Final = 32
 """Most calls of workers that begin in one turn of the event loop; they take some milliseconds."""
 
-
 _ALL: Final = 1 << 40
-"""More servers than there will ever be."""
+"""More workers than there will ever be."""
 
 
 @dataclass(eq=False)
@@ -126,9 +125,7 @@ class WeightUpdates:
         self._is_forgotten = self._are_held = config.waits_for_weights
         self._is_stopped = self._has_stopped = False
         self._round: asyncio.Task[None] | None = None
-        # of workers, so that `max_unavailable` servers stand still at one time
-        num_servers = config.max_unavailable or _ALL
-        self._slots = asyncio.Semaphore(max(1, num_servers // engine.num_servers))
+        self._slots = asyncio.Semaphore(config.max_unavailable or _ALL)
         self._sources = WeightSources(
             config,
             fleet,
@@ -420,13 +417,12 @@ class HeldWorker:
 
 
 def update_timeout_s(engine: GeneratorHandle) -> float:
-    """What one worker's weight update may take, servers that have to be restarted included."""
+    """What one worker's weight update may take."""
     config = engine.config
     step_s = UPDATE_STEPS * config.weight_update.step_timeout_s
     if config.on_weight_update == OnWeightUpdate.finish_running:
         step_s += config.group_timeout_s
-    num_waves = -(-engine.num_servers // (config.max_unavailable or engine.num_servers))
-    return num_waves * step_s + engine.restart_timeout_s + RPC_MARGIN_S
+    return step_s + RPC_MARGIN_S
 
 
 async def begin_in_turns(

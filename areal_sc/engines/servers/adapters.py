@@ -1,4 +1,4 @@
-"""Adapters as versions of the weights: servers keep the model that they started with.
+"""Adapters as versions of the weights: a server keeps the model that it started with.
 
 A server loads the new adapter beside the one that it serves, while it generates, and has to show
 that it computes with it. Then its answers are ended where they are, and go on under the new name. A
@@ -23,7 +23,7 @@ from areal_sc.engines.training.adapters.adapter_files import write_adapter
 from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
 from areal_sc.engines.training.adapters.lora import LORA_A
 from areal_sc.engines.weight_group import NamedTensor
-from areal_sc.errors import ArealError, EngineFailed, ModelError
+from areal_sc.errors import EngineFailed, ModelError
 from areal_sc.sizing.adapter_folder import ADAPTER_WEIGHTS
 
 _NAME: Final = re.compile(r"policy-\d+-[0-9a-f]{8}")
@@ -32,15 +32,14 @@ _NAME: Final = re.compile(r"policy-\d+-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class AdapterWeights(VersionWeights):
-    """An adapter in a folder of peft's format that the servers see.
+    """An adapter in a folder of peft's format that the server sees.
 
-    It has to stay until the version after it has been published, and longer for a server that is
-    being started with it.
+    It has to stay until the version after it has been published.
 
     Attributes:
         num_bytes: of the file with its values.
         adapter: its version, and its name, in which the checksum of its values stands.
-        probe: by which servers show that they serve it.
+        probe: by which a server shows that it serves it.
     """
 
     version: int
@@ -81,13 +80,9 @@ class AdapterWeights(VersionWeights):
             raise ModelError(f"{server.url} says that it has no adapter {name}, which it loaded")
         await self._check_shown(server, server.bare_logprobs)
 
-    async def load(
-        self, servers: Sequence[ServerClient], times: UpdateTimes
-    ) -> dict[ServerClient, ArealError]:
+    async def load(self, server: ServerClient, times: UpdateTimes) -> None:
         times.update_bytes += self.num_bytes
-        for server in servers:
-            server.adapter = self.adapter
-        return {}
+        server.adapter = self.adapter
 
     async def _check_shown(self, server: ServerClient, bare: Sequence[float]) -> None:
         """Compares what the adapter changes on the server with what it changes on the trainer."""
@@ -103,7 +98,7 @@ class AdapterWeights(VersionWeights):
 
 
 class AdapterFolders:
-    """Where a worker writes the adapters that it has pulled, for servers of its machine.
+    """Where a worker writes the adapters that it has pulled, for its server.
 
     Args:
         root: is the worker's own; what earlier lives have left there goes.
@@ -112,7 +107,7 @@ class AdapterFolders:
     def __init__(self, root: Path, config: RolloutConfig) -> None:
         self._root = root
         self._config = config
-        self._written: list[Path] = []
+        self._newest: Path | None = None
 
     def write(self, version: int, tensors: Iterable[NamedTensor]) -> Path:
         """A new folder with the published tensors, which may be flat; older folders stay.
@@ -132,17 +127,17 @@ class AdapterFolders:
             probe.write(folder)
         except OSError as error:
             raise EngineFailed(f"no adapter could be written to {self._root}: {error}") from error
-        self._written = [*self._written[-1:], folder]
+        self._newest = folder
         return folder
 
     def keep_newest(self) -> None:
-        """Removes all but the last two: a server that starts may still load the one before."""
-        self._remove_all_but(self._written)
+        """Removes all but the last one, once the server serves it."""
+        self._remove_all_but(self._newest)
 
     def clear(self) -> None:
-        self._remove_all_but(())
+        self._remove_all_but(None)
 
-    def _remove_all_but(self, kept: Sequence[Path]) -> None:
+    def _remove_all_but(self, kept: Path | None) -> None:
         for folder in self._root.glob("*"):
-            if folder not in kept:
+            if folder != kept:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -133,7 +133,6 @@ class ServerClient:
 
     Attributes:
         section: name of the kind's settings, for messages.
-        is_own: this process has started it, so it runs on this machine and with its rights.
         abilities: what `ask_abilities` found.
         groups: names of the weight groups that it is in.
         adapter: what requests name; None: the server gets whole weights.
@@ -152,11 +151,8 @@ class ServerClient:
         control_timeout_s: float = 60.0,
         step_timeout_s: float = 600.0,
         start_timeout_s: float = 900.0,
-        *,
-        is_own: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
-        self.is_own = is_own
         self.groups: set[str] = set()
         self._control_timeout_s = control_timeout_s
         self._step_timeout_s = step_timeout_s

@@ -1,8 +1,8 @@
-"""Takes requests to servers until they are complete.
+"""Takes requests to a server until they are complete.
 
-A request may need several servers, or one several times: when its answer was aborted for a weight
-update it goes on from what was sampled, and when its server was lost it does so elsewhere. Only
-what a server has answered counts, so no token is sampled twice or lost in between.
+A request may need the server several times: when its answer was aborted for a weight update, or its
+connection was lost, it goes on from what was sampled. Only what the server has answered counts, so
+no token is sampled twice or lost in between.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 
 from areal_sc.engines.base import Completion
 from areal_sc.engines.servers.answer_checks import ABORTED
-from areal_sc.engines.servers.replica import Replica
-from areal_sc.engines.servers.replicas import ReplicaSet
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
+from areal_sc.engines.servers.server import ServerLife
 from areal_sc.errors import ArealError, EngineFailed, PeerLost, ProtocolError, ServerBusy
 from areal_sc.system.waiting import cancel_all
 
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 4
-"""Attempts of one request that may bring nothing: it could be what brings its servers down."""
+"""Attempts of one request that may bring nothing: it could be what breaks its connections."""
 
 _BUSY_WAIT_S = 0.2
 _LONGEST_BUSY_WAIT_S = 5.0
@@ -37,11 +36,11 @@ class Counters:
     """Since the start; the names are those of the engine's `stats`.
 
     Attributes:
-        prefill_tokens: prompt tokens that servers computed.
-        shared_prompt_tokens: and those that their caches had.
+        prefill_tokens: prompt tokens that the server computed.
+        shared_prompt_tokens: and those that its cache had.
         cancelled_tokens: sampled for requests that nobody waits for any more, or behind a stop
             string.
-        lost_requests: attempts that ended with the loss of their server.
+        lost_requests: attempts whose connection was lost.
         continued_requests: attempts that went on from an aborted answer.
     """
 
@@ -59,18 +58,18 @@ class Completer:
     """Runs requests; any number at a time.
 
     Attributes:
-        num_running: requests on a server, or waiting for one.
+        num_running: requests that have a place on the server, or wait for one.
     """
 
-    def __init__(self, replicas: ReplicaSet, vocab_size: int) -> None:
+    def __init__(self, server: ServerLife, vocab_size: int) -> None:
         self.counters = Counters()
         self.num_running = 0
-        self._replicas = replicas
+        self._server = server
         self._vocab_size = vocab_size
         self._background: set[asyncio.Task[None]] = set()
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Raises: EngineFailed: it could not be completed, whatever the server."""
+        """Raises: EngineFailed: it could not be completed, or the server is lost."""
         self.num_running += 1
         try:
             completion = await self._complete(request)
@@ -87,12 +86,12 @@ class Completer:
         await cancel_all(self._background)
 
     async def _complete(self, request: CompletionRequest) -> Completion:
-        dispatcher = self._replicas.dispatcher
+        server = self._server
         while True:
-            server = await dispatcher.enter(request)
+            await server.places.enter()
             num_pauses = server.num_pauses
             try:
-                part = await self._ask(server, request)
+                part = await self._ask(request)
             except PeerLost as error:
                 if reason := request.end_reason:  # only the server's last word is missing
                     return request.completion(reason)
@@ -116,56 +115,54 @@ class Completer:
             if not part.token_ids and server.num_pauses == num_pauses:
                 self._note_loss(request, EngineFailed(f"it was aborted: {part.reason}"))
 
-    async def _ask(self, server: Replica, request: CompletionRequest) -> AnswerPart:
+    async def _ask(self, request: CompletionRequest) -> AnswerPart:
         """One attempt. Whoever gives it up leaves it to end in the background."""
         request.request_id = uuid.uuid4().hex
-        attempt = asyncio.create_task(self._attempt(server, request))
+        attempt = asyncio.create_task(self._attempt(request))
         try:
             return await asyncio.shield(attempt)
         except asyncio.CancelledError:
             request.is_given_up = True
-            task = asyncio.create_task(
-                self._abandon(server, request, attempt, len(request.token_ids))
-            )
+            task = asyncio.create_task(self._abandon(request, attempt, len(request.token_ids)))
             self._background.add(task)
             task.add_done_callback(self._background.discard)
             raise
 
-    async def _attempt(self, server: Replica, request: CompletionRequest) -> AnswerPart:
+    async def _attempt(self, request: CompletionRequest) -> AnswerPart:
         """Extends the answer; returns its last part.
 
         Its place is free again when the server is done with it: between two pieces it keeps it, so
         that the server has its prompt cached, and new weights wait for its end if they shall.
         """
+        server = self._server
         try:
             max_support = None
             if request.is_truncated:
                 max_support = min(await server.max_support(request.sampling), self._vocab_size)
             while True:
-                begun = server.busy.begin()
+                begun = server.places.busy.begin()
                 if request.on_tokens is None:
                     whole = await server.generate(request, request.request_id, max_support)
                     part = request.extend(whole)
                     self._count(whole, part)
                 else:
-                    whole = part = await self._stream(server, request, max_support)
-                server.busy.end(begun, len(whole.token_ids))
+                    whole = part = await self._stream(request, max_support)
+                server.places.busy.end(begun, len(whole.token_ids))
                 is_wanted = not (server.is_paused or request.is_given_up)
                 if not (is_wanted and request.needs_next_piece(part)):
                     return part
                 request.request_id = uuid.uuid4().hex
         finally:
-            self._replicas.dispatcher.leave(server, request)
+            server.places.leave()
 
-    async def _stream(
-        self, server: Replica, request: CompletionRequest, max_support: int | None
-    ) -> AnswerPart:
+    async def _stream(self, request: CompletionRequest, max_support: int | None) -> AnswerPart:
         """Extends the answer with each part of a stream; returns all of them together.
 
         What was sampled counts as soon as it is told, so that it stays when the stream breaks off.
         A stream that breaks off behind its last part has lost nothing.
         """
-        start, has_stopped, is_whole = len(request.token_ids), False, False
+        server, start = self._server, len(request.token_ids)
+        has_stopped = is_whole = False
         try:
             async with aclosing(server.stream(request, request.request_id, max_support)) as parts:
                 async for told in parts:
@@ -197,11 +194,7 @@ class Completer:
         self.counters.prefill_tokens += whole.num_prompt_tokens - whole.num_cached_tokens
 
     async def _abandon(
-        self,
-        server: Replica,
-        request: CompletionRequest,
-        attempt: asyncio.Task[AnswerPart],
-        num_counted: int,
+        self, request: CompletionRequest, attempt: asyncio.Task[AnswerPart], num_counted: int
     ) -> None:
         """Ends a request that nobody waits for; until then it takes its place.
 
@@ -210,7 +203,7 @@ class Completer:
         """
         try:
             async with asyncio.timeout(_ABANDONED_TIMEOUT_S):
-                await server.abort(request.request_id)
+                await self._server.abort(request.request_id)
                 await attempt
             self.counters.cancelled_tokens += len(request.token_ids) - num_counted
         except (ArealError, TimeoutError) as error:
@@ -221,7 +214,7 @@ class Completer:
     async def _wait_while_busy(self, request: CompletionRequest, error: ServerBusy) -> None:
         """A server that is full for the moment, or a router before it, has lost nothing.
 
-        Raises: EngineFailed: servers have been busy for too long.
+        Raises: EngineFailed: it has been busy for too long.
         """
         now_s = asyncio.get_running_loop().time()
         if request.busy_since_s is None:
@@ -229,8 +222,8 @@ class Completer:
         busy_s = now_s - request.busy_since_s
         if busy_s > _MAX_BUSY_S:
             raise EngineFailed(
-                f"servers have refused a request for {busy_s:.0f} s, the last time as: {error}; "
-                "give them fewer requests (rollout.max_running_sequences)"
+                f"{self._server.name} has refused a request for {busy_s:.0f} s, the last time as: "
+                f"{error}; give it fewer requests (rollout.max_running_sequences)"
             ) from error
         await asyncio.sleep(min(_BUSY_WAIT_S + busy_s, _LONGEST_BUSY_WAIT_S))
 

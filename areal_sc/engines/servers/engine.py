@@ -1,18 +1,21 @@
-"""Generation by servers: started and owned by this engine, or running already.
+"""Generation by a server: started and owned by this engine, or running already.
 
-    generate ──► Completer ──► Dispatcher ──► Replica ──► server (HTTP)
-                               waits for room   watched, replaced when it fails
-    publish ───► ReplicaSet: hold, pause, load, name the version, go on; wave by wave
+    generate ──► Completer ──► Places ──► ServerLife ──► server (HTTP)
+                               wait for     watched until
+                               a place      it is lost
+    publish ───► update_server: hold, pause, load, name the version, go on
 
-Consumes: `generate`, weights, `pause`, `resume`. Waits for: a server with room, its answer, its
-start. Unblocked by: answers, servers that come back, and the failure of the last one.
+Consumes: `generate`, weights, `pause`, `resume`. Waits for: a place on the server, its answer, its
+start. Unblocked by: answers, and the loss of the server, which ends the worker.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,35 +35,43 @@ from areal_sc.engines.servers.model import (
     check_shapes,
     check_weights_folder,
 )
-from areal_sc.engines.servers.replica import ReplicaSettings
-from areal_sc.engines.servers.replicas import ReplicaSet
 from areal_sc.engines.servers.requests import CompletionRequest
+from areal_sc.engines.servers.server import ServerLife
 from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
+from areal_sc.engines.servers.updates import update_server
 from areal_sc.engines.servers.weights import (
     CollectiveWeights,
     DiskWeights,
+    UpdateTimes,
     VersionWeights,
     WrittenWeights,
 )
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.weight_group import NamedTensor
-from areal_sc.errors import ConfigError, ModelError
+from areal_sc.errors import ConfigError, EngineFailed, ModelError, PeerLost, RpcTimeout, WorkerError
 from areal_sc.sizing.machine import resolved_device
-from areal_sc.weights import BucketLayout
+from areal_sc.weights import BucketLayout, WeightGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from areal_sc.engines.base import OnTokens, TensorSource
 
+logger = logging.getLogger(__name__)
 
-class ServerEngine(ReplicaSet):
-    """`GenerationEngine` over one or several servers of a kind.
+
+class ServerEngine:
+    """`GenerationEngine` with one server of a kind.
 
     Args:
-        handle: the settings; the servers share `max_running_sequences`.
-        log_folder: where the logs of servers that are started go.
-        name: of the worker, in the logs' names.
+        handle: the settings, of one worker.
+        log_folder: where the log of a server that is started goes.
+        name: of the worker, in the log's name.
+
+    Attributes:
+        server: the server.
+        times: sums over weight updates.
+        num_updates: weight updates that were done.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -89,13 +100,46 @@ class ServerEngine(ReplicaSet):
         self._buckets = SharedBuckets()
         self._adapters = AdapterFolders(log_folder / f"{name}-adapters", config)
         self._adapters.clear()  # of earlier lives
-        self._completer = Completer(self, self._model.vocab_size)
-        is_cuda = _serves_on_cuda(handle)
-        super().__init__(ReplicaSettings(handle, log_folder, name, is_cuda=is_cuda))
+        self.is_cuda = _serves_on_cuda(handle)
+        self.server = ServerLife(handle, log_folder, name, is_cuda=self.is_cuda)
+        self.times = UpdateTimes()
+        self.num_updates = 0
+        self._handle = handle
+        self._owner = name
+        self._completer = Completer(self.server, self._model.vocab_size)
+        self._control = asyncio.Lock()  # one update, pause or resume at a time
+        self._is_paused = False
+
+    @property
+    def version(self) -> int:
+        """Policy version of the server's weights."""
+        return self.server.version
+
+    async def start(self) -> None:
+        """Starts the server, or connects to it, and returns when it serves.
+
+        To be called in the thread whose end shall end the server.
+        Raises: ConfigError, ModelError, WorkerStartError: what is wrong, and what to change; no
+            server is left running then.
+        """
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
+            await self.server.start()
+            if self.version != 0:  # somebody else's, with weights of another run
+                first = DiskWeights(0, Path(self._config.path))
+                await update_server(
+                    self.server, first, UpdateTimes(), self._config, stays_paused=False
+                )
+            undo.pop_all()
+        self.server.open()
+
+    async def wait_until_lost(self) -> str:
+        """Returns why the server is lost, when all of it has ended."""
+        return await self.server.wait_until_lost()
 
     async def close(self) -> None:
-        """Ends the servers that were started; pending and later calls raise WorkerError."""
-        await super().close()
+        """Ends the server that was started; pending and later calls raise WorkerError."""
+        await self.server.close(WorkerError(f"the {self._handle.name} engine is closed"))
         await self._completer.close()
         self._buckets.close()
         self._adapters.clear()
@@ -114,10 +158,10 @@ class ServerEngine(ReplicaSet):
         model's generation config; what ends it is part of it. With top_p below 1, at most as many
         tokens are kept as the server's limit for truncated distributions allows (4096, unless set).
         Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
-            outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: all
-            servers are lost, or the engine is closed.
+            outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
+            server is lost, or the engine is closed.
         """
-        request = self._make_request(input_ids, sampling, prefix_group)
+        request = self._make_request(input_ids, sampling)
         if on_tokens is None:
             return await self._completer.complete(request)
 
@@ -127,30 +171,91 @@ class ServerEngine(ReplicaSet):
 
         return await hand_over(on_tokens, complete)
 
+    async def publish(self, weights: VersionWeights) -> None:
+        """Gives the server these weights.
+
+        Raises: as `update_server`. What getting the weights raises; nothing has changed then.
+        """
+        async with self._control:
+            started = time.perf_counter()
+            async with weights.opened():
+                self.times.update_open_s += time.perf_counter() - started
+                await update_server(
+                    self.server, weights, self.times, self._config, stays_paused=self._is_paused
+                )
+            self.num_updates += 1
+
+    async def pause(self) -> None:
+        """Returns when the server generates nothing; running requests are held."""
+        async with self._control:
+            self._is_paused = True
+            with self.server.needed_for("a pause"):
+                await self.server.pause()
+
+    async def resume(self) -> None:
+        async with self._control:
+            self._is_paused = False
+            if not self.server.is_asleep:  # else it goes on with the next weights
+                with self.server.needed_for("going on after a pause"):
+                    await self.server.resume()
+                self.server.open()
+
+    async def sleep(self) -> None:
+        """Returns when the server has no memory of the device; it takes it for the next weights."""
+        async with self._control:
+            with self.server.needed_for("giving its memory up"):
+                await self.server.sleep()
+
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
+        """The server becomes ranks of a weight group, from `first_rank` on.
+
+        Waits for all ranks of the group, so the others must join at the same time.
+        Raises: EngineFailed, TransportError: it did not join; the group is of no use then.
+        """
+        client = self.server.client
+        await client.join_group(group, first_rank)
+        client.groups.add(group.name)
+
+    async def leave_group(self, name: str) -> None:
+        client = self.server.client
+        if name in client.groups:
+            client.groups.discard(name)
+            try:
+                await client.leave_group(name)
+            except (EngineFailed, PeerLost, RpcTimeout) as error:
+                logger.warning("server=%s group=%s %s", client.url, name, error)
+
+    def has_whole_group(self, name: str) -> bool:
+        """Whether the server is in the weight group."""
+        return name in self.server.client.groups
+
+    def count_ranks(self) -> int:
+        return self.server.client.abilities.tp_size
+
     async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights by tensors; running requests go on as `on_weight_update` says.
 
         Raises: ModelError: names or sizes do not fit; the old weights and version stay.
-            ConfigError: the servers were not started here. EngineFailed: no server is left.
+            ConfigError: the server was not started here. EngineFailed: it is lost.
         """
         if self._config.lora.is_published_alone:
             folder = await asyncio.to_thread(self._adapters.write, version, await source())
             await self._publish_adapter(version, folder)
             await asyncio.to_thread(self._adapters.keep_newest)
             return
-        if self._settings.servers.urls:
+        if not self.server.is_own:
             raise ConfigError(
                 "weights go as tensors only to servers that this worker has started, and "
-                f"{self._settings.handle.section}.urls names others: set weight_update.method to "
-                "disk or collective"
+                f"{self._handle.section}.urls names others: set weight_update.method to disk or "
+                "collective"
             )
         await self.publish(self._tensor_weights(version, source))
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
-        """The same, by a Hugging Face folder that the servers see.
+        """The same, by a Hugging Face folder that the server sees.
 
         Raises: ModelError: it is of another model, or incomplete; nothing has changed then.
-            EngineFailed: no server is left.
+            EngineFailed: the server is lost.
         """
         if self._config.lora.is_published_alone:
             await self._publish_adapter(version, folder)
@@ -173,10 +278,10 @@ class ServerEngine(ReplicaSet):
     ) -> None:
         """The same, by what rank 0 of a group broadcasts meanwhile; see the protocol.
 
-        Servers that are not in the group, or restart, get `again`; servers of others get it by a
-        folder in `weight_update.folder`.
+        A server that is not in the group, or does not get the broadcast whole, gets `again`; one
+        of others gets it by a folder in `weight_update.folder`.
         Raises: ModelError: the buckets are not the model's parameters; nothing has changed then.
-            EngineFailed: no server is left.
+            EngineFailed: the server is lost.
         """
         given = {n: s for b in buckets for n, s in zip(b.names, b.shapes, strict=True)}
         try:
@@ -185,39 +290,34 @@ class ServerEngine(ReplicaSet):
             await give_up()
             raise
         late: VersionWeights = self._tensor_weights(version, again)
-        if self._settings.servers.urls:
-            folder = Path(self._config.weight_update.folder) / f"{self._settings.owner}-{version}"
+        if not self.server.is_own:
+            folder = Path(self._config.weight_update.folder) / f"{self._owner}-{version}"
             late = WrittenWeights(version, folder, self._as_served(again), Path(self._config.path))
         if (stored_names := self._model.stored_names) is not None:
             buckets = [stored_names.describe(layout) for layout in buckets]
-        size = self._group_sizes.get(group_name, 0)
-        await self.publish(CollectiveWeights(version, group_name, size, buckets, late, give_up))
+        await self.publish(CollectiveWeights(version, group_name, buckets, late, give_up))
 
     @property
     def num_waiting(self) -> int:
-        return self.dispatcher.num_waiting
+        return self.server.places.num_waiting
 
     def stats(self) -> Mapping[str, float]:
         """Counters since start, and the requests and servers of now."""
-        num_waiting = self.num_waiting
-        for replica in self.replicas:
-            replica.busy.note(replica.num_running)
+        places = self.server.places
+        places.busy.note(places.num_running)
         return {
             **asdict(self._completer.counters),
             **asdict(self.times),
-            "busy_s": sum(replica.busy.busy_s for replica in self.replicas),
-            **_sums(asdict(replica.busy.turns) for replica in self.replicas),
+            "busy_s": places.busy.busy_s,
+            **asdict(places.busy.turns),
             "weight_updates": self.num_updates,
-            "running_requests": self._completer.num_running - num_waiting,
-            "waiting_requests": num_waiting,
-            "occupied_places": sum(replica.num_running for replica in self.replicas),
-            "serving_servers": len(self.serving),
-            "lost_servers": self.num_losses,
-            "server_restarts": sum(max(0, replica.num_starts - 1) for replica in self.replicas),
+            "running_requests": self._completer.num_running - places.num_waiting,
+            "waiting_requests": places.num_waiting,
+            "occupied_places": places.num_running,
         }
 
     def _make_request(
-        self, input_ids: Sequence[int], sampling: GenerationConfig, prefix_group: str | None
+        self, input_ids: Sequence[int], sampling: GenerationConfig
     ) -> CompletionRequest:
         prompt, model = [int(token) for token in input_ids], self._model
         check_prompt(
@@ -234,7 +334,6 @@ class ServerEngine(ReplicaSet):
             length_reason="length" if sampling.max_new_tokens <= room else "context",
             # servers may refuse others; the model cannot sample them
             stop_token_ids=tuple(token for token in ends if 0 <= token < model.vocab_size),
-            prefix_group=prefix_group,
             is_truncated=sampling.temperature > 0 and keeps_few,
             stops=StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None,
         )
@@ -251,15 +350,8 @@ class ServerEngine(ReplicaSet):
 
 
 def _serves_on_cuda(handle: ServersHandle) -> bool:
-    """Whether the servers compute on GPUs; of others' servers only the setting tells."""
+    """Whether the server computes on GPUs; of one of others only the setting tells."""
     device = handle.config.device
     if handle.servers.urls:
         return device == Device.cuda
     return resolved_device(device, torch.cuda.device_count(), "rollout.device") == Device.cuda
-
-
-def _sums(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    sums = Counter[str]()
-    for of_one in counts:
-        sums.update(of_one)
-    return dict(sums)

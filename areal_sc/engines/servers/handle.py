@@ -28,16 +28,14 @@ _MAX_PORT = 65535
 
 @dataclass(frozen=True)
 class ServerInstance:
-    """What tells one server of a worker from another.
+    """What the settings do not say of a server.
 
     Attributes:
-        index: number of the server, from 0.
         port: that it listens on.
         api_key: that its clients must show.
         is_cuda: it computes on GPUs, else on the CPU.
     """
 
-    index: int
     port: int
     api_key: str
     is_cuda: bool
@@ -45,7 +43,7 @@ class ServerInstance:
 
 @dataclass(frozen=True)
 class ServersHandle(GeneratorHandle):
-    """Generation by servers of a kind, which a worker starts or connects to.
+    """Generation by servers of a kind, one of which each worker starts or connects to.
 
     A kind is a subclass, a `ServerClient`, and the memory of one rank.
 
@@ -75,7 +73,7 @@ class ServersHandle(GeneratorHandle):
         handle = replace(self, config=with_local_model(self.with_context().config))
         return resolve_name(self.worker_class)(handle, log_folder=log_folder, name=name)
 
-    def connect(self, url: str, api_key: str, *, is_own: bool) -> ServerClient:
+    def connect(self, url: str, api_key: str) -> ServerClient:
         """Imports torch."""
         client: ServerClient = resolve_name(self.client_class)(
             url,
@@ -83,7 +81,6 @@ class ServersHandle(GeneratorHandle):
             self.servers.control_timeout_s,
             self.config.weight_update.step_timeout_s,
             self.servers.start_timeout_s,
-            is_own=is_own,
         )
         return client
 
@@ -105,9 +102,7 @@ class ServersHandle(GeneratorHandle):
     def devices(self) -> tuple[Device, int]:
         if self.servers.urls:
             return Device.cpu, 0
-        if not self.servers.devices:
-            return self.config.device, self.servers.num_servers * self.servers.tp_size
-        return self.config.device, max(self.servers.devices) + 1
+        return self.config.device, self.servers.tp_size
 
     @property
     def takes_free_memory(self) -> bool:
@@ -115,38 +110,25 @@ class ServersHandle(GeneratorHandle):
         return num_devices > 0 and device != Device.cpu
 
     @property
-    def num_servers(self) -> int:
-        return len(self.servers.urls) or self.servers.num_servers
-
-    @property
     def start_timeout_s(self) -> float:
         return self.servers.start_timeout_s
 
-    @property
-    def restart_timeout_s(self) -> float:
-        return self.servers.max_restarts * self.servers.start_timeout_s
-
     def of_worker(self, index: int) -> RolloutConfig:
-        """The servers in `urls` are dealt out to the workers.
+        """Each worker has one of the `urls`, or of the `ports`.
 
-        Raises: ConfigError: they cannot be, or all workers would listen on the same ports.
+        Raises: ConfigError: there are more of them, or fewer, than workers.
         """
         config, servers = super().of_worker(index), self.servers
-        num_workers = config.num_workers
-        if num_workers == 1:
-            return config
-        if servers.ports:
-            raise ConfigError(
-                f"{self.section}.ports cannot be given for rollout.num_workers={num_workers}: "
-                "leave it empty for free ports"
-            )
-        if 0 < len(servers.urls) < num_workers:
-            raise ConfigError(
-                f"{self.section}.urls names {len(servers.urls)} servers for "
-                f"rollout.num_workers={num_workers}: every worker needs one at least"
-            )
-        dealt = replace(servers, urls=servers.urls[index::num_workers])
-        setattr(config, self.section, dealt)
+        own: dict[str, Any] = {}
+        for name in ("urls", "ports"):
+            if given := getattr(servers, name):
+                if len(given) != config.num_workers:
+                    raise ConfigError(
+                        f"rollout.num_workers: expected {len(given)}, one for each of "
+                        f"{self.section}.{name}, got {config.num_workers}"
+                    )
+                own[name] = [given[index]]
+        setattr(config, self.section, replace(servers, **own))
         return config
 
     def check_scaling(self) -> None:
@@ -163,7 +145,7 @@ class ServersHandle(GeneratorHandle):
         if not self.servers.urls and shutdown_s <= 2 * stop_s:
             raise ConfigError(
                 f"scheduler.shutdown_timeout_s: expected more than twice {self.section}."
-                f"stop_timeout_s={stop_s:g}, so that a worker can end its servers before it is "
+                f"stop_timeout_s={stop_s:g}, so that a worker can end its server before it is "
                 f"killed itself, got {shutdown_s:g}"
             )
         if run.rollout.random_init:
@@ -205,7 +187,6 @@ class ServersHandle(GeneratorHandle):
             self._check_urls()
         else:
             self._check_ports()
-            self._check_devices()
 
     def _check_urls(self) -> None:
         urls = self.servers.urls
@@ -223,31 +204,11 @@ class ServersHandle(GeneratorHandle):
                 f"{self.section}.python: {servers.python!r} is no program; name the interpreter of "
                 "the environment that the servers' program is installed in"
             )
-        if servers.ports and len(servers.ports) != servers.num_servers:
-            raise ConfigError(
-                f"{key} has {len(servers.ports)} ports for {servers.num_servers} servers; give "
-                "one a server, or none for free ones"
-            )
         for port in servers.ports:
             if not 0 < port <= _MAX_PORT:
                 raise ConfigError(f"{key}: expected 1 to {_MAX_PORT}, got {port}")
         if len(set(servers.ports)) != len(servers.ports):
             raise ConfigError(f"{key} names a port twice: {servers.ports}")
-
-    def _check_devices(self) -> None:
-        servers, key = self.servers, f"{self.section}.devices"
-        devices, tp_size = servers.devices, servers.tp_size
-        if min(devices, default=0) < 0:
-            raise ConfigError(f"{key}: expected indices of at least 0, got {devices}")
-        if devices and len(devices) != servers.num_servers * tp_size:
-            raise ConfigError(
-                f"{key} has {len(devices)} devices; {servers.num_servers} servers of "
-                f"tp_size {tp_size} need {servers.num_servers * tp_size}"
-            )
-        for first in range(0, len(devices), tp_size):
-            own = devices[first : first + tp_size]
-            if len(set(own)) != len(own):
-                raise ConfigError(f"{key} gives one server the same device twice: {own}")
 
     def plan_worker(
         self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine
@@ -256,18 +217,20 @@ class ServersHandle(GeneratorHandle):
         worker = self.plan_process(index, "cpu")
         if self.servers.urls:
             return [worker]
-        num_ranks = self.servers.num_servers * self.servers.tp_size
-        ranks = []
-        for rank, place in enumerate(self.servers.devices or range(num_ranks)):
-            device = "cpu" if devices[0] == "cpu" else devices[place]
-            rank_plan = self.plan_rank(shape, device, machine)
-            ranks.append(replace(rank_plan, index=index * num_ranks + rank))
-        return [worker, *ranks]
+        num_ranks = self.servers.tp_size
+        places = ["cpu"] * num_ranks if devices[0] == "cpu" else devices
+        return [
+            worker,
+            *(
+                self.plan_rank(index * num_ranks + rank, shape, places[rank], machine)
+                for rank in range(num_ranks)
+            ),
+        ]
 
-    def plan_rank(self, shape: ModelShape, device: str, machine: Machine) -> WorkerPlan:
-        """The memory of one rank of a server; its index is put in by the caller."""
+    def plan_rank(self, index: int, shape: ModelShape, device: str, machine: Machine) -> WorkerPlan:
+        """The memory of one rank of a server."""
         is_cuda = device != "cpu"
-        words = self.arguments(ServerInstance(0, 0, "", is_cuda=is_cuda))
+        words = self.arguments(ServerInstance(0, "", is_cuda=is_cuda))
         given = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
 
         def bytes_of_rank(num_values: int | None) -> int:
@@ -285,7 +248,9 @@ class ServersHandle(GeneratorHandle):
             return self.memory_share.kv_bytes(given, device, memory, parameter_bytes)
 
         kv_bytes = self.kv_cache_bytes(given, bytes_of_rank(shape.kv_values_per_token), left)
-        return WorkerPlan("server", 0, device, parameter_bytes=parameter_bytes, kv_bytes=kv_bytes)
+        return WorkerPlan(
+            "server", index, device, parameter_bytes=parameter_bytes, kv_bytes=kv_bytes
+        )
 
     def kv_cache_bytes(
         self, given: Mapping[str, str], token_bytes: int, left: Callable[[], int | None]

@@ -195,31 +195,13 @@ class ServerProcess:
 def server_environment(handle: ServersHandle, instance: ServerInstance) -> dict[str, str]:
     """This process's environment, with what the server needs and what the user added."""
     environment = os.environ | handle.environment(instance)
-    if instance.is_cuda:
-        seen = environment.get("CUDA_VISIBLE_DEVICES", "")
-        environment["CUDA_VISIBLE_DEVICES"] = _devices(handle, instance.index, seen)
-    else:
+    if not instance.is_cuda:
         environment.setdefault("OMP_NUM_THREADS", "1")
     environment |= handle.servers.environment
     # some servers ask themselves for a first answer
     host = reachable_host(handle.servers.host).strip("[]")
     keep_from_proxies(host, environment=environment)
     return environment
-
-
-def _devices(handle: ServersHandle, index: int, visible: str) -> str:
-    """The GPUs of a server; its indices count the devices that this process sees."""
-    servers = handle.servers
-    first = index * servers.tp_size
-    indices = servers.devices or list(range(servers.num_servers * servers.tp_size))
-    seen = [name for name in visible.split(",") if name]
-    own = indices[first : first + servers.tp_size]
-    if seen and max(own) >= len(seen):
-        raise ConfigError(
-            f"{handle.section}: server {index} needs GPUs {own}, but this worker sees "
-            f"{len(seen)} (CUDA_VISIBLE_DEVICES={','.join(seen)})"
-        )
-    return ",".join(seen[index] if seen else str(index) for index in own)
 
 
 def free_port(host: str) -> int:

@@ -1,4 +1,4 @@
-"""One completion to sample, and what servers answer to it. No I/O."""
+"""One completion to sample, and what a server answers to it. No I/O."""
 
 from __future__ import annotations
 
@@ -54,17 +54,15 @@ class CompletionRequest:
         max_new_tokens: that its length or the context allows.
         length_reason: `length` or `context`, whichever of the two is the limit.
         stop_token_ids: all that end it.
-        prefix_group: requests that share their prompt, or None.
         is_truncated: the distribution that is sampled from is not the whole one.
         stops: strings that end it; they have read what was sampled so far.
         on_tokens: takes what is sampled, at once; None: it is asked for as a whole.
-        min_version: of the weights of servers that it may go to: those of its last token.
         token_ids, logprobs, versions: [C] sampled so far, as in `Completion`.
         request_id: by which its server knows what it is asked for now.
         has_stopped: a stop string is complete.
         is_given_up: nobody waits for it any more.
-        num_losses: attempts that brought nothing, as a server was lost.
-        busy_since_s: since when servers have refused it as they are full; None: they have not.
+        num_losses: attempts that brought nothing, as their connection was lost.
+        busy_since_s: since when the server has refused it, as it is full; None: it has not.
     """
 
     prompt: list[int]
@@ -72,11 +70,9 @@ class CompletionRequest:
     max_new_tokens: int
     length_reason: str
     stop_token_ids: tuple[int, ...]
-    prefix_group: str | None
     is_truncated: bool
     stops: StopStrings | None = None
     on_tokens: OnTokens | None = None
-    min_version: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -85,11 +81,6 @@ class CompletionRequest:
     is_given_up: bool = False
     num_losses: int = 0
     busy_since_s: float | None = None
-
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens of prompt and completion together."""
-        return len(self.prompt) + self.max_new_tokens
 
     @property
     def num_missing_tokens(self) -> int:
@@ -125,7 +116,6 @@ class CompletionRequest:
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
-        self.min_version = max((self.min_version, *part.versions))
         return part
 
     def needs_next_piece(self, part: AnswerPart) -> bool:

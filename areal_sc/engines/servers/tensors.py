@@ -1,7 +1,7 @@
-"""Weights on their way into servers of this machine: buckets of bounded size in shared memory.
+"""Weights on their way into a server of this machine: buckets of bounded size in shared memory.
 
-The bytes are written once, whatever the number of servers and ranks, and not sent at all. There are
-two buffers: one is filled while the servers load from the other.
+The bytes are written once, whatever the number of ranks, and not sent at all. There are two
+buffers: one is filled while the server loads from the other.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights, for_each
+from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights
 from areal_sc.engines.weight_group import (
     NamedTensor,
     in_byte_order,
     layout_of,
     split_into_buckets,
 )
-from areal_sc.errors import ArealError, ConfigError
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource
@@ -31,18 +30,13 @@ NUM_BUFFERS = 2
 
 
 class SharedBuckets:
-    """The two buffers; they grow to the largest bucket, and live until `close`.
-
-    Attributes:
-        turn: to be held from the first `fill` until the last bucket was loaded.
-    """
+    """The two buffers; they grow to the largest bucket, and live until `close`."""
 
     def __init__(self) -> None:
-        self.turn = asyncio.Lock()
         self.close()
 
     def close(self) -> None:
-        """Gives the memory back, once no server maps it."""
+        """Gives the memory back, once the server maps it no more."""
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
 
     async def fill(self, bucket: Sequence[NamedTensor], number: int) -> torch.Tensor:
@@ -64,7 +58,7 @@ class SharedBuckets:
 
 @dataclass
 class TensorWeights(VersionWeights):
-    """Tensors of this process, for servers that it has started; through shared memory.
+    """Tensors of this process, for the server that it has started; through shared memory.
 
     Attributes:
         source: gives every parameter, shaped, under its Hugging Face name; asked at each `opened`.
@@ -81,56 +75,33 @@ class TensorWeights(VersionWeights):
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
         tensors = list(await self.source())
-        async with self.buckets.turn:
-            self._in_buckets = list(split_into_buckets(tensors, self.bucket_bytes))
-            try:
-                yield
-            finally:
-                await self._drop_fills()
-                self._in_buckets = ()
+        self._in_buckets = list(split_into_buckets(tensors, self.bucket_bytes))
+        try:
+            for number in range(min(NUM_BUFFERS, len(self._in_buckets))):
+                self._begin_fill(number)
+                await self._fills[number]
+            yield
+        finally:
+            await asyncio.gather(*self._fills.values(), return_exceptions=True)
+            self._fills.clear()
+            self._in_buckets = ()
 
-    async def prepare(self) -> None:
-        await self._drop_fills()  # of a wave that has loaded nothing, or not all
-        for number in range(min(NUM_BUFFERS, len(self._in_buckets))):
-            self._begin_fill(number)
-            await self._fills[number]
-
-    async def load(
-        self, servers: Sequence[ServerClient], times: UpdateTimes
-    ) -> dict[ServerClient, ArealError]:
-        """Every bucket is written once; its buffer is reused when every server has loaded it."""
-
-        async def begin(server: ServerClient) -> None:
-            if not server.is_own:
-                raise ConfigError(
-                    f"{server.url} was not started by this worker, and tensors go only to "
-                    "servers that were: set weight_update.method to disk or collective"
-                )
-            await server.begin_update()
-
-        async def load_bucket(server: ServerClient) -> None:
-            await server.load_tensors(flat, layout, drops_cache=is_last)
-
-        failed: dict[ServerClient, ArealError] = {}
-        await for_each(servers, begin, failed)
+    async def load(self, server: ServerClient, times: UpdateTimes) -> None:
+        """Every bucket is written once; its buffer is used again when the server has loaded it."""
+        await server.begin_update()
         for number, bucket in enumerate(self._in_buckets):
             flat = await self._fills[number]
             del self._fills[number]
-            layout, is_last = layout_of(bucket), number == len(self._in_buckets) - 1
-            await for_each(servers, load_bucket, failed)
+            is_last = number == len(self._in_buckets) - 1
+            await server.load_tensors(flat, layout_of(bucket), drops_cache=is_last)
             times.update_bytes += flat.nbytes
             if number + NUM_BUFFERS < len(self._in_buckets):
                 self._begin_fill(number + NUM_BUFFERS)
-        await for_each(servers, lambda server: server.end_update(), failed)
-        return failed
+        await server.end_update()
 
     def _begin_fill(self, number: int) -> None:
         fill = self.buckets.fill(self._in_buckets[number], number)
         self._fills[number] = asyncio.create_task(fill)
-
-    async def _drop_fills(self) -> None:
-        await asyncio.gather(*self._fills.values(), return_exceptions=True)
-        self._fills.clear()
 
 
 def _shared_bytes(size: int) -> torch.Tensor:

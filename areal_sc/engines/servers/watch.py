@@ -1,10 +1,13 @@
-"""Watches one server until it has to be replaced: whether its silence is work, or the end.
+"""Watches one server until it is lost: whether its silence is work, or the end.
 
 waits for    the scheduler's answer to a question that is asked every `probe_interval_s`
 unblocked by an answer, the end of the process, `suspect`, `fail`, or the clock
 
 The question goes to the scheduler, which answers between two steps, also while it is paused. The
 HTTP process alone proves nothing: it goes on answering for a scheduler that hangs.
+
+A server that somebody else has started may be started again by them. So it is waited for, whether
+it refuses connections or is silent, for as long as a start may take.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -89,10 +92,10 @@ class Activity:
         return [] if self.main is None else [self.main, *self.schedulers]
 
 
-def why_replace(
+def why_lost(
     silent_s: float, activity: Activity, servers: ServersConfig, *, is_updating: bool
 ) -> str | None:
-    """Why a server has to be replaced; None: it may answer yet.
+    """Why a server is lost; None: it may answer yet.
 
     Args:
         silent_s: time since its scheduler's last answer.
@@ -101,20 +104,21 @@ def why_replace(
     """
     if gone := activity.ended():
         return f"dead: its process {gone[0]} has ended"
-    if silent_s < servers.hung_after_s:
+    is_elsewhere = activity.main is None
+    if silent_s < (servers.start_timeout_s if is_elsewhere else servers.hung_after_s):
         return None
     silence = f"hung: it has not answered for {silent_s:.1f} s"
     if stopped := activity.stopped():
         return f"{silence}, and its process {stopped[0]} is stopped"
     if is_updating:
         return None
+    if is_elsewhere:
+        return silence
     if activity.is_building(servers.hung_after_s):
         built_s = servers.start_timeout_s
         return None if silent_s < built_s else f"{silence}, though it builds kernels"
     if idle := activity.idle():
         return f"{silence}, and its process {idle[0]} has computed nothing"
-    if activity.main is None:
-        return silence
     if silent_s >= servers.busy_limit_s:
         return f"{silence}, though it computes"
     return None
@@ -124,26 +128,32 @@ class ServerWatch:
     """One life of a server.
 
     Args:
-        server: its process, when it is ours.
-        on_answer: called when it has answered.
+        process: the server's, when it is ours.
+        on_refusal: called when it has refused a connection, or a question.
+        on_answer: called when it has answered; asks it more, or raises as a question does.
+
+    Attributes:
+        is_updating: it loads weights.
     """
 
     def __init__(
         self,
         client: ServerClient,
-        server: ServerProcess | None,
+        process: ServerProcess | None,
         servers: ServersConfig,
-        on_answer: Callable[[], None],
+        on_refusal: Callable[[], None],
+        on_answer: Callable[[], Awaitable[None]],
     ) -> None:
         self._client = client
-        self._server = server
-        self._activity = Activity(server.pid, server.schedulers) if server else Activity()
+        self._process = process
+        self._activity = Activity(process.pid, process.schedulers) if process else Activity()
         self._servers = servers
+        self._on_refusal = on_refusal
         self._on_answer = on_answer
         self._loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[str] = self._loop.create_future()
         self._ask_now = asyncio.Event()
-        self._is_updating = False
+        self.is_updating = False
         self._note_answer()
 
     def fail(self, reason: str) -> None:
@@ -153,33 +163,34 @@ class ServerWatch:
 
     def set_updating(self, is_updating: bool) -> None:
         """While it loads weights it may be silent; its time starts anew when it has loaded them."""
-        if self._is_updating and not is_updating:
+        if self.is_updating and not is_updating:
             self._note_answer()
-        self._is_updating = is_updating
+        self.is_updating = is_updating
 
     def suspect(self) -> None:
         """Asks the server at once."""
         self._ask_now.set()
 
     async def run(self) -> str:
-        """Returns why the server has to be replaced."""
+        """Returns why the server is lost."""
         reasons = [self._ask_until_refused(), self._judge_until_hung()]
-        if self._server is not None:
-            reasons.append(_end_of(self._server))
+        if self._process is not None:
+            reasons.append(_end_of(self._process))
         return await first_of(self._failed, *reasons)
 
     async def _ask_until_refused(self) -> str:
         num_refusals = 0
-        while num_refusals < _MAX_REFUSALS:
+        while self._process is None or num_refusals < _MAX_REFUSALS:
             self._ask_now.clear()
             wait_s = self._servers.probe_interval_s
             try:
                 with suppress(RpcTimeout):  # judged by its silence
                     await self._client.probe(timeout_s=self._servers.busy_limit_s)
+                    await self._on_answer()
                     num_refusals = 0
                     self._note_answer()
-                    self._on_answer()
             except ArealError as error:
+                self._on_refusal()
                 num_refusals += 1
                 reason = f"it does not answer: {error}"
                 wait_s = min(wait_s, _REFUSED_POLL_S)
@@ -197,9 +208,7 @@ class ServerWatch:
             if late_s > interval_s:  # nobody was there to hear an answer
                 self._answered_at += late_s
             silent_s = self._loop.time() - self._answered_at
-            reason = why_replace(
-                silent_s, self._activity, self._servers, is_updating=self._is_updating
-            )
+            reason = why_lost(silent_s, self._activity, self._servers, is_updating=self.is_updating)
         return reason
 
     def _note_answer(self) -> None:
@@ -207,8 +216,8 @@ class ServerWatch:
         self._activity.note_answer()
 
 
-async def _end_of(server: ServerProcess) -> str:
-    return f"its process ended with exit code {await server.wait()}"
+async def _end_of(process: ServerProcess) -> str:
+    return f"its process ended with exit code {await process.wait()}"
 
 
 def _states(pids: Iterable[int]) -> Iterator[tuple[int, ProcessState]]:

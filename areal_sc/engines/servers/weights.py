@@ -1,18 +1,15 @@
-"""One version of the weights, which paused servers are given, once or again later.
-
-Each way answers for every server by itself: one that refuses or fails is an error in its place,
-and the others go on.
-"""
+"""One version of the weights, and the ways in which a paused server is given them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 
@@ -24,13 +21,7 @@ if TYPE_CHECKING:
     from areal_sc.engines.base import TensorSource
     from areal_sc.engines.servers.client import ServerClient
 
-S = TypeVar("S")
-
-_LOST = (PeerLost, RpcTimeout)
-"""Errors of a server that cannot be asked anything any more, as opposed to having refused."""
-
-GRACE_S = 10.0
-"""For the other servers to end a broadcast that one of them did not take part in."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,14 +29,13 @@ class UpdateTimes:
     """Where the time of weight updates went; sums over updates.
 
     Attributes:
-        update_open_s: until the weights were at hand; the servers generate meanwhile.
+        update_open_s: until the weights were at hand; the server generates meanwhile.
         update_drain_s: waiting for running answers, with `finish_running`.
-        update_pause_s: until the servers of a wave stood still.
+        update_pause_s: until the server stood still.
         update_load_s: loading.
         update_resume_s: naming the version and going on.
-        update_stall_s: in which a server generated nothing, summed over servers.
-        update_bytes: written for servers to load; 0 when they read for themselves.
-        updated_servers, failed_servers: server updates that succeeded, and that failed.
+        update_stall_s: in which the server generated nothing.
+        update_bytes: written for the server to load; 0 when it reads for itself.
     """
 
     update_open_s: float = 0.0
@@ -55,8 +45,6 @@ class UpdateTimes:
     update_resume_s: float = 0.0
     update_stall_s: float = 0.0
     update_bytes: float = 0.0
-    updated_servers: float = 0.0
-    failed_servers: float = 0.0
 
 
 class VersionWeights:
@@ -64,53 +52,38 @@ class VersionWeights:
 
     version: int
 
-    @property
-    def again(self) -> VersionWeights:
-        """What a server that starts later is given to have the same weights."""
-        return self
-
     def opened(self) -> AbstractAsyncContextManager[None]:
-        """Gets them from where they are, for the `load`s inside; raises what that raises."""
+        """Gets them from where they are, for a `load` inside; raises what that raises."""
         return nullcontext()
 
-    async def prepare(self) -> None:
-        """Before a `load`: does what can be done while the servers still generate."""
-
     async def load_beside(self, server: ServerClient) -> None:
-        """Then: gives a server what it can take beside what it serves.
+        """Before a `load`: gives the server what it can take beside what it serves.
 
         Raises: ModelError: no server can serve these weights. EngineFailed: this one does not.
         """
 
-    async def load(
-        self, servers: Sequence[ServerClient], times: UpdateTimes
-    ) -> dict[ServerClient, ArealError]:
-        """Gives paused servers these weights; returns those that do not have them, and why."""
+    async def load(self, server: ServerClient, times: UpdateTimes) -> None:
+        """Gives the paused server these weights.
+
+        Raises: ArealError: it does not have them.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class DiskWeights(VersionWeights):
-    """A Hugging Face folder on a path that the servers see.
-
-    It has to stay until the version after it has been published: a server that restarts reads it.
-    """
+    """A Hugging Face folder on a path that the server sees."""
 
     version: int
     folder: Path
 
-    async def load(
-        self, servers: Sequence[ServerClient], times: UpdateTimes
-    ) -> dict[ServerClient, ArealError]:
-        failed: dict[ServerClient, ArealError] = {}
-        folder = str(self.folder)
-        await for_each(servers, lambda s: s.load_from_disk(folder), failed)
-        return failed
+    async def load(self, server: ServerClient, times: UpdateTimes) -> None:
+        await server.load_from_disk(str(self.folder))
 
 
 @dataclass(frozen=True)
 class WrittenWeights(DiskWeights):
-    """Tensors that are written to a folder when they are asked for, for servers that see it.
+    """Tensors that are written to a folder when they are asked for, for a server that sees it.
 
     Attributes:
         folder: is made, and removed after the load.
@@ -120,17 +93,15 @@ class WrittenWeights(DiskWeights):
 
     source: TensorSource
     model_folder: Path
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        async with self._turn:
-            tensors = await self.source()
-            try:
-                await asyncio.to_thread(self._write, tensors)
-                yield
-            finally:
-                await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+        tensors = await self.source()
+        try:
+            await asyncio.to_thread(self._write, tensors)
+            yield
+        finally:
+            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     def _write(self, tensors: Iterable[NamedTensor]) -> None:
         try:
@@ -144,14 +115,12 @@ class WrittenWeights(DiskWeights):
 
 @dataclass(frozen=True)
 class CollectiveWeights(VersionWeights):
-    """Weights that the servers of a weight group receive while rank 0 broadcasts them.
+    """Weights that a server of a weight group receives while rank 0 broadcasts them.
 
-    A broadcast waits for all ranks, so no server is asked to take part before all of them have
-    opened their update. A server that refuses is known by its answer; rank 0 is told then, so that
-    it does not wait for ranks that will not come, and all servers get the weights another way.
+    A broadcast waits for all ranks of the group. So where this server's ranks do not take part,
+    rank 0 is told, and the server gets the weights another way.
 
     Attributes:
-        num_members: servers that have joined the group; one that has restarted has left it.
         buckets: in the order in which they are broadcast.
         other_way: the same weights.
         give_up: tells rank 0 that not all ranks will take part.
@@ -159,100 +128,30 @@ class CollectiveWeights(VersionWeights):
 
     version: int
     group_name: str
-    num_members: int
     buckets: Sequence[BucketLayout]
     other_way: VersionWeights
     give_up: Callable[[], Awaitable[None]]
 
-    @property
-    def again(self) -> VersionWeights:
-        return self.other_way
-
-    async def load(
-        self, servers: Sequence[ServerClient], times: UpdateTimes
-    ) -> dict[ServerClient, ArealError]:
-        """After a broadcast that failed, the servers that lack something load `other_way`.
-
-        One member that is missing fails it: all ranks of a group take part, or none can.
-        """
-        failed: dict[ServerClient, ArealError] = {}
-        done: list[ServerClient] = []
-        members = [server for server in servers if self.group_name in server.groups]
-        if self.num_members == len(members) == len(servers):
-            done = await self._receive(members, failed)
-            if not failed:
-                return {}
+    async def load(self, server: ServerClient, times: UpdateTimes) -> None:
+        if self.group_name in server.groups:
+            try:
+                return await self._receive(server)
+            except ArealError as error:
+                logger.warning("version=%d is loaded another way: %s", self.version, error)
+                server.groups.discard(self.group_name)
+                await self.give_up()
+                if isinstance(error, PeerLost | RpcTimeout):  # it cannot be asked any more
+                    raise
+            with suppress(EngineFailed):  # it refuses to end an update that it has not begun
+                await server.end_update()
         else:
             await self.give_up()
-        left = [s for s in servers if s not in done and not isinstance(failed.get(s), _LOST)]
-        if failed:
-            # a server that has no update open refuses to end it, which is no failure
-            await for_each(left, lambda s: s.end_update(), {})
-        for server in servers:
-            server.groups.discard(self.group_name)
-        lost = {server: error for server, error in failed.items() if server not in left}
-        if not left:
-            return lost
         async with self.other_way.opened():
-            await self.other_way.prepare()
-            return lost | await self.other_way.load(left, times)
+            await self.other_way.load(server, times)
 
-    async def _receive(
-        self, servers: Sequence[ServerClient], failed: dict[ServerClient, ArealError]
-    ) -> list[ServerClient]:
-        """Returns those that have all of it; adds to `failed`."""
-        await for_each(servers, lambda server: server.begin_update(), failed)
-        for number, layout in enumerate(self.buckets):
-            if failed:
-                await self.give_up()
-                return []
-            is_last = number == len(self.buckets) - 1
-            failed |= await self._receive_bucket(servers, layout, is_last)
-        if failed:
-            return []
-        await for_each(servers, lambda s: s.end_update(), failed)
-        return [server for server in servers if server not in failed]
-
-    async def _receive_bucket(
-        self, servers: Sequence[ServerClient], layout: BucketLayout, is_last: bool
-    ) -> dict[ServerClient, ArealError]:
-        """When one does not take part, those that then wait for it are given up, too."""
-        tasks = {
-            server: asyncio.ensure_future(
-                server.receive_broadcast(self.group_name, layout, drops_cache=is_last)
-            )
-            for server in servers
-        }
-        try:
-            _, waiting = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-            if any(task.done() and task.exception() for task in tasks.values()):
-                await self.give_up()
-                if waiting:
-                    await asyncio.wait(waiting, timeout=GRACE_S)
-        finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
-        failed: dict[ServerClient, ArealError] = {}
-        for server, task in tasks.items():
-            try:
-                task.result()
-            except asyncio.CancelledError:
-                failed[server] = PeerLost(f"{server.url} waits in a broadcast that was given up")
-            except ArealError as error:
-                failed[server] = error
-        return failed
-
-
-async def for_each(
-    servers: Iterable[S], action: Callable[[S], Awaitable[None]], failed: dict[S, ArealError]
-) -> None:
-    """Runs an action on all servers at once, but not on those in `failed`; adds to these."""
-
-    async def run(server: S) -> None:
-        try:
-            await action(server)
-        except ArealError as error:
-            failed[server] = error
-
-    await asyncio.gather(*(run(server) for server in servers if server not in failed))
+    async def _receive(self, server: ServerClient) -> None:
+        await server.begin_update()
+        for number, layout in enumerate(self.buckets, start=1):
+            is_last = number == len(self.buckets)
+            await server.receive_broadcast(self.group_name, layout, drops_cache=is_last)
+        await server.end_update()

@@ -1,6 +1,6 @@
-"""Two real SGLang servers on CPUs, started once for all tests of this folder.
+"""A real SGLang server on a CPU, started once for most tests of this folder.
 
-All tests, and the engine's servers, live on one event loop: that of the session.
+All tests, and the servers, live on one event loop: that of the session.
 """
 
 from __future__ import annotations
@@ -63,11 +63,7 @@ def rollout_config(policies: Policies, sglang_config: SGLangConfig) -> RolloutCo
 
 @pytest.fixture(scope="session")
 def sglang_config(sglang_python: Path) -> SGLangConfig:
-    return SGLangConfig(
-        python=str(sglang_python),
-        num_servers=2,
-        stop_timeout_s=2.0,
-    )
+    return SGLangConfig(python=str(sglang_python), stop_timeout_s=2.0)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -75,12 +71,18 @@ async def engine(
     rollout_config: RolloutConfig,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[ServerEngine]:
-    """Two servers; a test leaves both serving, and not paused."""
-    engine = ServerEngine(
-        SGLangEngine(rollout_config),
-        log_folder=tmp_path_factory.mktemp("sglang_logs"),
-        name="rollout-0",
-    )
+    """A test leaves it serving, and not paused."""
+    logs = tmp_path_factory.mktemp("sglang_logs")
+    engine = ServerEngine(SGLangEngine(rollout_config), log_folder=logs, name="rollout-0")
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def doomed(rollout_config: RolloutConfig, tmp_path: Path) -> AsyncIterator[ServerEngine]:
+    """A server of the test's own, which may end."""
+    engine = ServerEngine(SGLangEngine(rollout_config), log_folder=tmp_path, name="doomed")
     await engine.start()
     yield engine
     await engine.close()
@@ -94,11 +96,18 @@ def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
 
 @pytest.fixture
 def generating(engine: ServerEngine) -> Generating:
+    return _generating_on(engine)
+
+
+@pytest.fixture
+def generating_there(doomed: ServerEngine) -> Generating:
+    return _generating_on(doomed)
+
+
+def _generating_on(engine: ServerEngine) -> Generating:
     async def num_running() -> int:
-        loads = [
-            await replica.client.request("GET", "/v1/loads?include=core", None, 30.0)
-            for replica in engine.replicas
-        ]
-        return sum(load["num_running_reqs"] for answer in loads for load in answer["loads"])
+        path = "/v1/loads?include=core"
+        answer = await engine.server.client.request("GET", path, None, 30.0)
+        return sum(load["num_running_reqs"] for load in answer["loads"])
 
     return generating_on(num_running)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
@@ -45,7 +43,7 @@ async def engine(
         rollout_config,
         path=str(adapters.folder),
         lora=LORA,
-        sglang=replace(sglang_config, num_servers=1),
+        sglang=sglang_config,
     )
     logs = tmp_path_factory.mktemp("adapter_logs")
     engine = ServerEngine(SGLangEngine(config), log_folder=logs, name="rollout-0")
@@ -55,7 +53,7 @@ async def engine(
 
 
 async def versions_loaded(engine: ServerEngine) -> set[int]:
-    names = await engine.replicas[0].client.loaded_adapters()
+    names = await engine.server.client.loaded_adapters()
     return {int(name.split("-")[1]) for name in names if name.startswith("policy-")}
 
 
@@ -98,7 +96,7 @@ async def test_an_adapter_is_forgotten_although_requests_of_it_were_aborted_in_t
 ) -> None:
     """SGLang by itself would wait for them for ever."""
     first = await publish(engine, adapters)
-    client = engine.replicas[0].client
+    client = engine.server.client
     assert client.adapter
     body = {"input_ids": [3, 4], "lora_path": client.adapter.name}
     body |= {"sampling_params": {"max_new_tokens": LONG.max_new_tokens}}
@@ -115,7 +113,6 @@ async def test_an_adapter_is_forgotten_although_requests_of_it_were_aborted_in_t
     second, third = await publish(engine, adapters), await publish(engine, adapters)
     assert await versions_loaded(engine) == {second, third}
     assert first not in await versions_loaded(engine)
-    assert engine.stats()["lost_servers"] == 0
 
 
 async def test_an_adapter_that_changes_nothing_is_noticed(
@@ -133,18 +130,3 @@ async def test_an_adapter_that_changes_nothing_is_noticed(
         assert engine.version == old
         await check_now(engine, adapters, old)
     await check_now(engine, adapters, await publish(engine, adapters))
-
-
-async def test_a_server_that_was_killed_gets_the_adapter_again(
-    engine: ServerEngine, adapters: AdapterPolicies, until: Until
-) -> None:
-    """Also one of version 0, with which a run begins that goes on with an adapter."""
-    version, server = adapters.add(), engine.replicas[0].server
-    await engine.update_weights(0, adapters.source(version))
-    assert server
-    os.kill(server.pid, signal.SIGKILL)
-    await until(lambda: engine.stats()["server_restarts"] == 1 and len(engine.serving) == 1)
-    assert await versions_loaded(engine) == {0}
-    answers = await asyncio.gather(*(engine.generate(prompt, SHORT) for prompt in PROMPTS))
-    assert all(set(answer.versions) == {0} for answer in answers)
-    adapters.check_all(PROMPTS, [replace(a, versions=[version] * 20) for a in answers])

@@ -62,7 +62,6 @@ async def test_fused_experts_reach_a_server_by_every_method(
     settings = replace(
         rollout_config,
         path=str(policies.folder),
-        sglang=replace(rollout_config.sglang, num_servers=1),
     )
     engine = ServerEngine(SGLangEngine(settings), log_folder=tmp_path, name="experts")
     await engine.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ async def engine(
         max_context_tokens=256,
         seed=0,
         lora=LORA if isinstance(versions, AdapterPolicies) else LoraConfig(),
-        sglang=replace(sglang_config, num_servers=1),
+        sglang=sglang_config,
     )
     logs = tmp_path_factory.mktemp("real_model_logs")
     engine = ServerEngine(SGLangEngine(config), log_folder=logs, name="rollout-0")

@@ -1,4 +1,4 @@
-"""Two real vLLM servers on CPUs, started once for all tests of this folder.
+"""A real vLLM server on a CPU, started once for most tests of this folder.
 
 The tests, and the fixtures that they ask for, are those of SGLang wherever both behave alike.
 """
@@ -52,7 +52,6 @@ def vllm_python() -> Path:
 
 @pytest.fixture(scope="session")
 def rollout_config(policies: Policies, vllm_python: Path) -> RolloutConfig:
-    """Of two servers."""
     return RolloutConfig(
         path=str(policies.folder),
         dtype=Dtype.float32,
@@ -60,7 +59,7 @@ def rollout_config(policies: Policies, vllm_python: Path) -> RolloutConfig:
         max_running_sequences=64,
         max_context_tokens=MAX_CONTEXT,
         seed=0,
-        vllm=VLLMConfig(python=str(vllm_python), num_servers=2, stop_timeout_s=2.0),
+        vllm=VLLMConfig(python=str(vllm_python), stop_timeout_s=2.0),
         # an update that fails must not make the tests wait for long
         weight_update=WeightUpdateConfig(bucket_bytes=BUCKET_BYTES, step_timeout_s=60.0),
     )
@@ -70,9 +69,18 @@ def rollout_config(policies: Policies, vllm_python: Path) -> RolloutConfig:
 async def engine(
     rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[ServerEngine]:
-    """Two servers; a test leaves both serving, and not paused. The last one ends a server."""
+    """A test leaves it serving, and not paused."""
     logs = tmp_path_factory.mktemp("vllm_logs")
     engine = ServerEngine(VLLMEngine(rollout_config), log_folder=logs, name="rollout-0")
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def doomed(rollout_config: RolloutConfig, tmp_path: Path) -> AsyncIterator[ServerEngine]:
+    """A server of the test's own, which may end."""
+    engine = ServerEngine(VLLMEngine(rollout_config), log_folder=tmp_path, name="doomed")
     await engine.start()
     yield engine
     await engine.close()
@@ -86,14 +94,22 @@ def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
 
 @pytest.fixture
 def generating(engine: ServerEngine) -> Generating:
+    return _generating_on(engine)
+
+
+@pytest.fixture
+def generating_there(doomed: ServerEngine) -> Generating:
+    return _generating_on(doomed)
+
+
+def _generating_on(engine: ServerEngine) -> Generating:
     """A request counts as running from its prefill on, so tokens are counted, too."""
     first_seen: dict[float, float] = {}  # number of running requests -> tokens made by then
 
     async def num_running() -> float:
-        replies = [await r.client.send("GET", "/metrics", None, 30.0) for r in engine.replicas]
+        _, text = await engine.server.client.send("GET", "/metrics", None, 30.0)
         running, made = (
-            sum(float(value) for _, text in replies for value in pattern.findall(text))
-            for pattern in (_RUNNING, _MADE)
+            sum(float(value) for value in pattern.findall(text)) for pattern in (_RUNNING, _MADE)
         )
         # each step makes one token of each
         return running if made >= first_seen.setdefault(running, made) + 2 * running else 0

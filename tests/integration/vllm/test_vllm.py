@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import aiohttp
 import pytest
 from integration.run_process import TINY_YAML
 from integration.sglang.policies import Generating, Policies
-from integration.sglang.test_sglang_failures import LONG, PROMPTS, set_scene
+from integration.sglang.test_sglang_failures import Victim
 from integration.sglang.test_sglang_generation import (  # noqa: F401
     test_a_cancelled_task_is_ended_on_its_server,
     test_a_pause_holds_answers_and_requests,
@@ -30,7 +29,7 @@ from integration.sglang.test_sglang_generation import (  # noqa: F401
 from integration.sglang.test_sglang_run import train_and_compare
 from integration.sglang.test_sglang_streams import (  # noqa: F401
     test_a_string_ends_a_stream,
-    test_answers_are_told_across_an_update_and_the_death_of_a_server,
+    test_answers_are_told_across_an_update_and_a_lost_connection,
     test_what_a_callback_raises_ends_the_answer_on_its_server,
     test_what_is_told_is_the_answer,
 )
@@ -45,12 +44,6 @@ from integration.sglang.test_sglang_weights import (  # noqa: F401
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.server_settings import VLLMConfig
 from areal_sc.engines.servers.engine import ServerEngine
-from areal_sc.engines.servers.process import (
-    ServerProcess,
-    mapped_files,
-    read_process,
-    session_members,
-)
 from areal_sc.engines.servers.vllm.handle import VLLMEngine
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
@@ -61,7 +54,6 @@ pytestmark = [
     pytest.mark.long,
 ]
 
-Until = Callable[[Callable[[], bool]], Awaitable[None]]
 KEY_VARIABLE = "KEY_OF_VLLM_SERVERS"
 ROUTES = [
     ("GET", "/health"),
@@ -76,7 +68,7 @@ ROUTES = [
 
 async def test_nobody_gets_in_without_the_key(engine: ServerEngine) -> None:
     """vLLM itself asks for it on some routes only."""
-    url = engine.replicas[0].url
+    url = engine.server.url
     headers = [{}, {"Authorization": "Bearer "}, {"Authorization": "Bearer wrong"}]
     async with aiohttp.ClientSession() as session:
         for method, route in ROUTES:
@@ -85,22 +77,20 @@ async def test_nobody_gets_in_without_the_key(engine: ServerEngine) -> None:
                     assert reply.status == 401, (route, shown)
 
 
-async def test_servers_that_run_already_get_the_trainers_weights(
+async def test_a_server_that_runs_already_gets_the_trainers_weights(
     engine: ServerEngine, policies: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they sample then has the log-probabilities that the trainer computes."""
-    replicas = engine.replicas
-    assert replicas[0].server
-    monkeypatch.setenv(KEY_VARIABLE, replicas[0].server.api_key)
+    """What it samples then has the log-probabilities that the trainer computes."""
+    assert engine.server.process
+    monkeypatch.setenv(KEY_VARIABLE, engine.server.process.api_key)
     overrides = (
         *("--config", str(TINY_YAML), f"run_dir={tmp_path / 'run'}", "task.gate=unused"),
-        *(f"actor.path={policies.folder}", "actor.optimizer.lr=2e-3", "rollout.num_workers=2"),
-        *("rollout.engine=vllm", f"vllm.urls=[{','.join(r.url for r in replicas)}]"),
+        *(f"actor.path={policies.folder}", "actor.optimizer.lr=2e-3"),
+        *("rollout.engine=vllm", f"vllm.urls=[{engine.server.url}]"),
         *(f"vllm.api_key_env={KEY_VARIABLE}", "weight_update.method=disk"),
     )
     await asyncio.to_thread(train_and_compare, load_config(overrides, GRPOConfig))
-    assert engine.stats()["serving_servers"] == 2
-    await publish(engine, policies)  # they are the engine's again
+    await publish(engine, policies)  # it is the engine's again
 
 
 async def test_vllm_is_not_installed(engine: ServerEngine, tmp_path: Path) -> None:
@@ -111,41 +101,14 @@ async def test_vllm_is_not_installed(engine: ServerEngine, tmp_path: Path) -> No
     await other.close()
 
 
-async def test_a_killed_core(
-    engine: ServerEngine, policies: Policies, until: Until, generating: Generating
-) -> None:
-    """The server answers running requests with an error before it ends, and is started again."""
-    await lose_server(engine, policies, until, generating, lambda server: server.schedulers[0])
-    await until(lambda: engine.stats()["serving_servers"] == 2)
+async def test_a_killed_core(doomed: ServerEngine, generating_there: Generating) -> None:
+    """The server answers running requests with an error before it ends."""
+    victim = await Victim.find(doomed, generating_there)
+    os.kill(victim.process.schedulers[0], signal.SIGKILL)
+    await victim.check_loss(".*")
 
 
-async def test_a_killed_server(
-    engine: ServerEngine, policies: Policies, until: Until, generating: Generating
-) -> None:
-    """The last test: nobody waits for the server to come back."""
-    await lose_server(engine, policies, until, generating, lambda server: server.pid)
-
-
-async def lose_server(
-    engine: ServerEngine,
-    policies: Policies,
-    until: Until,
-    generating: Generating,
-    killed: Callable[[ServerProcess], int],
-) -> None:
-    """A process of one of two servers is killed: no answer is lost, and nothing of it is left."""
-    scene = await set_scene(engine, until, generating)
-    processes = session_members(scene.server.pid)
-    shared = mapped_files(scene.server.pid, VLLMEngine.session_files)
-    running = scene.victim.num_running
-    os.kill(killed(scene.server), signal.SIGKILL)
-    await until(lambda: engine.stats()["serving_servers"] == 1)
-    version = policies.add()
-    await engine.update_weights(version, policies.source(version))
-    answers = await asyncio.gather(*scene.tasks)
-    policies.check_all(PROMPTS, answers)
-    assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
-    assert engine.stats()["lost_requests"] - scene.before["lost_requests"] >= running
-    assert not any(read_process(pid) for pid in processes)  # nothing of it is left
-    assert shared
-    assert not any(map(Path.exists, shared))
+async def test_a_killed_server(doomed: ServerEngine, generating_there: Generating) -> None:
+    victim = await Victim.find(doomed, generating_there)
+    os.kill(victim.process.pid, signal.SIGKILL)
+    await victim.check_loss(".*")

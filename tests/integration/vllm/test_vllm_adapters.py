@@ -35,8 +35,7 @@ async def engine(
     adapters: AdapterPolicies,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[ServerEngine]:
-    vllm = replace(rollout_config.vllm, num_servers=1)
-    config = replace(rollout_config, path=str(adapters.folder), lora=LORA, vllm=vllm)
+    config = replace(rollout_config, path=str(adapters.folder), lora=LORA)
     logs = tmp_path_factory.mktemp("adapter_logs")
     engine = ServerEngine(VLLMEngine(config), log_folder=logs, name="rollout-0")
     await engine.start()

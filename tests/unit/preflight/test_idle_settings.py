@@ -26,7 +26,7 @@ SILENT = ScriptFacts(has_agents=True, evaluates=True)
 
 IDLE = (
     # the last one of each line has no effect beside the others
-    "sglang.num_servers=4",
+    "sglang.tp_size=4",
     "sglang.args={a:1}",
     "vllm.tp_size=4",
     "vllm.start_timeout_s=5",
@@ -35,7 +35,7 @@ IDLE = (
     "rollout.engine=sglang rollout.max_prefill_tokens=9",
     "rollout.engine=sglang rollout.step_timeout_s=9",
     "rollout.engine=sglang sglang.api_key_env=KEY",
-    "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.num_servers=2",
+    "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.hung_after_s=2",
     "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.environment={A:b}",
     "rollout.engine=vllm vllm.urls=['http://a:1'] rollout.device=cuda",
     "scheduler.slurm.partition=gpu",
@@ -176,7 +176,7 @@ ACTING = (
     "critic.path=c +critic.ppo.loss_settings.value_clip=0.3",
     "teacher.path=t teacher.device=cpu",
     "reward_model.path=m reward_model.num_threads=2",
-    "rollout.engine=sglang sglang.num_servers=4 sglang.python=x",
+    "rollout.engine=sglang sglang.tp_size=4 sglang.python=x",
     "rollout.engine=vllm vllm.tp_size=2",
     "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.api_key_env=KEY",
     "rollout.max_prefill_tokens=9 rollout.step_timeout_s=9",
@@ -261,11 +261,9 @@ def leaves(role: str) -> list[str]:
 
 
 def test_settings_of_one_cause_are_told_together() -> None:
-    config = composed("sglang.num_servers=4 vllm.tp_size=2 scheduler.ray.nodes=2")
+    config = composed("sglang.tp_size=4 vllm.tp_size=2 scheduler.ray.nodes=2")
     together, alone = idle_settings(config, ScriptFacts())
-    assert together == (
-        "sglang.num_servers=4, vllm.tp_size=2 have no effect with rollout.engine=local"
-    )
+    assert together == ("sglang.tp_size=4, vllm.tp_size=2 have no effect with rollout.engine=local")
     assert alone == "scheduler.ray.nodes=2 has no effect with scheduler.type=local"
 
 

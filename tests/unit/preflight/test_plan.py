@@ -320,8 +320,7 @@ def test_servers_take_their_share_of_each_device(load: Load, model: Path) -> Non
         f"actor.path={model}",
         *SIZES,
         *SGLANG,
-        "sglang.num_servers=2",
-        "sglang.tp_size=2",
+        "sglang.tp_size=4",
         "+sglang.args.mem_fraction_static=0.5",
         num_devices=4,
     )
@@ -335,52 +334,35 @@ def test_servers_take_their_share_of_each_device(load: Load, model: Path) -> Non
         ("server/3", "cuda:3"),
     ]
     assert (result.workers[1].parameter_bytes, result.workers[1].kv_bytes) == (0, 0)
-    # 1,000 parameters of 2 bytes over two ranks; training leaves 82,000 bytes of the first device
-    assert (result.workers[2].parameter_bytes, result.workers[2].kv_bytes) == (1000, 40_000)
+    # 1,000 parameters of 2 bytes over four ranks; training leaves 82,000 bytes of the first device
+    assert (result.workers[2].parameter_bytes, result.workers[2].kv_bytes) == (500, 40_500)
     for rank in result.workers[3:]:
-        assert (rank.parameter_bytes, rank.kv_bytes) == (1000, 49_000)
+        assert (rank.parameter_bytes, rank.kv_bytes) == (500, 49_500)
     needed = result.needed_bytes
     assert needed["cuda:0"] == 16 * NUM_PARAMETERS + ADDED_BYTES + 41_000
     assert needed["cuda:3"] == 50_000
     assert needed["host"] == (2 * 2 + 36) * NUM_PARAMETERS + ROW_BYTES + 6 * PROCESS_BYTES
 
 
-def test_workers_with_servers_of_their_own(load: Load, model: Path) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_each_worker_has_a_server_of_its_own(load: Load, model: Path, tp_size: int) -> None:
     config = load(
         f"actor.path={model}",
         *SIZES,
         *SGLANG,
-        "rollout.num_workers=2",
-        "sglang.num_servers=2",
-        num_devices=5,
+        "actor.parallel.data=4",
+        *(f"rollout.num_workers={4 // tp_size}", f"sglang.tp_size={tp_size}"),
+        num_devices=8,
     )
-    result = plan(config, lambda: Machine(1 << 40, (100_000,) * 5))
-    assert [(f"{w.role}/{w.index}", w.device) for w in result.workers] == [
-        ("train/0", "cuda:0"),
-        ("rollout/0", "cpu"),
-        ("server/0", "cuda:1"),
-        ("server/1", "cuda:2"),
-        ("rollout/1", "cpu"),
-        ("server/2", "cuda:3"),
-        ("server/3", "cuda:4"),
+    result = plan(config, lambda: Machine(1 << 40, (100_000,) * 8))
+    places = {f"{w.role}/{w.index}": w.device for w in result.workers}
+    for number in range(4):
+        assert places[f"train/{number}"] == f"cuda:{number}"
+        assert places[f"server/{number}"] == f"cuda:{4 + number}"
+    assert [role for role in places if role.startswith("rollout")] == [
+        f"rollout/{number}" for number in range(4 // tp_size)
     ]
-    assert result.needed_bytes["cuda:1"] == 88_000, "SGLang's own share where none is given"
-
-
-def test_servers_placed_by_hand(load: Load, model: Path) -> None:
-    config = load(
-        f"actor.path={model}",
-        *SIZES,
-        *SGLANG,
-        "sglang.num_servers=2",
-        "sglang.devices=[1,1]",
-        "+sglang.args.mem-fraction-static=0.3",
-        num_devices=2,
-    )
-    assert make_generator(config.rollout).devices == ("auto", 2)
-    needed = plan(config, lambda: Machine(1 << 40, (100_000,) * 2)).needed_bytes
-    trained = 16 * NUM_PARAMETERS + ADDED_BYTES
-    assert (needed["cuda:0"], needed["cuda:1"]) == (trained, 2 * 30_000)
+    assert result.needed_bytes["cuda:4"] == 88_000, "SGLang's own share where none is given"
 
 
 def test_a_limit_of_tokens_bounds_the_cache(load: Load, model: Path) -> None:
@@ -429,13 +411,13 @@ def test_running_servers_cost_this_machine_nothing(load: Load, model: Path) -> N
         *SIZES,
         *SGLANG,
         "sglang.urls=['http://gpu1:30000','http://gpu2:30000']",
-        "weight_update.method=disk",
+        *("rollout.num_workers=2", "weight_update.method=disk"),
         num_devices=1,
     )
     assert make_generator(config.rollout).devices == ("cpu", 0)
     result = plan(config, lambda: Machine(1 << 40, (100_000,)))
-    assert [w.role for w in result.workers] == ["train", "rollout"]
-    assert result.workers[1].memory == {"host": ROW_BYTES + PROCESS_BYTES}
+    assert [w.role for w in result.workers] == ["train", "rollout", "rollout"]
+    assert list(result.workers[1].memory) == ["host"]
 
 
 def test_no_share_fits_beside_a_trainer(load: Load, model: Path) -> None:
@@ -485,17 +467,16 @@ def test_impossible_settings_of_servers(
         plan(config, lambda: Machine(1 << 40, (100_000,)))
 
 
-def test_servers_alone_on_a_device_too_small_for_both(load: Load, model: Path) -> None:
+def test_servers_on_a_device_too_small_for_both(load: Load, model: Path) -> None:
     config = load(
         f"actor.path={model}",
         *SIZES,
         *SGLANG,
-        "sglang.num_servers=2",
-        "sglang.devices=[1,1]",
-        num_devices=2,
+        *("rollout.num_workers=2", "sglang.tp_size=2"),
+        num_devices=3,
     )
     with pytest.raises(ConfigError, match=r"mem_fraction_static may be at most 0\.5 beside"):
-        plan(config, lambda: Machine(1 << 40, (100_000,) * 2))
+        plan(config, lambda: Machine(1 << 40, (100_000,) * 3))
 
 
 def test_more_devices_than_the_machine_has(load: Load, model: Path) -> None:

@@ -36,12 +36,12 @@ SETTINGS_OF: Mapping[str, str] = {
     "tp_size": "sglang.tp_size",
     "tensor_parallel_size": "sglang.tp_size",
     "tp": "sglang.tp_size",
-    "dp_size": "sglang.num_servers",
-    "dp": "sglang.num_servers",
-    "data_parallel_size": "sglang.num_servers",
+    "dp_size": "rollout.num_workers",
+    "dp": "rollout.num_workers",
+    "data_parallel_size": "rollout.num_workers",
     "pp_size": "sglang.tp_size",
     "pipeline_parallel_size": "sglang.tp_size",
-    "base_gpu_id": "sglang.devices",
+    "base_gpu_id": "CUDA_VISIBLE_DEVICES of the run",
     "api_key": "a random key",
     "admin_api_key": "a random key",
     "weight_version": "the policy version",
@@ -62,7 +62,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
     servers = config.sglang
     given = given_arguments(servers.args, SETTINGS_OF, "sglang")
     context_tokens = config.max_context_tokens + CONTEXT_SLACK_TOKENS
-    slots = -(-config.max_running_sequences // servers.num_servers)
+    slots = config.max_running_sequences
     arguments: dict[str, Any] = {
         "model_path": config.path,
         "dtype": str(config.dtype),
@@ -70,7 +70,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "host": servers.host,
         "port": instance.port,
         "tp_size": servers.tp_size,
-        "random_seed": (config.seed + instance.index) % NUM_SEEDS,
+        "random_seed": config.seed % NUM_SEEDS,
         "context_length": context_tokens,
         "max_running_requests": slots,
         "skip_tokenizer_init": True,  # token ids go in and come out

@@ -42,7 +42,7 @@ SETTINGS_OF: Mapping[str, str] = {
     "port": "vllm.ports",
     "tensor_parallel_size": "vllm.tp_size",
     "pipeline_parallel_size": "vllm.tp_size",
-    "data_parallel_size": "vllm.num_servers",
+    "data_parallel_size": "rollout.num_workers",
     "api_key": "a random key",
     "logprobs_mode": "nothing, as training needs the one that is set",
     "generation_config": "generation",
@@ -64,7 +64,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
     """
     servers = config.vllm
     given = given_arguments(servers.args, SETTINGS_OF, "vllm")
-    slots = -(-config.max_running_sequences // servers.num_servers)
+    slots = config.max_running_sequences
     arguments: dict[str, Any] = {
         "model": config.path,
         "skip_tokenizer_init": True,  # token ids go in and come out
@@ -76,7 +76,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "port": instance.port,
         "tensor_parallel_size": servers.tp_size,
         "distributed_executor_backend": "mp",
-        "seed": (config.seed + instance.index) % NUM_SEEDS,
+        "seed": config.seed % NUM_SEEDS,
         "max_model_len": config.max_context_tokens,
         "max_num_seqs": slots,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from

@@ -55,6 +55,11 @@ WriteYaml = Callable[..., Path]
             "it is called actor.parallel.data now",
         ),
         (
+            "vllm.num_servers=4",
+            "override vllm.num_servers=4: unknown setting vllm.num_servers; a rollout worker has "
+            "one server: set rollout.num_workers to the number of servers",
+        ),
+        (
             "scheduler.slurm.train.role_workers=2",
             "override scheduler.slurm.train.role_workers=2: unknown setting "
             "scheduler.slurm.train.role_workers; it is called scheduler.slurm.train.role_ranks now",

@@ -11,7 +11,6 @@ from simulation.lives import serving_life
 
 from areal_sc.config.schema import (
     RolloutConfig,
-    RolloutEngine,
     SchedulerConfig,
     WeightUpdateConfig,
     WeightUpdateMethod,
@@ -92,23 +91,6 @@ async def turn() -> None:
         ({}, NUM_WORKERS),
         ({"max_unavailable": 1}, 1),
         ({"max_unavailable": 4}, 4),
-        # of servers: three of each worker
-        (
-            {
-                "engine": RolloutEngine.sglang,
-                "sglang": SGLangConfig(num_servers=3),
-                "max_unavailable": 6,
-            },
-            2,
-        ),
-        (
-            {
-                "engine": RolloutEngine.sglang,
-                "sglang": SGLangConfig(num_servers=3),
-                "max_unavailable": 2,
-            },
-            1,
-        ),
     ],
 )
 async def test_as_many_at_once_as_may_stand_still(settings: dict[str, Any], at_once: int) -> None:

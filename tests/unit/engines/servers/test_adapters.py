@@ -89,7 +89,7 @@ def test_a_written_adapter_is_one_of_peft_with_its_probe(tmp_path: Path) -> None
     assert AdapterWeights.read(3, first, config()).adapter == read.adapter  # the same values
     third = folders.write(4, TENSORS)
     folders.keep_newest()
-    assert set((tmp_path / "root").iterdir()) == {second, third}
+    assert list((tmp_path / "root").iterdir()) == [third]
     with pytest.raises(ModelError, match="holds no published adapter"):
         AdapterWeights.read(3, first, config())
     folders.clear()
@@ -120,7 +120,7 @@ async def test_a_folder_that_goes_meanwhile_is_no_defect(tmp_path: Path) -> None
     of_version = weights(tmp_path)
     await of_version.load_beside(server)
     shutil.rmtree(of_version.folder)
-    assert await of_version.load([server], UpdateTimes()) == {}
+    await of_version.load(server, UpdateTimes())
 
 
 async def test_it_is_loaded_beside_the_one_that_is_served_which_stays(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ async def test_it_is_loaded_beside_the_one_that_is_served_which_stays(tmp_path: 
     assert server.asked == ["unload policy-1-0000abcd", f"load {name}"]
     assert server.adapter == ("policy-2-00000002", 2)
     times = UpdateTimes()
-    assert await of_version.load([server], times) == {}
+    await of_version.load(server, times)
     assert server.adapter == (name, 3)
     size = (of_version.folder / "adapter_model.safetensors").stat().st_size
     assert times.update_bytes == size

@@ -50,7 +50,6 @@ def request(**sampling: Any) -> CompletionRequest:
         max_new_tokens=9,
         length_reason="length",
         stop_token_ids=(5,),
-        prefix_group=None,
         is_truncated=bool(sampling.get("top_k")),
         on_tokens=lambda token_ids: None,
     )

@@ -10,10 +10,9 @@ import pytest
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.config.server_settings import SGLangConfig
-from areal_sc.engines.servers.dispatch import Dispatcher
 from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.engines.servers.process import ServerProcess
-from areal_sc.engines.servers.replica import MAX_PORT_RACES, Replica, ReplicaSettings
+from areal_sc.engines.servers.server import MAX_PORT_RACES, ServerLife
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import PeerLost, WorkerStartError
 
@@ -40,21 +39,22 @@ async def test_a_server_that_has_lost_a_port_starts_again(
     num_starts: int,
 ) -> None:
     config = RolloutConfig(path=str(tiny_model_folder), sglang=SGLangConfig(ports=ports))
-    settings = ReplicaSettings(SGLangEngine(config), tmp_path, "rollout-0", is_cuda=False)
-    replica, begun = Replica(0, settings, Dispatcher([])), list[float]()
+    server = ServerLife(SGLangEngine(config), tmp_path, "rollout-0", is_cuda=False)
+    num_begun = 0
 
-    async def bring_up(wait_s: float) -> None:
-        begun.append(wait_s)
-        if len(begun) <= len(tails):
-            raise WorkerStartError("it ended", log_tail=tails[len(begun) - 1])
+    async def start() -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun <= len(tails):
+            raise WorkerStartError("it ended", log_tail=tails[num_begun - 1])
 
-    monkeypatch.setattr(replica, "_bring_up", bring_up)
+    monkeypatch.setattr(server, "_start_own", start)
     if num_starts > len(tails):
-        await replica.bring_up()
+        await server.start()
     else:
         with pytest.raises(WorkerStartError):
-            await replica.bring_up()
-    assert len(begun) == num_starts
+            await server.start()
+    assert num_begun == num_starts
 
 
 async def test_what_an_earlier_life_has_logged_is_not_told_of_the_present_one(
@@ -68,7 +68,7 @@ async def test_what_an_earlier_life_has_logged_is_not_told_of_the_present_one(
         file.write("RuntimeError: no kernel\n")
     ended: Any = SimpleNamespace(pid=0, returncode=1)
     client: Any = None
-    instance = ServerInstance(0, 1, "key", is_cuda=False)
+    instance = ServerInstance(1, "key", is_cuda=False)
     server = ServerProcess(ended, handle, instance, log, begin)
     with pytest.raises(WorkerStartError) as told:
         await server.wait_ready(client, 1.0)
@@ -94,7 +94,7 @@ async def test_a_server_that_cannot_listen_and_does_not_end_is_given_up(
             raise PeerLost("it refused the connection")
 
     client: Any = Unreached()
-    instance = ServerInstance(0, 40861, "key", is_cuda=False)
+    instance = ServerInstance(40861, "key", is_cuda=False)
     server = ServerProcess(hangs, handle, instance, log, 0)
     with pytest.raises(WorkerStartError, match="40861 cannot listen there"):
         await server.wait_ready(client, 1000.0)

@@ -11,7 +11,7 @@ import pytest
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
 from areal_sc.engines.servers.completion import Completer
-from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
+from areal_sc.engines.servers.places import Places
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import EngineFailed, PeerLost
@@ -26,7 +26,7 @@ class Numbers:
         return "".join(f"{token}," for token in token_ids)
 
 
-class Server(ServerLoad):
+class Server:
     """Gives the tokens 0, 1, 2, ... behind the prompt, as many as it is asked for.
 
     Attributes:
@@ -34,10 +34,12 @@ class Server(ServerLoad):
         asked: how many tokens it was asked for, each time.
     """
 
+    name, version = "server", 4
     is_paused, num_pauses = False, 0
 
     def __init__(self, before: Callable[[int], None] = lambda number: None) -> None:
-        super().__init__("server", 9, is_open=True, version=4)
+        self.places = Places(9)
+        self.places.set_open(True)
         self.before = before
         self.asked: list[int] = []
         self.ids: list[str] = []
@@ -60,7 +62,6 @@ class Asked:
 
     def __init__(self, server: Server, max_new_tokens: int, *stops: str) -> None:
         self.server = server
-        self.dispatcher = Dispatcher([server])
         tokenizer: Any = Numbers()
         self.request = CompletionRequest(
             prompt=[7],
@@ -68,11 +69,10 @@ class Asked:
             max_new_tokens=max_new_tokens,
             length_reason="length",
             stop_token_ids=(),
-            prefix_group=None,
             is_truncated=False,
             stops=StopStrings(tokenizer, stops) if stops else None,
         )
-        self.completer = Completer(cast(Any, self), 999)
+        self.completer = Completer(cast(Any, server), 999)
 
     async def answer(self) -> Completion:
         async with asyncio.timeout(30):
@@ -91,7 +91,7 @@ async def test_an_answer_ends_with_the_token_that_completes_the_string() -> None
     assert len(set(server.ids)) == 2
     counters = asked.completer.counters
     assert (counters.generated_tokens, counters.cancelled_tokens) == (128, 128 - 71)
-    assert (server.num_running, server.outstanding_tokens) == (0, 0)
+    assert server.places.num_running == 0
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ async def test_new_weights_wait_for_the_whole_answer_or_interrupt_it() -> None:
     """A server that takes no new answers ends its own; a paused one lets them wait."""
 
     def hold_and_pause(number: int) -> None:
-        server.is_open = False
-        assert not server.is_empty.is_set()
+        server.places.set_open(False)
+        assert not server.places.is_empty.is_set()
         server.is_paused = number == 2
 
     server = Server(hold_and_pause)
@@ -117,10 +117,10 @@ async def test_new_weights_wait_for_the_whole_answer_or_interrupt_it() -> None:
     answer = asyncio.create_task(asked.answer())
     await asyncio.sleep(0)  # it is placed
     async with asyncio.timeout(30):
-        await server.is_empty.wait()
+        await server.places.is_empty.wait()
     assert (server.asked, answer.done()) == ([64, 64], False)
-    server.before, server.is_open, server.is_paused = lambda number: None, True, False
-    asked.dispatcher.changed()
+    server.before, server.is_paused = lambda number: None, False
+    server.places.set_open(True)
     assert (await answer).token_ids == list(range(129))
 
 
@@ -135,7 +135,7 @@ async def test_nothing_more_is_asked_for_a_cancelled_answer() -> None:
     with pytest.raises(asyncio.CancelledError):
         await answer
     async with asyncio.timeout(30):
-        await server.is_empty.wait()
+        await server.places.is_empty.wait()
     for _ in range(9):
         await asyncio.sleep(0)
     assert server.asked == [64, 64]

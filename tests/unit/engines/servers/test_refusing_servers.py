@@ -1,4 +1,4 @@
-"""Servers that answer a request with an error: well, or dying."""
+"""Servers that answer a request with an error, well or dying; and those that others restart."""
 
 from __future__ import annotations
 
@@ -8,11 +8,24 @@ from typing import Any
 
 import pytest
 
-from areal_sc.config.schema import RolloutConfig
-from areal_sc.engines.servers.dispatch import Dispatcher
-from areal_sc.engines.servers.replica import Replica, ReplicaSettings
+from areal_sc.config.schema import RolloutConfig, WeightUpdateConfig, WeightUpdateMethod
+from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.engines.servers.server import ServerLife
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import EngineFailed, PeerLost, RpcTimeout
+
+
+def serving(folder: Path, model: Path, client: Any, **settings: Any) -> tuple[Any, list[str]]:
+    """A server that is open, and what its watch is told."""
+    handle = SGLangEngine(RolloutConfig(path=str(model), **settings))
+    server: Any = ServerLife(handle, folder, "rollout-0", is_cuda=False)
+    told = list[str]()
+    server._client = client
+    server._watch = SimpleNamespace(
+        suspect=lambda: told.append("suspected"), fail=told.append, is_updating=False
+    )
+    server.open()
+    return server, told
 
 
 @pytest.mark.parametrize(
@@ -27,10 +40,6 @@ from areal_sc.errors import EngineFailed, PeerLost, RpcTimeout
 async def test_a_request_is_lost_with_a_server_whose_engine_is_gone(
     tmp_path: Path, tiny_model_folder: Path, probe: Exception | None, raised: type[Exception]
 ) -> None:
-    config = RolloutConfig(path=str(tiny_model_folder))
-    settings = ReplicaSettings(SGLangEngine(config), tmp_path, "rollout-0", is_cuda=False)
-    replica, suspicions = Replica(0, settings, Dispatcher([])), list[str]()
-
     async def generate(*_: object) -> None:
         raise EngineFailed("refused (HTTP 500): None")
 
@@ -38,12 +47,44 @@ async def test_a_request_is_lost_with_a_server_whose_engine_is_gone(
         if probe is not None:
             raise probe
 
-    client: Any = SimpleNamespace(generate=generate, probe=answer)
-    watch: Any = SimpleNamespace(suspect=lambda: suspicions.append("suspected"))
-    replica._client, replica._watch, replica.is_open = client, watch, True
-    request: Any = None
+    client = SimpleNamespace(generate=generate, probe=answer)
+    server, told = serving(tmp_path, tiny_model_folder, client)
     with pytest.raises(raised):
-        await replica.generate(request, "id", None)
+        await server.generate(None, "id", None)
     is_lost = raised is PeerLost
-    assert suspicions == (["suspected"] if is_lost else [])
-    assert replica.is_open is not is_lost
+    assert told == (["suspected"] if is_lost else [])
+    assert server.places.is_open is not is_lost
+    await server._trust()
+    assert server.places.is_open
+
+
+@pytest.mark.parametrize(
+    ("told", "folder", "is_lost"),
+    [
+        (7, "", False),  # only the connection was lost
+        (0, "model", True),  # it has started again
+        (None, "", True),
+    ],
+)
+async def test_a_server_of_others_goes_on_if_it_has_kept_its_weights(
+    tmp_path: Path, tiny_model_folder: Path, told: int | None, folder: str, is_lost: bool
+) -> None:
+    async def served_weights() -> tuple[int | None, str]:
+        return told, folder
+
+    update = WeightUpdateConfig(method=WeightUpdateMethod.disk)
+    sglang = SGLangConfig(urls=["http://there:1"])
+    client = SimpleNamespace(served_weights=served_weights)
+    server, reasons = serving(
+        tmp_path, tiny_model_folder, client, sglang=sglang, weight_update=update
+    )
+    server.version = 7
+    server._doubt()
+    assert not server.places.is_open
+    server._watch.is_updating = True
+    await server._trust()  # its version may change at this moment
+    assert not server.places.is_open
+    server._watch.is_updating = False
+    await server._trust()
+    assert server.places.is_open is not is_lost
+    assert bool(reasons) is is_lost

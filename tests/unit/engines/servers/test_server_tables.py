@@ -101,7 +101,7 @@ def test_flags(server: str, is_cuda: bool, tiny_model_folder: Path) -> None:
         placement=Placement.turns,
     )
     of_server = {"sglang": sglang_arguments, "vllm": vllm_arguments}[server]
-    instance = ServerInstance(0, 4000, "key", is_cuda)
+    instance = ServerInstance(4000, "key", is_cuda)
     words = of_server.server_arguments(config, instance)
     used = [word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
     used = [name.removeprefix("no_") if server == "vllm" else name for name in used]

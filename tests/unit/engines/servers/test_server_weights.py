@@ -6,7 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,6 @@ def test_buckets_keep_the_order_and_the_bound() -> None:
 class Client:
     """Notes what it is given to load; `on_load` does more with it."""
 
-    url = "server"
-    is_own = True
-
     def __init__(self) -> None:
         self.loads: list[tuple[int, bool]] = []
         self.on_load: Callable[[torch.Tensor, BucketLayout], Awaitable[None]] | None = None
@@ -84,8 +82,7 @@ async def load(
     weights, times = TensorWeights(1, source, buckets, bucket_bytes), UpdateTimes()
     server: Any = client
     async with weights.opened():
-        await weights.prepare()
-        assert await weights.load([server], times) == {}
+        await weights.load(server, times)
     return int(times.update_bytes)
 
 
@@ -143,45 +140,12 @@ async def test_a_load_that_breaks_off_leaves_the_buffers_to_the_next() -> None:
     buckets.close()
 
 
-async def test_a_wave_that_loads_nothing_leaves_the_next_one_its_own_buckets() -> None:
-    """None of its servers stood still. Afterwards fills are slower than loads."""
-    buckets, client = SharedBuckets(), Client()
-    fill, fills = buckets.fill, 0
-    loaded: dict[str, float] = {}
-
-    async def slow_fill(bucket: Sequence[NamedTensor], number: int) -> torch.Tensor:
-        nonlocal fills
-        fills += 1
-        for _ in range(20 * fills):
-            await asyncio.sleep(0)
-        return await fill(bucket, number)
-
-    async def note(flat: torch.Tensor, layout: BucketLayout) -> None:
-        [name] = layout.names
-        loaded[name] = float(flat.view(torch.float32).mean())
-
-    async def source() -> list[NamedTensor]:
-        return named(*[4] * 6)
-
-    buckets.fill = slow_fill  # type: ignore[method-assign]
-    client.on_load = note
-    weights, server = TensorWeights(1, source, buckets, 16), client
-    async with weights.opened():
-        await weights.prepare()
-        for _ in range(2):
-            await weights.prepare()
-            assert await weights.load([server], UpdateTimes()) == {}  # type: ignore[list-item]
-            assert loaded == {f"p{number}": float(number) for number in range(6)}
-            loaded.clear()
-    buckets.close()
-
-
 class Member:
-    """A server that is in the weight group; `fails` says in what, and how."""
+    """A server that may be in the weight group; `fails` says in what, and how."""
 
-    def __init__(self, name: str, fails: tuple[str, Exception] | None = None) -> None:
-        self.url = name
-        self.groups = {"group"}
+    def __init__(self, group: str, fails: tuple[str, Exception] | None = None) -> None:
+        self.groups = {group}
+        self.done: list[str] = []
         self._fails = fails
 
     async def begin_update(self) -> None:
@@ -194,41 +158,51 @@ class Member:
         await self._do("receive")
 
     async def _do(self, step: str) -> None:
+        self.done.append(step)
         if self._fails is not None and self._fails[0] == step:
             raise self._fails[1]
 
 
+STEPS = ["begin", "receive", "receive", "end"]
+
+
 @pytest.mark.parametrize(
-    ("fails", "expected", "is_lost"),
+    ("group", "fails", "done"),
     [
-        (None, [], False),
-        (("begin", EngineFailed("no")), ["a", "b"], False),
-        (("receive", EngineFailed("no")), ["a", "b"], False),
-        (("receive", PeerLost("gone")), ["a"], True),
-        (("end", EngineFailed("no")), ["b"], False),
-        (("end", PeerLost("gone")), [], True),
+        ("group", None, STEPS),
+        ("group", ("begin", EngineFailed("no")), ["begin", "end", "other way"]),
+        ("group", ("receive", EngineFailed("no")), ["begin", "receive", "end", "other way"]),
+        ("group", ("receive", PeerLost("gone")), ["begin", "receive"]),
+        ("group", ("end", EngineFailed("no")), [*STEPS, "end", "other way"]),
+        ("group", ("end", PeerLost("gone")), STEPS),
+        ("another", None, ["other way"]),
     ],
     ids=str,
 )
-async def test_after_a_broadcast_only_servers_that_lack_something_are_given_it_otherwise(
-    fails: tuple[str, Exception] | None, expected: list[str], is_lost: bool
+async def test_a_server_that_does_not_get_a_broadcast_whole_is_given_it_otherwise(
+    group: str, fails: tuple[str, Exception] | None, done: list[str]
 ) -> None:
-    loaded: list[str] = []
+    """And whoever broadcasts is told; a server that is lost is asked nothing more."""
+    num_given_up = 0
+    server: Any = Member(group, fails)
 
     class OtherWay(VersionWeights):
-        async def load(self, servers: Any, times: UpdateTimes) -> dict[Any, Any]:
-            loaded.extend(server.url for server in servers)
-            return {}
+        async def load(self, server: Any, times: UpdateTimes) -> None:
+            server.done.append("other way")
 
     async def give_up() -> None:
-        pass
+        nonlocal num_given_up
+        num_given_up += 1
 
-    members: Any = [Member("a"), Member("b", fails)]
     layouts = [layout_of(named(2)), layout_of(named(3))]
-    weights = CollectiveWeights(1, "group", 2, layouts, OtherWay(), give_up)
-    assert list(await weights.load(members, UpdateTimes())) == ([members[1]] if is_lost else [])
-    assert loaded == expected
-    assert all(bool(member.groups) == (fails is None) for member in members)
+    weights = CollectiveWeights(1, "group", layouts, OtherWay(), give_up)
+    is_lost = fails is not None and isinstance(fails[1], PeerLost)
+    with pytest.raises(PeerLost) if is_lost else nullcontext():
+        await weights.load(server, UpdateTimes())
+    assert server.done == done
+    has_received = fails is None and group == "group"
+    assert num_given_up == (not has_received)
+    assert ("group" in server.groups) is has_received
 
 
 def test_the_layout_of_a_broadcast_is_that_of_its_bytes() -> None:

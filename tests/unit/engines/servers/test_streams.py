@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from unit.engines.servers.test_pieces import Numbers
@@ -14,7 +14,7 @@ from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
 from areal_sc.engines.partial_answers import hand_over
 from areal_sc.engines.servers.completion import Completer
-from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
+from areal_sc.engines.servers.places import Places
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import PeerLost, ProtocolError
@@ -22,7 +22,7 @@ from areal_sc.errors import PeerLost, ProtocolError
 PART_TOKENS = 3
 
 
-class StreamingServer(ServerLoad):
+class StreamingServer:
     """Gives the tokens behind those of the request, three in a part; it tells versions at the end.
 
     Attributes:
@@ -32,10 +32,12 @@ class StreamingServer(ServerLoad):
         is_aborted: it was told to end its answer.
     """
 
+    name, version = "server", 4
     is_paused, num_pauses = False, 0
 
     def __init__(self, before: Callable[[int], None] = lambda number: None) -> None:
-        super().__init__("server", 9, is_open=True, version=4)
+        self.places = Places(9)
+        self.places.set_open(True)
         self.before = before
         self.asked: list[int] = []
         self.num_parts = 0
@@ -71,7 +73,6 @@ class Asked:
 
     def __init__(self, server: Any, max_new_tokens: int, *stops: str) -> None:
         self.server = server
-        self.dispatcher = Dispatcher([server])
         tokenizer: Any = Numbers()
         self.told: list[int] = []
         self.request = CompletionRequest(
@@ -80,11 +81,10 @@ class Asked:
             max_new_tokens=max_new_tokens,
             length_reason="length",
             stop_token_ids=(),
-            prefix_group=None,
             is_truncated=False,
             stops=StopStrings(tokenizer, stops) if stops else None,
         )
-        self.completer = Completer(cast(Any, self), 999)
+        self.completer = Completer(server, 999)
 
     async def answer(self) -> Completion:
         async def complete(take: Any) -> Completion:
@@ -108,7 +108,7 @@ async def test_parts_are_told_as_they_come_and_the_last_one_knows_the_versions()
     counters = asked.completer.counters
     assert (counters.generated_tokens, counters.cancelled_tokens) == (8, 0)
     assert (counters.prefill_tokens, counters.shared_prompt_tokens) == (1, 0)
-    assert (asked.server.num_running, asked.server.busy.turns.turn_tokens) == (0, 8)
+    assert (asked.server.places.num_running, asked.server.places.busy.turns.turn_tokens) == (0, 8)
 
 
 async def test_a_stop_string_ends_the_stream_and_nothing_behind_it_is_told() -> None:
@@ -207,7 +207,7 @@ async def test_an_answer_is_given_up_in_the_middle(how: str) -> None:
     with pytest.raises(LookupError if how == "callback" else asyncio.CancelledError):
         await answer
     async with asyncio.timeout(30):
-        await asked.server.is_empty.wait()
+        await asked.server.places.is_empty.wait()
         await asyncio.gather(*asked.completer._background)
     num_told = len(asked.told)
     assert asked.told == list(range(num_told))

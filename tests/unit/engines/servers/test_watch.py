@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -22,7 +23,7 @@ from areal_sc.engines.servers.process import (
     read_process,
     session_members,
 )
-from areal_sc.engines.servers.watch import Activity, ServerWatch, why_replace
+from areal_sc.engines.servers.watch import Activity, ServerWatch, why_lost
 from areal_sc.errors import PeerLost, RpcTimeout
 
 LIMITS = ServersConfig(hung_after_s=5.0, busy_limit_s=60.0)
@@ -72,7 +73,7 @@ def settle(pid: int) -> None:
 
 def verdict(silent_s: float, activity: Activity, *, is_updating: bool = False) -> str | None:
     """`dead` or `hung`, or None for one that is left alone."""
-    reason = why_replace(silent_s, activity, LIMITS, is_updating=is_updating)
+    reason = why_lost(silent_s, activity, LIMITS, is_updating=is_updating)
     return reason and reason.split(":")[0]
 
 
@@ -151,8 +152,9 @@ def test_one_whose_process_ended_is_dead(start: Callable[[str], int]) -> None:
 
 
 def test_a_server_elsewhere_is_judged_by_its_silence() -> None:
-    assert verdict(4.0, Activity()) is None
-    assert verdict(6.0, Activity()) == "hung"
+    """It has the time of a start, as somebody may start it again."""
+    assert verdict(LIMITS.start_timeout_s - 1.0, Activity()) is None
+    assert verdict(LIMITS.start_timeout_s, Activity()) == "hung"
 
 
 def test_a_session_is_found_and_killed_whole(start: Callable[[str], int]) -> None:
@@ -184,17 +186,29 @@ class Server:
             raise self.error
 
 
+class OwnProcess:
+    """The process of a server, which is this one."""
+
+    pid, schedulers = os.getpid(), ()
+
+    async def wait(self) -> int:
+        return await asyncio.get_running_loop().create_future()
+
+
 class Watched:
-    """A watch over a server without processes, with short times."""
+    """A watch over a server of somebody else's, or our own, with short times."""
 
-    def __init__(self) -> None:
-        self.server = Server()
-        self.num_answers = 0
-        servers = ServersConfig(hung_after_s=0.2, busy_limit_s=5.0, probe_interval_s=0.02)
-        self.watch = ServerWatch(self.server, None, servers, self.count)  # type: ignore[arg-type]
+    def __init__(self, process: Any = None) -> None:
+        self.server: Any = Server()
+        self.num_answers = self.num_refusals = 0
+        servers = ServersConfig(start_timeout_s=0.2, busy_limit_s=5.0, probe_interval_s=0.02)
+        self.watch = ServerWatch(self.server, process, servers, self.count_refusal, self.count)
 
-    def count(self) -> None:
+    async def count(self) -> None:
         self.num_answers += 1
+
+    def count_refusal(self) -> None:
+        self.num_refusals += 1
 
     async def until_answered(self, number: int) -> None:
         while self.num_answers < number:  # noqa: ASYNC110
@@ -209,11 +223,26 @@ async def test_a_watch_ends_when_the_server_is_silent() -> None:
     assert "hung: it has not answered for" in await running
 
 
-async def test_a_watch_ends_when_the_server_cannot_be_reached() -> None:
-    watched = Watched()
+async def test_a_watch_ends_when_the_own_server_cannot_be_reached() -> None:
+    watched = Watched(OwnProcess())
     watched.server.error = PeerLost("refused")
     assert await watched.watch.run() == "it does not answer: refused"
-    assert watched.server.num_questions == 2  # one could have been an accident
+    assert watched.num_refusals == 2  # one could have been an accident
+
+
+async def test_a_server_of_others_that_cannot_be_reached_is_waited_for() -> None:
+    watched = Watched()
+    running = asyncio.create_task(watched.watch.run())
+    await watched.until_answered(1)
+    watched.server.error = PeerLost("refused")
+    while watched.num_refusals < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert not running.done()
+    watched.server.error = None
+    watched.watch.suspect()
+    await watched.until_answered(watched.num_answers + 1)
+    watched.server.error = PeerLost("refused")
+    assert "hung: it has not answered for" in await running
 
 
 async def test_a_watch_ends_when_it_is_told_so() -> None:

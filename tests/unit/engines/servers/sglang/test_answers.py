@@ -106,7 +106,6 @@ def body(sampling: GenerationConfig, max_support: int | None) -> dict[str, Any]:
         max_new_tokens=6,
         length_reason="length",
         stop_token_ids=(9,),
-        prefix_group=None,
         is_truncated=max_support is not None,
         token_ids=[2],  # sampled before
     )
@@ -143,7 +142,7 @@ def make_request(
     )
 
     def make(prompt: list[int], **sampling: Any) -> CompletionRequest:
-        return engine._make_request(prompt, GenerationConfig(**sampling), None)
+        return engine._make_request(prompt, GenerationConfig(**sampling))
 
     return make
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from areal_sc.engines.servers.sglang.arguments import OLDEST_VERSION, server_arg
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError, ModelError
 
-PLACE = ServerInstance(index=1, port=4000, api_key="secret", is_cuda=False)
-ON_GPU = ServerInstance(index=1, port=4000, api_key="secret", is_cuda=True)
+PLACE = ServerInstance(port=4000, api_key="secret", is_cuda=False)
+ON_GPU = ServerInstance(port=4000, api_key="secret", is_cuda=True)
 
 
 def rollout(**settings: Any) -> RolloutConfig:
@@ -34,15 +35,11 @@ def rollout(**settings: Any) -> RolloutConfig:
     ("settings", "message"),
     [
         ({"python": "/no/such/python"}, r"sglang\.python: '/no/such/python' is no program"),
-        ({"ports": [1, 2]}, r"sglang\.ports has 2 ports for 1 servers"),
         ({"ports": [70000]}, r"sglang\.ports: expected 1 to 65535, got 70000"),
-        ({"ports": [9, 9], "num_servers": 2}, "names a port twice"),
-        ({"devices": [0], "tp_size": 2}, r"servers of tp_size 2 need 2"),
+        ({"ports": [9, 9]}, "names a port twice"),
         ({"urls": ["localhost:30000"]}, r"sglang\.urls: expected http://host:port, got"),
         ({"urls": ["http://a:1", "http://a:1/"]}, r"sglang\.urls names a server twice"),
         ({"urls": ["http://a:99999"]}, r"sglang\.urls: expected http://host:port, got"),
-        ({"devices": [1, 1], "tp_size": 2}, r"gives one server the same device twice: \[1, 1\]"),
-        ({"devices": [-1]}, r"sglang\.devices: expected indices of at least 0, got \[-1\]"),
     ],
 )
 def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
@@ -61,16 +58,16 @@ def test_a_command_line() -> None:
 
 
 def test_settings_reach_the_server() -> None:
-    arguments = server_arguments(rollout(sglang=SGLangConfig(num_servers=3, tp_size=2)), PLACE)
+    arguments = server_arguments(rollout(sglang=SGLangConfig(tp_size=2)), PLACE)
     assert {
         "--model-path=/model",
         "--dtype=bfloat16",
         "--port=4000",
         "--tp-size=2",
-        "--random-seed=8",  # servers do not sample the same
+        "--random-seed=7",  # of 32 bits
         "--context-length=108",
-        "--max-running-requests=4",
-        "--max-total-tokens=432",
+        "--max-running-requests=10",
+        "--max-total-tokens=1080",
         "--api-key=secret",
         "--device=cpu",
     } <= set(arguments)
@@ -93,8 +90,8 @@ def test_arguments_of_the_user_come_first() -> None:
     assert "--max-running-requests=99" in arguments
     assert "--enable-metrics" in arguments
     assert not any(argument.startswith("--attention-backend") for argument in arguments)
-    for name, setting in (("port", "ports"), ("tp", "tp_size"), ("dp_size", "num_servers")):
-        with pytest.raises(ConfigError, match=rf"\.{name}: set sglang\.{setting} instead"):
+    for name, setting in (("port", "sglang.ports"), ("dp_size", "rollout.num_workers")):
+        with pytest.raises(ConfigError, match=rf"\.{name}: set {re.escape(setting)} instead"):
             server_arguments(rollout(sglang=SGLangConfig(args={name: 1})), PLACE)
 
 
@@ -103,39 +100,17 @@ def test_cpu_defaults_are_not_given_to_gpus() -> None:
     assert not any(a.startswith(("--device", "--max-total-tokens")) for a in arguments)
 
 
-@pytest.mark.parametrize(
-    ("devices", "seen", "expected"),
-    [([], None, "2,3"), ([4, 5, 6, 7], None, "6,7"), ([], "8,9,10,11", "10,11")],
-)
-def test_devices(
-    devices: list[int], seen: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if seen is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    sglang = SGLangConfig(num_servers=2, tp_size=2, devices=devices, environment={"NCCL_X": "1"})
-    environment = server_environment(SGLangEngine(rollout(sglang=sglang)), ON_GPU)
-    assert environment["CUDA_VISIBLE_DEVICES"] == expected
-    assert environment["NCCL_X"] == "1"
-
-
 def test_a_server_asks_itself_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "in.house")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9")
     told = {"HTTP_PROXY": "http://proxy:1", "no_proxy": "of.server"}
     sglang = SGLangConfig(host="10.0.0.7", environment=told)
     environment = server_environment(SGLangEngine(rollout(sglang=sglang)), ON_GPU)
     assert environment["HTTP_PROXY"] == "http://proxy:1"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "8,9"  # those of its worker
     spared = {"of.server", "in.house", "127.0.0.1", "10.0.0.7"}
     assert spared <= set(environment["no_proxy"].split(","))
     assert environment["NO_PROXY"] == environment["no_proxy"]
-
-
-def test_devices_that_this_worker_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    sglang = SGLangConfig(num_servers=2, tp_size=2)
-    with pytest.raises(ConfigError, match=r"server 1 needs GPUs \[2, 3\], but this worker sees 2"):
-        server_environment(SGLangEngine(rollout(sglang=sglang)), ON_GPU)
 
 
 @pytest.mark.parametrize("version", ["0.5.11", "0.5.15.post1", "0.5.23", "0.6.0rc1", "1.0"])

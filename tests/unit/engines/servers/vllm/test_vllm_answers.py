@@ -42,7 +42,6 @@ def request(**settings: Any) -> CompletionRequest:
         max_new_tokens=9,
         length_reason="length",
         stop_token_ids=(5, 6),
-        prefix_group=None,
         is_truncated=sampling.top_p < 1 or sampling.top_k > 0,
         token_ids=[3],
         logprobs=[-1.0],

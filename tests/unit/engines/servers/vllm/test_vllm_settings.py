@@ -19,8 +19,8 @@ from areal_sc.errors import ConfigError, ModelError
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_folder import ModelShape
 
-PLACE = ServerInstance(index=1, port=4000, api_key="secret", is_cuda=False)
-ON_GPU = ServerInstance(index=1, port=4000, api_key="secret", is_cuda=True)
+PLACE = ServerInstance(port=4000, api_key="secret", is_cuda=False)
+ON_GPU = ServerInstance(port=4000, api_key="secret", is_cuda=True)
 GIB = 1 << 30
 
 
@@ -40,15 +40,15 @@ def test_the_setting_chooses_the_engine() -> None:
 
 
 def test_settings_reach_the_server() -> None:
-    arguments = server_arguments(rollout(vllm=VLLMConfig(num_servers=3, tp_size=2)), PLACE)
+    arguments = server_arguments(rollout(vllm=VLLMConfig(tp_size=2)), PLACE)
     assert {
         "--model=/model",
         "--dtype=bfloat16",
         "--port=4000",
         "--tensor-parallel-size=2",
-        "--seed=8",  # servers do not sample the same
+        "--seed=7",  # of 32 bits
         "--max-model-len=100",
-        "--max-num-seqs=4",
+        "--max-num-seqs=10",
         "--logprobs-mode=processed_logprobs",
         "--api-key=secret",
         "--enforce-eager",
@@ -69,7 +69,7 @@ def test_arguments_of_the_user_come_first() -> None:
 def test_the_cache_of_a_server_on_a_cpu_is_what_its_slots_need(tiny_model_folder: Path) -> None:
     """2 layers with keys and values of 2 heads of 8; 5 slots of 200 tokens in float32."""
     config = rollout(path=str(tiny_model_folder), dtype=Dtype.float32, max_context_tokens=200)
-    config.max_running_sequences, config.vllm.num_servers = 100, 1
+    config.max_running_sequences = 100
     assert f"--kv-cache-memory-bytes={100 * 200 * 4 * 2 * 2 * 2 * 8}" in server_arguments(
         config, PLACE
     )
@@ -111,11 +111,11 @@ def test_servers_of_others_get_weights_by_a_folder_alone(method: str) -> None:
 def test_memory_on_a_gpu() -> None:
     shape = ModelShape(num_parameters=GIB, kv_values_per_token=100)
     machine = Machine(host_memory_bytes=None, cuda_memory_bytes=(10 * GIB,))
-    plan = VLLMEngine(rollout()).plan_rank(shape, "cuda:0", machine)
+    plan = VLLMEngine(rollout()).plan_rank(0, shape, "cuda:0", machine)
     assert plan.parameter_bytes == 2 * GIB
     assert plan.kv_bytes == 7 * GIB  # nine tenths, less the parameters
     few = VLLMEngine(rollout(vllm=VLLMConfig(args={"gpu_memory_utilization": 0.1})))
     with pytest.raises(ConfigError, match=r"vllm\.args\.gpu_memory_utilization: 0\.1 of what"):
-        few.plan_rank(shape, "cuda:0", machine)
+        few.plan_rank(0, shape, "cuda:0", machine)
     given = VLLMEngine(rollout(vllm=VLLMConfig(args={"kv_cache_memory_bytes": 5})))
-    assert given.plan_rank(shape, "cuda:0", machine).kv_bytes == 5
+    assert given.plan_rank(0, shape, "cuda:0", machine).kv_bytes == 5

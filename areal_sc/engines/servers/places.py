@@ -1,0 +1,85 @@
+"""The places of a server: it has as many requests as it runs at one time, and the rest wait here.
+
+consumes     requests; what becomes of the server
+waits for    a free place, while the server takes requests; first come, first served
+unblocked by `leave` and `set_open`; `fail`, once the server is lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from areal_sc.engines.busy_time import BusyTime
+from areal_sc.errors import ArealError
+
+
+class Places:
+    """Places on one server.
+
+    Args:
+        num_places: more requests would queue inside the server.
+
+    Attributes:
+        is_open: requests may take places now.
+        failure: why none can take a place any more, or None.
+        num_running: requests that have a place.
+        num_waiting: requests that wait for one.
+        is_empty: set while no request has a place.
+        busy: how long requests had places, and how many.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self.is_open = False
+        self.failure: ArealError | None = None
+        self.num_running = 0
+        self.num_waiting = 0
+        self.is_empty = asyncio.Event()
+        self.is_empty.set()
+        self.busy = BusyTime()
+        self._num_places = num_places
+        self._turn = asyncio.Lock()  # of the request that gets the next place
+        self._changed = asyncio.Event()
+
+    async def enter(self) -> None:
+        """Waits for a place and takes it, to be given back with `leave`.
+
+        Raises: what `fail` was given.
+        """
+        self.num_waiting += 1
+        try:
+            async with self._turn:
+                while self.failure is None and not self._has_room:
+                    self._changed.clear()
+                    await self._changed.wait()
+                if self.failure is not None:
+                    raise self.failure
+                self._note_running(self.num_running + 1)
+        finally:
+            self.num_waiting -= 1
+
+    def leave(self) -> None:
+        """A request gives its place back, however it ended."""
+        self._note_running(self.num_running - 1)
+        self._changed.set()
+
+    def set_open(self, is_open: bool) -> None:
+        """Whether requests may take places; those that have one keep it."""
+        self.is_open = is_open
+        self._changed.set()
+
+    def fail(self, error: ArealError) -> None:
+        """Ends all waiting, and every later `enter`, with this error."""
+        self.failure = error
+        self._changed.set()
+
+    @property
+    def _has_room(self) -> bool:
+        return self.is_open and self.num_running < self._num_places
+
+    def _note_running(self, num_running: int) -> None:
+        self.num_running = num_running
+        self.busy.note(num_running)
+        if num_running:
+            self.is_empty.clear()
+        else:
+            self.is_empty.set()
