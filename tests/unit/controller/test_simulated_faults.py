@@ -30,7 +30,7 @@ FOUND_BY = {
     "fence-left-out": 304,
     "group-sent-before-its-record": 0,
     "version-announced-before-its-record": 0,
-    "snapshot-counted-when-begun": 695,
+    "version-announced-before-its-snapshot": 0,
     "pause-counted-as-silence": 2,
     "late-rejection-taken": 1,
     "shard-not-swept": 1,
