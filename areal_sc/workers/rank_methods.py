@@ -247,7 +247,7 @@ CANCEL_BROADCAST = Method("cancel_broadcast", str, NoneType, callers=CONTROLLER 
 BEGIN_WRITE = Method("begin_write", Write, str, writes=True)
 """Takes this rank's part of what is written, and names its folder. A snapshot on the disk is
 completed by the controller."""
-KEEP_STATE = Method("keep_state", KeepState, NoneType, writes=True)
+KEEP_STATE = Method("keep_state", KeepState, NoneType)
 """Takes a snapshot in memory, which is whole when this replies."""
 DROP_MEMORY_SNAPSHOTS = Method("drop_memory_snapshots", NoneType, NoneType)
 """Drops this model's snapshots in memory on the node: what cannot be spared needs their room."""

@@ -67,7 +67,7 @@ class FaultyScript(TrainingRun):
         ends: how earlier starts of the script have ended.
         saved: of snapshots that are whole, the controllers' part.
         num_lost_batches: that were formed anew, since rows went with a node's memory.
-        num_retreats: to an earlier snapshot, as rows of trained steps did.
+        num_retreats: to an earlier snapshot, as there was none of the present version.
     """
 
     cluster: FaultyCluster
@@ -201,7 +201,7 @@ class FaultyScript(TrainingRun):
                     assert is_expected or self.cluster.lost_groups & self.trained_at.keys()
                     self.num_lost_batches += 1
                     self.forget_batch()
-                except StepsLost:  # rows of a trained step went with their node
+                except StepsLost:  # there is no snapshot of the present version
                     self._check_newest()
                     if not self._has_lost_rows_of_a_step:
                         raise
