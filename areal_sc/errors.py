@@ -27,7 +27,7 @@ ArealError                    exit code 1
 |- SandboxError               exit code 5   a program could not be run apart; says nothing of it
 |- StepLost                   exit code 5   a training step cannot be ended as it was begun
 |  |- BatchLost                             rows of its batch are gone: it begins anew
-|  `- StepsLost                             nor can steps before it be repeated: the run goes back
+|  `- StepsLost                             its beginning is gone, too: the run goes back
 |- SchedulerSilent            exit code 5   SLURM gave no answer, so nothing is known
 |- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
 |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
@@ -272,10 +272,10 @@ class BatchLost(StepLost):
 
 
 class StepsLost(StepLost):
-    """Train workers were started again, and steps since their newest snapshot cannot be repeated.
+    """Train workers were started again, and there is no snapshot of the version that they were at.
 
-    They are alive, and do nothing before `TrainController.load_snapshot`. A `Run` goes back by
-    itself.
+    The steps since the newest snapshot on the disk are lost. The workers are alive, and do nothing
+    before `TrainController.load_snapshot`. A `Run` goes back by itself.
     """
 
 

@@ -34,12 +34,12 @@ ROOT = Path(__file__).resolve().parents[1]
 NO_SNAPSHOTS = (
     "checkpoint.every_steps=0",
     "checkpoint.every_minutes=0",
-    "checkpoint.memory_every_steps=0",
+    "checkpoint.memory_snapshots=false",
 )
 CASES: dict[str, Sequence[str]] = {
     "bare": NO_SNAPSHOTS,
     "journal": NO_SNAPSHOTS,
-    "all": ("checkpoint.every_steps=5", "checkpoint.memory_every_steps=1"),
+    "all": ("checkpoint.every_steps=5", "checkpoint.memory_snapshots=true"),
 }
 
 

@@ -93,7 +93,7 @@ def _controllers(
         path="/no/model",
         parallel=ParallelConfig(data=NUM_RANKS),
         weight_update=update,
-        memory_every_steps=0,
+        memory_snapshots=False,
     )
     rollout = RolloutConfig(
         path="/no/model",

@@ -18,11 +18,8 @@ class CheckpointConfig:
         10.0, "at most between two snapshots; 0: no limit", ge=0, idle=_NO_SNAPSHOTS
     )
     keep: int = setting(2, "newest snapshots that stay", ge=1, idle=_NO_SNAPSHOTS)
-    memory_every_steps: int = setting(
-        1, "training steps between snapshots in memory, for dead train workers; 0: none", ge=0
-    )
-    keep_rows_steps: int = setting(
-        10, "most steps whose rows stay, room permitting, until a snapshot is on the disk", ge=0
+    memory_snapshots: bool = setting(
+        True, "each step has a snapshot in memory, for train workers that die"
     )
     stop_within_s: float = setting(
         120.0,

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_sc.config.sharing import Section
 
-_ALSO_WITHOUT = ("memory_every_steps", "keep_rows_steps")
+_ALSO_WITHOUT = ("memory_snapshots",)
 """Settings of `checkpoint` that need no `Run`: the controllers read them by themselves."""
 
 

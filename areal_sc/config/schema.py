@@ -205,11 +205,8 @@ class ActorConfig(Section):
     )
     store_bytes: int = setting(0, "limit of one rank's tensor store; 0: what is free there", ge=0)
     seed: int = shared("${seed}", 0, "seed of initial weights and shuffles", ge=0)
-    memory_every_steps: int = shared(
-        "${checkpoint.memory_every_steps}", 1, "steps between snapshots in memory; 0: none", ge=0
-    )
-    keep_rows_steps: int = shared(
-        "${checkpoint.keep_rows_steps}", 0, "most steps whose rows stay for a repeat", ge=0
+    memory_snapshots: bool = shared(
+        "${checkpoint.memory_snapshots}", True, "each step has a snapshot in memory"
     )
     optimizer: OptimizerConfig = setting(OptimizerConfig)
     algorithm: str = setting(
@@ -229,7 +226,7 @@ class ActorConfig(Section):
     ActorConfig,
     "actor",
     without=(
-        *("algorithm", "ppo", "optimizer", "memory_every_steps", "keep_rows_steps"),
+        *("algorithm", "ppo", "optimizer", "memory_snapshots"),
         *("activation_checkpointing", "activation_offload"),
     ),
 )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from areal_sc.controller.events import RowsNeeded
 from areal_sc.controller.shared_card import SharedCard
 from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.workers.calls import GroupAttempt
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 NeedsRun = Callable[[GroupAttempt], bool]
 """Whether the rows of a run of a group may still be read."""
 
-KeepsRows = Callable[[RowsNeeded], None]
-
 
 @dataclass(eq=False)
 class Common:
@@ -28,12 +25,10 @@ class Common:
 
     Attributes:
         needs: each rollout controller adds what it says of rows.
-        keepers: each adds what keeps rows for a model that is trained on them.
         card: who may use the memory of GPUs that training and generation share.
     """
 
     needs: set[NeedsRun] = field(default_factory=set)
-    keepers: set[KeepsRows] = field(default_factory=set)
     card: SharedCard = field(default_factory=SharedCard)
     _lineage: int = 0
     _entered: set[str] = field(default_factory=set)

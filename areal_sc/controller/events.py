@@ -31,23 +31,6 @@ class BatchFormed:
 
 
 @dataclass(frozen=True)
-class RowsNeeded:
-    """Rows of earlier steps that may be asked for again.
-
-    Attributes:
-        model: role of the model that is trained on them.
-        version: of that model; of one that is trained once a step it is the number of the step.
-        first_step: they are those of this step and later ones.
-        is_being_covered: fewer will be needed soon, when a snapshot is written or ranks are back.
-    """
-
-    model: str
-    version: int
-    first_step: int
-    is_being_covered: bool
-
-
-@dataclass(frozen=True)
 class WeightsMoved:
     """The weights of the current version are to be had elsewhere from now on."""
 
@@ -59,7 +42,7 @@ class TrainingLost:
     """The ranks do nothing before they are brought to a snapshot; `StepLife` says why."""
 
 
-StepEvent = RoomFreed | RowsLost | BatchFormed | RowsNeeded | WeightsMoved | TrainingLost
+StepEvent = RoomFreed | RowsLost | BatchFormed | WeightsMoved | TrainingLost
 
 Hear = Callable[[StepEvent], None]
 """Takes an event: the controller."""

@@ -350,19 +350,31 @@ class SavesState(Protocol):
                 change until the future is done.
         """
 
-    def begin_snapshot(self, folder: Path, *, is_local: bool = False) -> Future[None]:
-        """Takes the engine's whole state as it is now. The future: when it has been written.
+    def begin_snapshot(self, folder: Path) -> Future[None]:
+        """Takes the engine's whole state as it is now. The future: when it has been written."""
+
+    def load_snapshot(self, folder: Path) -> None:
+        """Becomes what `begin_snapshot` wrote, maybe by another number of ranks."""
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """An engine that keeps its state in the memory of its node, for its next life there."""
+
+    def keep_state(self, folder: Path, name: str, *, beside: str) -> None:
+        """Copies the whole state into one of two buffers.
 
         Args:
-            is_local: the folder is in the memory of each rank's node.
+            folder: in the memory of the node.
+            name: of this state.
+            beside: name of the state whose buffer is left as it is.
         """
 
-    def load_snapshot(self, folder: Path, *, is_local: bool = False) -> None:
-        """Becomes what `begin_snapshot` wrote, maybe by another number of ranks.
+    def load_state(self, folder: Path, name: str) -> None:
+        """Becomes what the same ranks, on the same nodes, have kept under this name."""
 
-        Args:
-            is_local: as it was written: then by the same ranks, on the same nodes.
-        """
+    def forget_states(self) -> None:
+        """Lets go of the buffers, whose files are deleted then."""
 
 
 @runtime_checkable

@@ -179,7 +179,7 @@ class TrainHandle:
         num_versions += _CHANGES_VERSIONS if self.config.weight_update.has_changes else 0
         held_share = share if held_share is None else held_share
         state_bytes = (1 + ADAM_STATES) * FLOAT32_BYTES * held_share
-        num_snapshots = _MEMORY_SNAPSHOTS if self.config.memory_every_steps else 0
+        num_snapshots = _MEMORY_SNAPSHOTS if self.config.memory_snapshots else 0
         return replace(
             plan,
             optimizer_bytes=optimizer_bytes,

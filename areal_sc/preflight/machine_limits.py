@@ -126,8 +126,9 @@ def shared_memory_line(root: Path, needed: int) -> str:
         line += f" of {format_bytes(free)}"
         if free < needed:
             line += (
-                " TOO LITTLE: groups wait for room, and snapshots in memory cannot be written "
-                "(docker run --shm-size, transport.shared_memory, checkpoint.memory_every_steps=0)"
+                " TOO LITTLE: groups wait for room, and snapshots in memory cannot be taken "
+                "(docker run --shm-size, transport.shared_memory, "
+                "checkpoint.memory_snapshots=false)"
             )
     return line
 

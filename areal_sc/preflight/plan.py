@@ -29,7 +29,7 @@ _LESS: Final = {
     ),
     "KV cache": ": at most rollout.max_running_sequences rows of rollout.max_context_tokens",
     "store up to": ": rows of two steps more than rollout.max_staleness, or versions of weights",
-    "snapshots": ": checkpoint.memory_every_steps=0 needs a third of it",
+    "snapshots": ": checkpoint.memory_snapshots=false needs a third of it",
 }
 """What the larger parts follow from."""
 

@@ -13,7 +13,6 @@ from areal_sc.errors import ModelError
 from areal_sc.hub import cached_model, local_model
 from areal_sc.preflight.idle_settings import ScriptFacts, idle_settings
 from areal_sc.sizing.model_folder import read_model_shape
-from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
 from areal_sc.sizing.worker_plan import format_bytes
 
 SMALL_MODEL_PARAMETERS = 1_000_000_000
@@ -33,7 +32,6 @@ def settings_warnings(config: GRPOConfig, facts: ScriptFacts) -> Iterator[str]:
     yield from _distribution_warnings(config)
     yield from _estimator_warnings(config)
     yield from preset_warnings(config)
-    yield from _kept_row_warnings(config)
     yield from _rank_warnings(config)
     yield from _engine_warnings(config)
 
@@ -88,31 +86,6 @@ def _step_warnings(config: GRPOConfig) -> Iterator[str]:
             yield (
                 f"{section}.every_steps={every} has no effect with total_steps={config.total_steps}"
             )
-
-
-def _kept_row_warnings(config: GRPOConfig) -> Iterator[str]:
-    """Steps whose rows stay until a snapshot is on the disk, against snapshots and stores."""
-    checkpoint, rollout = config.checkpoint, config.rollout
-    wanted = min(checkpoint.every_steps, checkpoint.keep_rows_steps)
-    if checkpoint.memory_every_steps == 0 and wanted < checkpoint.every_steps:
-        yield (
-            f"checkpoint.keep_rows_steps={checkpoint.keep_rows_steps}: without snapshots in memory "
-            "the run ends when a train worker dies later than so many steps after a snapshot"
-        )
-    limits = [rollout.fewest_workers * rollout.store_bytes, rollout.node_store_bytes]
-    # without a context the model is not there yet
-    if not rollout.max_context_tokens or not any(limits):
-        return
-    num_groups = min(limit for limit in limits if limit) // max_group_bytes(rollout)
-    # what is admitted, and the batch that is trained, come first
-    num_steps = num_groups // rollout.train_batch_groups - (rollout.max_staleness + 2)
-    if num_steps < wanted:
-        yield (
-            f"checkpoint.keep_rows_steps={checkpoint.keep_rows_steps}: the stores have room for "
-            f"the rows of {max(0, num_steps)} steps beside those in use "
-            f"({describe_largest_group(rollout)}), so snapshots are written more often; raise "
-            "rollout.store_bytes, or lower checkpoint.keep_rows_steps"
-        )
 
 
 def _engine_warnings(config: GRPOConfig) -> Iterator[str]:

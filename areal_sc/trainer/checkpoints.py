@@ -9,10 +9,8 @@ The ranks' files have checksums of their own. A snapshot gets its name once ever
 so one that has its name is whole. Rows that were generated but not trained are not kept: their
 groups are generated again.
 
-Train workers that die begin from snapshots in memory, which the controller writes by itself, or
-from these. The rows of the steps since the newest of these stay in the stores, in case that no
-snapshot in memory can be read. When the stores have no room for them, one is written before it is
-due.
+Train workers that die begin from snapshots in memory, which the controller takes by itself. Where
+there is none of the present step, the run goes back to the newest of these.
 """
 
 from __future__ import annotations
@@ -131,7 +129,6 @@ class Checkpoints(KeepsSnapshots):
         settings, due = self._run.config.checkpoint, list[_Kind]()
         limit_s = 60 * settings.every_minutes
         is_late = 0 < limit_s <= time.monotonic() - self._snapshot_began_s
-        is_late |= self._rollout.has_let_go_of_rows
         if settings.every_steps and (is_late or step % settings.every_steps == 0):
             due.append("snapshot")
         if settings.export_every_steps and step % settings.export_every_steps == 0:

@@ -56,7 +56,6 @@ class NoRollout:
     """What snapshots keep of a run that generates nothing."""
 
     actor: TrainController
-    has_let_go_of_rows: bool = False
 
     @property
     def standstill(self) -> Standstill:

@@ -1,19 +1,20 @@
-"""What a rank writes beside training, and the snapshots that it loads.
+"""What a rank writes beside training, the states that it keeps, and what it loads.
 
 begin    the engine copies its state       (the controller waits for this)
-finish   it is on the disk, or in memory; on a node of its own, it is brought back
+finish   it is on the disk; on a node of its own, it is brought back
+keep     the engine copies its state to the memory of the node; that is all
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_sc.engines.base import SavesState, able
+from areal_sc.engines.base import KeepsState, SavesState, able
 from areal_sc.engines.training.snapshot_index import INDEX_NAME, file_name
 from areal_sc.errors import StaleCall
 from areal_sc.nodes.spec import snapshot_name
@@ -22,6 +23,7 @@ from areal_sc.run.run_owner import FolderPlace
 from areal_sc.system.durable import partial_of
 from areal_sc.system.waiting import cancel_all
 from areal_sc.workers import rank_methods
+from areal_sc.workers.base import Worker
 from areal_sc.workers.operations import Kind, Operation, digest
 from areal_sc.workers.rank import Rank
 from areal_sc.workers.rank_methods import SnapshotPlace
@@ -36,34 +38,22 @@ class BegunWrites:
         self._run_folder = RunFolder(rank.spec.run.run_dir)
         self._run_place = FolderPlace(Path(rank.spec.run.run_dir))
         self._writes: dict[Operation, _Writing] = {}
+        self._kept: list[Operation] = []
 
     @property
     def in_memory(self) -> tuple[int, ...]:
-        """Versions of the present lineage whose snapshots in memory are whole."""
-        return tuple(
-            operation.version
-            for operation, write in self._writes.items()
-            if operation.lineage == self._rank.operations.lineage
-            and operation.kind is Kind.memory_snapshot
-            and write.task.done()
-            and write.task.exception() is None
-        )
+        """Versions of the present lineage whose states are in memory, as far as this life knows."""
+        lineage = self._rank.operations.lineage
+        return tuple(it.version for it in self._kept if it.lineage == lineage)
 
     async def close(self) -> None:
         """Nobody waits any more for what the engine writes; it goes on."""
         await cancel_all(write.task for write in self._writes.values())
 
     async def begin(self, write: rank_methods.Write) -> str:
-        """The folder of what is written, as the script names it; "" in memory."""
+        """The folder of what is written, as the script names it."""
         operation, engine = write.operation, able(self._rank.engine, SavesState)
         match operation.kind:
-            case Kind.memory_snapshot:
-                folder = self._memory_path(operation)
-                # ranks of this node that came here earlier may have begun the new one
-                kept = {_memory_name(operation.lineage, write.kept), partial_of(folder).name}
-                await asyncio.to_thread(_remove_but, folder.parent, kept)
-                await self._begin(operation, lambda: engine.begin_snapshot(folder, is_local=True))
-                return ""
             case Kind.snapshot:
                 place = self._run_folder.snapshot_path(operation.version)
                 folder = partial_of(place) / snapshot_name(self._role)
@@ -93,8 +83,23 @@ class BegunWrites:
         # A call that is given up must not cancel the write, which other ranks take part in.
         await asyncio.shield(write.task)
 
+    async def keep_state(self, args: rank_methods.KeepState) -> None:
+        """Raises: CheckpointError: there is no room, say."""
+        operation, engine = args.operation, able(self._rank.engine, KeepsState)
+        name, beside = _name(operation), f"{operation.lineage}-{args.beside}"
+
+        async def keep() -> None:
+            self._kept = [it for it in self._kept if _name(it) == beside]
+            await self._rank.compute(lambda: engine.keep_state(self._memory, name, beside=beside))
+            self._kept.append(operation)
+
+        await self._rank.operations.join(operation, keep)
+
     async def drop_memory_snapshots(self, _: None) -> None:
-        await asyncio.to_thread(_remove_but, self._memory_snapshots, ())
+        engine = able(self._rank.engine, KeepsState)
+        await Worker.compute(self._rank, engine.forget_states)  # it need not wake for that
+        await asyncio.to_thread(shutil.rmtree, self._memory, ignore_errors=True)
+        self._kept.clear()
 
     async def load(self, args: rank_methods.Load) -> None:
         """The engine goes to the state of the operation's version, in its lineage.
@@ -102,17 +107,18 @@ class BegunWrites:
         Raises: CheckpointError: it cannot be read.
         """
         operation, rank = args.operation, self._rank
-        is_local = args.place is SnapshotPlace.memory
         folder = self._run_folder.snapshot_path(operation.version) / snapshot_name(self._role)
-        if is_local:
-            folder = self._memory_path(operation)
 
         async def load() -> None:
-            if args.place is SnapshotPlace.disk:
-                await rank.files.bring_snapshot(folder)
-            if args.place is not SnapshotPlace.initial:
-                engine = able(rank.engine, SavesState)
-                await rank.compute(lambda: engine.load_snapshot(folder, is_local=is_local))
+            match args.place:
+                case SnapshotPlace.disk:
+                    await rank.files.bring_snapshot(folder)
+                    saves = able(rank.engine, SavesState)
+                    await rank.compute(lambda: saves.load_snapshot(folder))
+                case SnapshotPlace.memory:
+                    keeps = able(rank.engine, KeepsState)
+                    await rank.compute(lambda: keeps.load_state(self._memory, _name(operation)))
+                    self._kept = [operation]
 
         await rank.operations.join(
             operation, load, next_version=operation.version, begins_lineage=True
@@ -148,11 +154,8 @@ class BegunWrites:
 
         await self._rank.operations.join(operation, take)
 
-    def _memory_path(self, operation: Operation) -> Path:
-        return self._memory_snapshots / _memory_name(operation.lineage, operation.version)
-
     @property
-    def _memory_snapshots(self) -> Path:
+    def _memory(self) -> Path:
         return self._rank.memory_folder(f"snapshots-{self._role}")
 
 
@@ -171,13 +174,6 @@ async def _finished(
         await bring_back()
 
 
-def _memory_name(lineage: int, version: int) -> str:
-    """Name of a snapshot in memory."""
-    return f"{lineage}-{version}"
-
-
-def _remove_but(root: Path, kept: Container[str]) -> None:
-    """Removes folders of other names, also what is left of a snapshot that was not completed."""
-    for folder in root.glob("*"):
-        if folder.name not in kept:
-            shutil.rmtree(folder, ignore_errors=True)
+def _name(operation: Operation) -> str:
+    """Name of a state in memory."""
+    return f"{operation.lineage}-{operation.version}"

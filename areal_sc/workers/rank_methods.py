@@ -180,14 +180,18 @@ class SnapshotPlace(StrEnum):
 
 
 class Write(Change, frozen=True, array_like=True):
-    """The kind of the operation says what is written: a snapshot to the disk or in memory, or a
-    Hugging Face folder.
+    """The kind of the operation says what is written: a snapshot to the disk, or a Hugging Face
+    folder."""
+
+
+class KeepState(Change, frozen=True, array_like=True):
+    """The state of the operation's version is copied to the memory of the node.
 
     Attributes:
-        kept: before a snapshot is written in memory, those there go but for that of this version.
+        beside: version whose copy there stays; -1: none has to.
     """
 
-    kept: int = -1
+    beside: int
 
 
 class Load(Change, frozen=True, array_like=True):
@@ -243,6 +247,8 @@ CANCEL_BROADCAST = Method("cancel_broadcast", str, NoneType, callers=CONTROLLER 
 BEGIN_WRITE = Method("begin_write", Write, str, writes=True)
 """Takes this rank's part of what is written, and names its folder. A snapshot on the disk is
 completed by the controller."""
+KEEP_STATE = Method("keep_state", KeepState, NoneType)
+"""Takes a snapshot in memory, which is whole when this replies."""
 DROP_MEMORY_SNAPSHOTS = Method("drop_memory_snapshots", NoneType, NoneType)
 """Drops this model's snapshots in memory on the node: what cannot be spared needs their room."""
 FINISH_WRITE = Method("finish_write", Change, NoneType, writes=True)

@@ -45,6 +45,7 @@ class TrainWorker(Rank):
             rank_methods.BROADCAST_WEIGHTS.served_by(self._broadcasts.broadcast),
             rank_methods.CANCEL_BROADCAST.served_by(self._broadcasts.cancel_broadcast),
             rank_methods.BEGIN_WRITE.served_by(self.using(self._writes.begin)),
+            rank_methods.KEEP_STATE.served_by(self.using(self._writes.keep_state)),
             rank_methods.DROP_MEMORY_SNAPSHOTS.served_by(self._writes.drop_memory_snapshots),
             rank_methods.FINISH_WRITE.served_by(self._writes.finish),
             rank_methods.LOAD_SNAPSHOT.served_by(self.using(self._writes.load)),

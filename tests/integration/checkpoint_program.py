@@ -64,19 +64,21 @@ class Rank:
     def begin_snapshot(self, path: str) -> None:
         self._written = self.engine.begin_snapshot(self._place(path))
 
-    def begin_local(self, path: str) -> None:
+    def keep(self, path_and_names: list[str]) -> None:
         """In the memory of this rank's node."""
-        self._written = self.engine.begin_snapshot(self._place(path), is_local=True)
+        path, name, beside = path_and_names
+        self.engine.keep_state(self._place(path), name, beside=beside)
 
-    def load_local(self, path: str) -> None:
-        self.engine.load_snapshot(self._place(path), is_local=True)
+    def load_kept(self, path_and_name: list[str]) -> None:
+        path, name = path_and_name
+        self.engine.load_state(self._place(path), name)
 
-    def refuse_local(self, path: str) -> None:
+    def refuse_kept(self, path_and_name: list[str]) -> None:
         """Why it cannot be loaded, under the name of the folder."""
         try:
-            self.load_local(path)
+            self.load_kept(path_and_name)
         except CheckpointError as error:
-            self.recorded[Path(path).name] = str(error)
+            self.recorded[Path(path_and_name[0]).name] = str(error)
 
     def copy(self, ranks_and_paths: list[Any]) -> None:
         ranks, *paths = ranks_and_paths

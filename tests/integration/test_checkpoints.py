@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -226,26 +227,24 @@ def results(model_folder: Path, experts_folder: Path, folder: Path) -> Results:
     scenarios["on_nodes"] = nodes | {
         "actions": [
             *train(0, 1),
-            *(["seed", 7], [weights, "two_steps"], ["begin_local", f"{path}/of_2"]),
-            *train(2),  # while it is written
-            *(["wait", "written"], ["begin_local", f"{path}/of_3"], ["wait", "again"]),
+            *(["seed", 7], [weights, "two_steps"], ["keep", [path, "of_2", ""]]),
+            *(*train(2), ["keep", [path, "of_3", "of_2"]]),
         ],
     }
+    lost = str(folder / "lost-*")
     scenarios["on_nodes_again"] = nodes | {
         "actions": [
-            *(["load_local", f"{path}/of_2"], [weights, "two_steps"], ["random", "random"]),
-            *(*train(2), [weights, "three_steps"]),
-            ["copy", [[0], f"{path}/of_2", f"{path}/lost"]],
-            ["copy", [[0], f"{path}/of_2", f"{path}/mixed"]],
-            ["copy", [[1], f"{path}/of_3", f"{path}/mixed"]],
-            *(["refuse_local", f"{path}/lost"], ["refuse_local", f"{path}/mixed"]),
-            [weights, "still_three_steps"],
+            *(["load_kept", [path, "of_2"]], [weights, "two_steps"], ["random", "random"]),
+            *(*train(2), [weights, "three_steps"], ["copy", [[0], path, lost]]),
+            *(["refuse_kept", [lost, "of_2"]], [weights, "still_three_steps"]),
+            *(*train(3), ["keep", [path, "of_4", "of_3"]], ["refuse_kept", [path, "of_2"]]),
+            *(["load_kept", [path, "of_3"]], [weights, "kept_three_steps"]),
         ],
     }
     scenarios["on_fewer_ranks"] = {
         "world_size": 2,
         "nodes": ["0", "1"],
-        "actions": [["refuse_local", f"{path}/of_2"]],
+        "actions": [["refuse_kept", [path, "of_3"]]],
     }
     given = {name: {**common, **scenario} for name, scenario in scenarios.items()}
     run_program(PROGRAM, folder, given)
@@ -380,10 +379,11 @@ def test_ranks_that_do_not_see_a_folder_that_they_are_to_share_write_nothing(
 
 def test_nodes_keep_what_their_own_ranks_need(results: Results, folder: Path) -> None:
     written, again = results["on_nodes"], results["on_nodes_again"]
-    assert [(rank["written"], rank["again"]) for rank in written] == [("", "")] * 4
     for node, ranks in {"first": [0], "others": [1, 2, 3]}.items():
-        found = {it.name for it in (folder / f"node-{node}" / "of_2").iterdir()}
-        assert found == {"snapshot.json", *(f"rank-{rank}.safetensors" for rank in ranks)}
+        for buffer, name in (("0", "of_4"), ("1", "of_3")):
+            found = {it.name for it in (folder / f"node-{node}" / buffer).iterdir()}
+            of_ranks = [(f"rank-{n}.safetensors", f"rank-{n}-of-4.{name}.json") for n in ranks]
+            assert found == {*chain(*of_ranks)}
     norm = "parameter.model.norm.weight"
     stored = {rank: stored_names(folder, rank) for rank in range(4)}
     assert [rank for rank in range(4) if norm in stored[rank]] == [0, 1, 2]  # 3 has what 2 has
@@ -393,19 +393,27 @@ def test_nodes_keep_what_their_own_ranks_need(results: Results, folder: Path) ->
     assert len({tuple(rank["random"].tolist()) for rank in again}) == 4
 
 
-def test_a_snapshot_of_which_a_node_lacks_its_part_is_refused_by_all(results: Results) -> None:
+def test_of_two_states_on_nodes_one_stays_while_the_other_is_replaced(results: Results) -> None:
+    again = results["on_nodes_again"]
+    assert difference(whole(again, "kept_three_steps"), whole(results["on_nodes"], "two_steps")) > 0
+    expected = whole(results["never_stopped"], "three_steps")
+    assert difference(whole(again, "kept_three_steps"), expected) <= SAME_STEP
+    for rank in again:
+        assert "has nothing of that name there" in rank["node-*"]
+
+
+def test_a_state_of_which_a_node_lacks_its_part_is_refused_by_all(results: Results) -> None:
     again = results["on_nodes_again"]
     for rank in again:
-        assert "(train rank 1): FileNotFoundError" in rank["lost"]
-        assert "what the nodes hold was not written together" in rank["mixed"]
+        assert "rank 1 has nothing of that name there" in rank["lost-*"]
     assert difference(whole(again, "still_three_steps"), whole(again, "three_steps")) == 0
     for rank in results["on_fewer_ranks"]:
-        assert "4 ranks have written it, not 2" in rank["of_2"]
+        assert "rank 0 has nothing of that name there" in rank["node-*"]
 
 
 def stored_names(folder: Path, rank: int) -> set[str]:
     place = folder / ("node-others" if rank else "node-first")
-    return set(load_file(place / "of_2" / f"rank-{rank}.safetensors"))
+    return set(load_file(place / "1" / f"rank-{rank}.safetensors"))
 
 
 def test_bfloat16_training_keeps_its_float32_weights(results: Results, folder: Path) -> None:

@@ -42,7 +42,7 @@ def test_it_can_be_read(
 
 
 def test_the_run_goes_on(run_dir: Path, tiny_model_folder: Path) -> None:
-    more = ("total_steps=5", "checkpoint.every_steps=1", "checkpoint.memory_every_steps=0")
+    more = ("total_steps=5", "checkpoint.every_steps=1", "checkpoint.memory_snapshots=false")
     settings = run_dir / "config.yaml"
     of_model = re.search(r"(?<=  path: )/.*tiny_model0$", settings.read_text(), re.MULTILINE)
     assert of_model

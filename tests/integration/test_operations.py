@@ -12,7 +12,7 @@ from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers
 from small_disk import small_disk
 
 from areal_sc import FSDPPPOActor, GRPOConfig, TrainController
-from areal_sc.controller.train.train_history import StartingPoint
+from areal_sc.controller.train.rank_state import StartingPoint
 from areal_sc.errors import CheckpointError, StaleCall
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.runtime import Runtime
@@ -27,8 +27,8 @@ def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
     runtime = Runtime.create(scheduler.keys)
     again = TrainController(FSDPPPOActor(actor.config), scheduler, runtime=runtime)
     again._ranks.calls.layout = actor._ranks.calls.layout
-    lineage = actor._ranks.history.lineage
-    again._ranks.history.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
+    lineage = actor._ranks.state.lineage
+    again._ranks.state.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
     for member in actor.fleet.members:
         worker = member.worker
         connection = runtime.transport.connect(worker.address, worker.name, worker.incarnation)

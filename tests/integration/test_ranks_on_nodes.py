@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from integration.test_weight_publication import controllers
 
 from areal_sc import GRPOConfig
 from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import StepsLost
 from areal_sc.preflight.plan import plan
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import StartedAgent
@@ -68,13 +68,6 @@ class TwoNodes(LocalScheduler):
         super().close()
 
 
-def until(is_so: Callable[[], object], what: str) -> None:
-    give_up = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up, what
-        time.sleep(0.05)
-
-
 def test_ranks_begin_from_the_memory_of_their_nodes_and_from_the_disk_when_one_is_lost(
     tiny_config: Callable[..., GRPOConfig],
     tmp_path: Path,
@@ -86,7 +79,6 @@ def test_ranks_begin_from_the_memory_of_their_nodes_and_from_the_disk_when_one_i
         "actor.parallel={data: 1, tensor: 2}",  # norms are on both nodes
         f"actor.ppo.loss={LOSS}",
         f"actor.ppo.loss_settings={{marker: {tmp_path / 'marker'}}}",
-        "checkpoint.keep_rows_steps=10",
         "actor.optimizer.lr=1e-2",
     )
     room = max(worker.store_bytes for worker in plan(config).workers if worker.role == "train")
@@ -112,21 +104,24 @@ def test_ranks_begin_from_the_memory_of_their_nodes_and_from_the_disk_when_one_i
                 assert steps.update() == metrics[step]
                 steps.publish()
                 assert steps.model() == expected[step]
-                in_memory = f"{actor._ranks.history.lineage}-{step + 1}"
-                found = tmp_path.glob(f"memory/*/*/snapshots-train/{in_memory}/*")
-                until(lambda: not actor._ranks.memory.is_writing, "the snapshot")
-                assert {path.name for path in found} == {"rank-1.safetensors", "snapshot.json"}
+                in_memory = f"{actor._ranks.state.lineage}-{step + 1}"
+                found = tmp_path.glob(f"memory/*/*/snapshots-train/*/*.{in_memory}.json")
+                assert {path.name for path in found} == {f"rank-1-of-2.{in_memory}.json"}
 
             check(0)
             steps.kill(1)
             check(1)
-            assert "ranks are back at version=1, from version=1 (memory)" in caplog.text
+            assert "ranks are back at version=1, from its memory state" in caplog.text
             # before its end: the agent that takes its place writes there at once
             (tmp_path / "memory").rename(tmp_path / "lost")
             os.kill(scheduler.other.pid, signal.SIGKILL)
-            until(lambda: "ranks are back at version=2" in caplog.text, "the ranks")
+            with pytest.raises(StepsLost, match="of which there is no snapshot"):
+                steps.update()
             assert "a snapshot (memory) cannot be read" in caplog.text
-            assert "ranks are back at version=2, from version=0 (disk)" in caplog.text
-            assert steps.model() == expected[1]
+            actor.load_snapshot(0)
+            rollout.go_back(at_the_start)
+            assert steps.update() == metrics[0]
+            steps.publish()
+            assert steps.model() == expected[0]
     finally:
         scheduler.close()

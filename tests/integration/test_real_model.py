@@ -57,7 +57,7 @@ NUM_TOKENS: Final = 6
 
 END: Final = "<|im_end|>"
 
-ON_DISK: Final = ("checkpoint.memory_every_steps=0", "checkpoint.keep=1")
+ON_DISK: Final = ("checkpoint.memory_snapshots=false", "checkpoint.keep=1")
 """Snapshots in memory would take 3 GB more."""
 
 SETTINGS: Final = (

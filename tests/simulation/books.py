@@ -244,8 +244,6 @@ class RunBooks:
         assert needed <= held.keys()
         if self.settings.behavior.sweep_delay_s or self.rollout.num_restarts:
             return
-        if self.actor._ranks.memory.is_writing:  # rows of the steps that it will cover stay
-            return
         for shard_id in held.keys() - needed:
             trained_at = self.trained_at.get(held[shard_id], batch.global_step)
             assert trained_at >= batch.global_step - 1, (

@@ -268,10 +268,11 @@ class SimulatedCluster:
         """Deterministic, of the length of real ids."""
         return f"{next(self._ids):012x}"
 
-    def keep_in_memory(self, node: str, lineage: int, kept: int) -> None:
-        """Of a node's snapshots of this lineage those of one version stay."""
+    def keep_in_memory(self, rank: SimulatedTrainWorker, lineage: int, kept: int) -> None:
+        """Of a rank's snapshots in the memory of its node that of one version stays."""
         for key in list(self.snapshots):
-            if key[:2] == (node, lineage) and key.version != kept:
+            is_own = (key.node, key.rank) == (rank.node, rank.name)
+            if is_own and (key.lineage, key.version) != (lineage, kept):
                 del self.snapshots[key]
 
     def read_snapshot(self, key: SnapshotKey) -> Past:

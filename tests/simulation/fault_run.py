@@ -190,25 +190,11 @@ class FaultRun(FaultyScript):
         self.broken_callbacks.append(repr(context))
 
     async def _check_stores_drain(self) -> None:
-        """What is left are rows that a repeated step would read: no snapshot covers them."""
+        """No rows are left: those of the steps are trained."""
         await asyncio.sleep(SLOWEST_MESSAGES_S)
-        covered = self._covered_steps()
         for worker in self.present_workers:
-            left = {
-                shard_id: group
-                for shard_id, group in worker.store.group_of.items()
-                if self.trained_at.get(group, -1) < covered
-            }
-            assert not left, f"{worker.name} still holds {left}, snapshots cover {covered}"
-
-    def _covered_steps(self) -> int:
-        """Rows of so many steps are not needed any more, whatever dies."""
-        durable = self._noted_step  # a later start does not know of all snapshots of earlier ones
-        if self.actor.version - durable <= self.settings.keep_rows_steps:
-            return durable
-        parts = Counter((key.lineage, key.version) for key in self.cluster.snapshots)
-        whole = [key for key, num_parts in parts.items() if num_parts == self.settings.num_ranks]
-        return max((version for lineage, version in whole if lineage != -1), default=durable)
+            left = dict(worker.store.group_of)
+            assert not left, f"{worker.name} still holds {left}"
 
     async def check_end(self) -> None:
         await super().check_end()

@@ -132,6 +132,7 @@ TRAIN_METHODS = (
     "save_weights",
     "sweep",
     "initialize_rank",
+    "keep_state",
     "begin_write",
     "finish_write",
     "load_snapshot",

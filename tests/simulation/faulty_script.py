@@ -67,7 +67,7 @@ class FaultyScript(TrainingRun):
         ends: how earlier starts of the script have ended.
         saved: of snapshots that are whole, the controllers' part.
         num_lost_batches: that were formed anew, since rows went with a node's memory.
-        num_retreats: to an earlier snapshot, as rows of trained steps did.
+        num_retreats: to an earlier snapshot, as there was none of the present version.
     """
 
     cluster: FaultyCluster
@@ -85,7 +85,7 @@ class FaultyScript(TrainingRun):
         self.has_scaled = False
         self._later_stores = iter(scenario.later_stores)
         self.num_wanted = scenario.settings.num_rollout_workers
-        self._has_let_go = self._has_taken_over = self._leaves_all_behind = False
+        self._has_taken_over = self._leaves_all_behind = False
         self.snapshot_every = scenario.snapshot_every
         self.segment_bytes = scenario.segment_bytes
         self._snapshot: asyncio.Task[None] | None = None
@@ -139,17 +139,13 @@ class FaultyScript(TrainingRun):
 
     @property
     def _has_lost_rows_of_a_step(self) -> bool:
-        """Rows of a batch went with a node's memory, or a snapshot that covers them.
-
-        They also go when the stores have no room for them and snapshots cannot be written.
-        """
+        """Rows of a batch went with a node's memory, or there is no snapshot of a version."""
         cluster = self.cluster
         has_lost_rows = bool(cluster.lost_groups & self.trained_at.keys()) or self.num_lost_batches
         has_lost_rows |= self._has_lost_fields
-        is_let_go = cluster.num_failed_snapshots > 0 or self.has_scaled or self.has_other_room
-        has_let_go = self._has_let_go and is_let_go
-        is_history_unknown = self._has_taken_over or bool(cluster.unreadable)
-        return bool(has_lost_rows or cluster.num_lost_snapshots or has_let_go or is_history_unknown)
+        has_no_snapshot = not self.settings.memory_snapshots or bool(cluster.unreadable)
+        has_no_snapshot |= bool(cluster.num_lost_snapshots or cluster.num_failed_snapshots)
+        return bool(has_lost_rows or has_no_snapshot or self._has_taken_over)
 
     @property
     def _has_lost_fields(self) -> bool:
@@ -205,7 +201,7 @@ class FaultyScript(TrainingRun):
                     assert is_expected or self.cluster.lost_groups & self.trained_at.keys()
                     self.num_lost_batches += 1
                     self.forget_batch()
-                except StepsLost:  # rows of a trained step went with their node
+                except StepsLost:  # there is no snapshot of the present version
                     self._check_newest()
                     if not self._has_lost_rows_of_a_step:
                         raise
@@ -371,7 +367,6 @@ class FaultyScript(TrainingRun):
         is_about_to_go_back = self.phase == "taking over" and self.actor.found is None
         if not (is_about_to_go_back or self._leaves_all_behind):
             super().before_forgotten(shard_id, group_id)
-        self._has_let_go |= self.rollout.has_let_go_of_rows
 
     def before_left(self, worker: SimulatedWorker) -> None:
         """It was asked to end, in a run that goes on: nothing of it is needed."""
@@ -408,7 +403,7 @@ class FaultyScript(TrainingRun):
                 self._check_newest()
                 self.saved[step] = state
                 self._noted_step = step
-                self.actor._ranks.note_durable(step)
+                self.actor._ranks.state.note_durable(step)
 
         self._snapshot = asyncio.create_task(complete(), name=f"snapshot of step {step}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.train.memory_snapshots import MemorySnapshots
 from areal_sc.controller.worker_store import WorkerStore
-from areal_sc.errors import WorkerLost
+from areal_sc.errors import ArealError, WorkerLost
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.metadata import RowMetadata
 from areal_sc.nodes.spec import WorkerReport
@@ -73,16 +73,18 @@ def fence_left_out() -> Iterator[None]:
 
 
 @contextmanager
-def snapshot_counted_when_begun() -> Iterator[None]:
-    """A snapshot counts before it is written; the rows that it will cover may go."""
-    begin = MemorySnapshots.begin_when_due
+def version_announced_before_its_snapshot() -> Iterator[None]:
+    """A step is complete while the snapshot in memory of its version is taken."""
+    take, taking = MemorySnapshots.take, set[asyncio.Task[None]]()
 
-    def begin_and_note(self: MemorySnapshots) -> None:
-        begin(self)
-        if self.is_writing:
-            self.history.note_in_memory(self.history.version)
+    async def take_later(self: MemorySnapshots, version: int) -> None:
+        async def take_at_last() -> None:
+            with suppress(ArealError):
+                await take(self, version)
 
-    with patch.object(MemorySnapshots, "begin_when_due", begin_and_note):
+        taking.add(asyncio.create_task(take_at_last()))
+
+    with patch.object(MemorySnapshots, "take", take_later):
         yield
 
 
@@ -232,7 +234,7 @@ PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         fence_left_out,
         group_sent_before_its_record,
         version_announced_before_its_record,
-        snapshot_counted_when_begun,
+        version_announced_before_its_snapshot,
         pause_counted_as_silence,
         late_rejection_taken,
         shard_not_swept,

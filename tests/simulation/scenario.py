@@ -39,7 +39,7 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
     num_workers, batch_groups = rng.randint(1, 3), rng.randint(1, 3)
     num_ranks = rng.randint(1, 2)
     is_on_one_node = num_ranks == 1 or num_workers < 3
-    memory_every = rng.choice((0, 1, 1, 2)) if is_on_one_node else 0
+    has_snapshots = is_on_one_node and rng.choice((False, True, True, True))
     least_store = -(-batch_groups // num_workers)
     generation_s, training_s = rng.choice((0.5, 2.0, 6.0)), rng.choice((0.5, 2.0, 4.0))
     behavior = Behavior(
@@ -64,16 +64,13 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         num_ranks=num_ranks,
         num_minibatches=rng.randint(1, 2),
         max_concurrent_groups=rng.choice((2, 40)),
-        store_groups=rng.choice((least_store, least_store + 1, 1000))
-        if memory_every == 1
-        else 1000,
+        store_groups=rng.choice((least_store, least_store + 1, 1000)),
         evaluate_every=rng.choice((0, 0, 2)),
         group_timeout_s=60.0,
         weight_update=rng.choice(list(WeightUpdateMethod)),
         weight_step_timeout_s=20.0,
         max_deaths=1000,
-        memory_every=memory_every,
-        keep_rows_steps=rng.choice((0, 2, 10)) if memory_every else 10,
+        memory_snapshots=has_snapshots,
         seed=rng.randrange(2**32),
         behavior=behavior,
     )
@@ -95,7 +92,7 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
     if FaultKind.scale in kinds and seed % 2:
         # drawn apart, so that other seeds are what they were
         scenario.faults.extend(draw_scalings(random.Random(f"scale {seed}"), horizon_s))
-    if seed % 3 == 0 and memory_every == 1:
+    if seed % 3 == 0:
         room = random.Random(f"room {seed}")
         # a start may begin with the one worker that was scaled to, and is refused without a batch
         least = (

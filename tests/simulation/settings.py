@@ -54,8 +54,7 @@ class Settings:
     placement: Placement = Placement.auto
     weight_step_timeout_s: float = 600.0
     num_prompts: int = 1000
-    memory_every: int = 1
-    keep_rows_steps: int = 0
+    memory_snapshots: bool = True
     max_deaths: int = 5
     has_reference: bool = False
     is_reference_frozen: bool = True
@@ -82,8 +81,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         seed=settings.seed,
         optimizer=OptimizerConfig(total_steps=settings.num_steps),
         ppo=PPOConfig(num_minibatches=settings.num_minibatches),
-        memory_every_steps=settings.memory_every,
-        keep_rows_steps=settings.keep_rows_steps,
+        memory_snapshots=settings.memory_snapshots,
         weight_update=weight_update,
     )
     rollout = RolloutConfig(

@@ -17,7 +17,7 @@ from areal_sc.transport.rpc.method import A, R, Served
 from areal_sc.weights import BucketLayout, WeightGroup
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
-from areal_sc.workers.operations import Kind, Operation, Operations
+from areal_sc.workers.operations import Operation, Operations
 from areal_sc.workers.rank_methods import SnapshotPlace
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class SimulatedTrainWorker(SimulatedWorker):
         self.past: Past = []
         self._world_size = 0  # until it has joined the others
         self._num_computed = self._num_computing = 0
-        self._written: list[Operation] = []  # snapshots in memory that are whole
+        self._kept: list[Operation] = []  # snapshots in memory
         self._weight_group: SimulatedWeightGroup | None = None
         self._writes: dict[Operation, tuple[SnapshotKey, Past]] = {}
 
@@ -65,6 +65,7 @@ class SimulatedTrainWorker(SimulatedWorker):
             rank_methods.BROADCAST_WEIGHTS.served_by(self.broadcast_weights),
             rank_methods.CANCEL_BROADCAST.served_by(self.cancel_broadcast),
             rank_methods.BEGIN_WRITE.served_by(self.using(self.begin_write)),
+            rank_methods.KEEP_STATE.served_by(self.using(self.keep_state)),
             rank_methods.DROP_MEMORY_SNAPSHOTS.served_by(self.drop_memory_snapshots),
             rank_methods.FINISH_WRITE.served_by(self.finish_write),
             rank_methods.LOAD_SNAPSHOT.served_by(self.using(self.load_snapshot)),
@@ -109,7 +110,7 @@ class SimulatedTrainWorker(SimulatedWorker):
             operations.noted,
             self._num_computed,
             self._num_computing > 0,
-            tuple(write.version for write in self._written if write.lineage == operations.lineage),
+            tuple(it.version for it in self._kept if it.lineage == operations.lineage),
         )
 
     async def create_rendezvous(self, _: None) -> str:
@@ -148,18 +149,29 @@ class SimulatedTrainWorker(SimulatedWorker):
     async def begin_write(self, write: rank_methods.Write) -> str:
         async def take() -> None:
             await self.spend(self.cluster.behavior.sealing_s)
-            if is_in_memory:
-                self.cluster.keep_in_memory(self.node, operation.lineage, write.kept)
-            key = self._snapshot_key(operation, is_in_memory=is_in_memory)
+            key = self._snapshot_key(operation, is_in_memory=False)
             self._writes[operation] = key, list(self.past)
 
         operation = write.operation
-        is_in_memory = operation.kind is Kind.memory_snapshot
         await self.operations.join(operation, take)
         return ""
 
+    async def keep_state(self, args: rank_methods.KeepState) -> None:
+        operation = args.operation
+
+        async def keep() -> None:
+            self.cluster.keep_in_memory(self, operation.lineage, args.beside)
+            self._kept = [it for it in self._kept if it.version == args.beside]
+            past = list(self.past)
+            await self.cluster.write_snapshot(self)
+            self.cluster.keep_snapshot(self._snapshot_key(operation, is_in_memory=True), past)
+            self._kept.append(operation)
+
+        await self.operations.join(operation, keep)
+
     async def drop_memory_snapshots(self, _: None) -> None:
-        self.cluster.keep_in_memory(self.node, self.operations.lineage, -1)
+        self.cluster.keep_in_memory(self, self.operations.lineage, -1)
+        self._kept.clear()
 
     async def finish_write(self, change: rank_methods.Change) -> None:
         if change.operation not in self._writes:
@@ -167,8 +179,6 @@ class SimulatedTrainWorker(SimulatedWorker):
         key, past = self._writes[change.operation]
         await self.cluster.write_snapshot(self)
         self.cluster.keep_snapshot(key, past)
-        if change.operation.kind is Kind.memory_snapshot:
-            self._written.append(change.operation)
 
     async def load_snapshot(self, args: rank_methods.Load) -> None:
         async def load() -> None:
@@ -179,6 +189,7 @@ class SimulatedTrainWorker(SimulatedWorker):
                 is_in_memory = args.place is SnapshotPlace.memory
                 key = self._snapshot_key(operation, is_in_memory=is_in_memory)
                 self.past = self.cluster.read_snapshot(key)
+                self._kept = [operation] if is_in_memory else []
             self.version = operation.version
 
         operation = args.operation

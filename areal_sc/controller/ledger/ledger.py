@@ -70,14 +70,9 @@ class Ledger:
         return self._unconsumed.get(group_id)
 
     def needs_rows(self, group_id: int, attempt: int) -> bool:
-        """Whether the rows of this attempt wait to be trained, or are of a step that is kept."""
+        """Whether the rows of this attempt wait to be trained, or are of a step that goes on."""
         groups = (of_step.get(group_id) for of_step in (self._unconsumed, *self._kept.values()))
         return any(g is not None and g.batch is not None and g.attempt == attempt for g in groups)
-
-    @property
-    def kept_steps(self) -> list[int]:
-        """Steps whose groups are kept after they were consumed."""
-        return list(self._kept)
 
     def kept_groups(self, step: int) -> list[Group]:
         """The groups of a step that is kept, in the order of its batch."""
@@ -307,7 +302,7 @@ class Ledger:
         self._state.version = version
 
     def release(self, step: int) -> None:
-        """Steps up to `step` are not repeated any more: the ledger lets go of their batches."""
+        """Steps up to `step` are complete: the ledger lets go of their batches."""
         released = [kept for kept in self._kept if kept <= step]
         if released:
             self._write(kinds.Release(max(released)))

@@ -20,7 +20,7 @@ Split = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class ConsumedStep(Struct, frozen=True, array_like=True):
-    """A training step that may have to be repeated: its groups with their rows, in order."""
+    """A training step that goes on: its groups with their rows, in order."""
 
     step: int
     groups: tuple[Group, ...]
@@ -128,7 +128,7 @@ class Publish(Struct, frozen=True, array_like=True, tag=8):
 
 
 class Release(Struct, frozen=True, array_like=True, tag=9):
-    """Steps up to this one are not repeated any more; their rows may go."""
+    """Steps up to this one are complete; their rows may go."""
 
     step: int
 

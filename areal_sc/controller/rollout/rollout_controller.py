@@ -161,7 +161,6 @@ class RolloutController(WeightsReader):
         Raises: WorkerStartError, ModelError: with the worker's own words.
         """
         common_of(self.scheduler).needs.add(self._needs)
-        common_of(self.scheduler).keepers.add(self.keep_rows)
         if self._adopts:
             self._workers.is_tracked.clear()
         first, spares = await self._scaling.first_orders(adopts=self._adopts)
@@ -175,7 +174,6 @@ class RolloutController(WeightsReader):
     async def close_async(self) -> None:
         """Ends all running groups, then the workers."""
         common_of(self.scheduler).needs.discard(self._needs)
-        common_of(self.scheduler).keepers.discard(self.keep_rows)
         self.groups.end()
         await self._workers.card.close()
         await self._recovery.close()
@@ -358,12 +356,6 @@ class RolloutController(WeightsReader):
         """Goes on after `pause`."""
         await self._workers.pause(False)
         self.groups.resume()
-
-    @property
-    def has_let_go_of_rows(self) -> bool:
-        """Whether rows that no snapshot on the disk covers had to go, or wait to: for lack of
-        room, or because their worker is to leave."""
-        return self.groups.kept_rows.has_let_go or self._scaling.wants_snapshot
 
     def _begin_journal(self, state: LedgerState) -> None:
         """Goes back to `state` from what earlier starts have left; a new journal begins with it."""

@@ -138,8 +138,7 @@ def _shards_by_worker(ledger: Ledger) -> dict[tuple[str, str], dict[str, GroupAt
     A new life at another address cannot serve them under the old one.
     """
     held: dict[tuple[str, str], dict[str, GroupAttempt]] = {}
-    kept = (group for step in ledger.kept_steps for group in ledger.kept_groups(step))
-    for group in (*ledger.unconsumed(), *kept):
+    for group in (*ledger.unconsumed(), *ledger.kept_groups(ledger.version)):
         for shard in group.batch.shards if group.batch else ():
             run = GroupAttempt(group.group_id, group.attempt)
             held.setdefault((shard.node_id, shard.node_addr), {})[shard.shard_id] = run

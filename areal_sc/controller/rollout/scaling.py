@@ -6,9 +6,7 @@
 consumes     `scale`, by the script; a person's wish; batches, which tell the autoscaler
 waits for    a worker that leaves: its groups, rows that are still to be trained, an evaluation;
              nodes that are on their way, where the stores of the workers do not hold a batch yet
-unblocked by the end of these, seen at the next look. Rows that only a repeat of a step would read
-             hold it up until a snapshot covers them, which it asks for, or for `COVER_STEPS` steps.
-             The wait for a node has no limit
+unblocked by the end of these, seen at the next look. The wait for a node has no limit
 
 Where the nodes have no room for more, further ones are asked for: their workers start when they are
 there, and the autoscaler does not count them before. When the number falls, workers whose node has
@@ -51,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.2
 """Between two looks at workers that leave."""
-COVER_STEPS: Final = 2
-"""Steps that a snapshot may take to cover the rows of a worker that leaves."""
 
 OrderOf = Callable[[int], WorkerOrder]
 """The order of a worker, by its number."""
@@ -87,7 +83,6 @@ class Scaling:
         self._followed: ScaleWish | None = None
         self._one_change = asyncio.Lock()
         self._leaving: asyncio.Task[None] | None = None
-        self._kept_since: dict[RolloutWorkerState, int] = {}  # versions
         autoscale = self.config.autoscale
         self._autoscaler = Autoscaler(autoscale) if autoscale.max else None
         self._seen_restarts = 0
@@ -195,11 +190,6 @@ class Scaling:
         if change := self._autoscaler.note_step(seen):
             self.background.start(self._follow(change), "autoscaling")
 
-    @property
-    def wants_snapshot(self) -> bool:
-        """Whether a snapshot would let a worker leave."""
-        return bool(self._kept_since)
-
     async def _follow(self, change: SizeChange) -> None:
         assert self._autoscaler is not None
         try:
@@ -214,7 +204,6 @@ class Scaling:
         workers = self.workers.set
         back = sorted(workers.leaving, key=lambda state: not state.life.is_up)[:num_more]
         for state in back:
-            self._kept_since.pop(state, None)
             workers.keep(state)
         members = []
         if num_new := num_more - len(back):
@@ -247,27 +236,9 @@ class Scaling:
         while leaving := self.workers.set.leaving:
             for state in leaving:
                 if self.workers.may_leave(state, self.groups.ledger.num(GroupState.queued)):
-                    self._kept_since.pop(state, None)
                     self.workers.let_go(state)
                     self.background.start(self._end(state.member), f"end of {state.name}")
-                else:
-                    self._hurry(state)
             await asyncio.sleep(LOOK_S)
-
-    def _hurry(self, state: RolloutWorkerState) -> None:
-        """Rows that only a repeat of a step would read do not hold the worker up for long."""
-        groups, ledger = self.groups, self.groups.ledger
-        steps = [step for step in ledger.kept_steps if self._holds(state, step)]
-        is_busy = any(group.worker == state.name for group in ledger.unconsumed())
-        if is_busy or not steps or groups.version in steps:
-            self._kept_since.pop(state, None)
-        elif groups.version >= self._kept_since.setdefault(state, groups.version) + COVER_STEPS:
-            while self._holds(state, *steps) and groups.kept_rows.let_go(ledger, groups.version):
-                pass
-
-    def _holds(self, state: RolloutWorkerState, *steps: int) -> bool:
-        kept = (group for step in steps for group in self.groups.ledger.kept_groups(step))
-        return any(group.worker == state.name for group in kept)
 
     async def _end(self, member: Member) -> None:
         await self.recovery.wait_until_left(member.life.unit)

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final
 
-from areal_sc.controller.events import BatchFormed, RowsNeeded
+from areal_sc.controller.events import BatchFormed
 from areal_sc.controller.ledger.group import Group, GroupState, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import LedgerState, Split
@@ -33,7 +33,6 @@ from areal_sc.controller.rollout.admission import Admission
 from areal_sc.controller.rollout.evaluation import mean_metrics
 from areal_sc.controller.rollout.group_signal import GroupSignal
 from areal_sc.controller.rollout.groups import Groups, GroupTools
-from areal_sc.controller.rollout.kept_rows import KeptRows
 from areal_sc.controller.rollout.rejections import STALE, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.staleness import StalenessPolicy, by_deadline
@@ -68,7 +67,6 @@ class TrainingGroups(Groups):
         config = tools.config
         self._choice = PromptChoice(config.choose_prompts, config.seed)
         self.ledger = Ledger(remembers_prompts=not self._choice.takes_all)
-        self.kept_rows = KeptRows()
         self.run_again = Counter[str]()
         self.batch_metrics: dict[str, float] = {}
         self._durable = durable
@@ -189,16 +187,13 @@ class TrainingGroups(Groups):
         self.step.record()
 
     def begin_version(self, version: int) -> None:
-        """The version is the current one; `admit` follows when workers may get it."""
-        self.step.tell_weights()
-        self.kept_rows.release(self.ledger, version)
-        self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
-        self._workers.sweeps.begin()
+        """The version is the current one; `admit` follows when workers may get it.
 
-    def keep_rows(self, needed: RowsNeeded) -> None:
-        """Keeps rows for `RolloutController.keep_rows`."""
-        self.kept_rows.keep_from(needed)
-        self.kept_rows.release(self.ledger, self.version)
+        The step before is complete: nobody reads its rows any more.
+        """
+        self.step.tell_weights()
+        self.ledger.release(version - 1)
+        self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
         self._workers.sweeps.begin()
 
     def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
@@ -290,6 +285,7 @@ class TrainingGroups(Groups):
     def take_over(self, ledger: Ledger) -> None:
         """Goes on from what an earlier start of the script has left; `go_on` follows."""
         self.ledger = ledger
+        self.ledger.release(ledger.version - 1)
         self.step.go_back(ledger.version)
         self.admission.go_on(self.version, ledger.num_admitted_not_rejected)
         if groups := ledger.kept_groups(self.version):  # its step is not trained yet
@@ -313,30 +309,25 @@ class TrainingGroups(Groups):
         self.ledger.go_back(lineage, state)
         self.step.go_back(state.version)
         self.admission.forget()
-        self.kept_rows.release(self.ledger, self.version)
         self._workers.updates.forget()
         self._workers.sweeps.begin()
 
     def _make_room(self) -> None:
-        """Queued groups, or the next one, have no room: rows go that are needed less.
-
-        First those that are kept only for a repeat of a step, the oldest of them before others;
-        then, while a batch is waited for, those of groups that are finished too early.
-        """
+        """Queued groups, or the next one, have no room: while a batch is waited for, groups that
+        are finished too early give theirs up."""
         if self._workers.sweeps.are_due:
             return
-        if not self.kept_rows.let_go(self.ledger, self.version):
-            full, groups = self._workers.set.full_workers, self.ledger.unconsumed()
-            too_early = self._policy.too_early(groups, full, self.version)
-            if not too_early or self.step.batch is not None:
-                return
-            logger.warning(
-                "step=%d the stores lack room (transport.shared_memory): %d groups that are "
-                "finished give theirs to older ones, and run again later",
-                *(self.version + 1, len(too_early)),
-            )
-            for group in too_early:
-                self._requeue(group, "older groups need its room")
+        full, groups = self._workers.set.full_workers, self.ledger.unconsumed()
+        too_early = self._policy.too_early(groups, full, self.version)
+        if not too_early or self.step.batch is not None:
+            return
+        logger.warning(
+            "step=%d the stores lack room (transport.shared_memory): %d groups that are "
+            "finished give theirs to older ones, and run again later",
+            *(self.version + 1, len(too_early)),
+        )
+        for group in too_early:
+            self._requeue(group, "older groups need its room")
         self._workers.sweeps.begin()
 
     @property

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import Controller, blocking
-from areal_sc.controller.events import RowsNeeded
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
@@ -65,16 +64,6 @@ class WeightsReader(Controller):
     def has_taken_back(self, rows: Iterable[RowMetadata]) -> bool:
         """Whether some of these rows were in a batch that was formed anew."""
         return any(map(self.groups.ledger.was_taken_back, rows))
-
-    def keep_rows(self, needed: RowsNeeded) -> None:
-        """Trained rows stay, in case that their step has to be repeated, as far as there is room.
-
-        While a snapshot is being written, admission waits for its end rather than that rows go
-        which it will cover.
-        """
-        if not self._background.has_failed:  # else the run ends, and its journal may have failed
-            self.groups.keep_rows(needed)
-            self._background.notify()
 
     def lose_steps(self) -> None:
         """Whoever waits for rows or evaluations gets StepsLost."""

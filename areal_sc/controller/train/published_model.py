@@ -1,17 +1,15 @@
-"""A model whose versions a rollout controller reads: it gets each, and hears which rows are needed.
+"""A model whose versions a rollout controller reads: it gets each, and hears what becomes of them.
 
-consumes     `publish`, one at a time; what the ranks tell of rows, steps and weights
+consumes     `publish`, one at a time; what the ranks tell of steps and weights
 waits for    the journal of the rollout controller, and what `Publisher` waits for
 unblocked by them; a death of ranks repeats what goes on, see `ranks`
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass
 
-from areal_sc.controller.common import KeepsRows
-from areal_sc.controller.events import RowsNeeded, TrainingLost, WeightsMoved
+from areal_sc.controller.events import TrainingLost, WeightsMoved
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.publication import Publisher
@@ -25,9 +23,6 @@ from areal_sc.workers.operations import Kind
 class PublishedModel:
     """Publishes the versions of one model, and tells its reader what becomes of them.
 
-    Args:
-        keepers: the rollout controllers that keep rows for models that are not published.
-
     Attributes:
         reader: of what was published; None: nothing was, so far.
     """
@@ -36,7 +31,6 @@ class PublishedModel:
     step: TrainStep
     publisher: Publisher
     place: PlaceFile
-    keepers: Set[KeepsRows]
 
     def __post_init__(self) -> None:
         self.reader: RolloutController | None = None
@@ -44,18 +38,19 @@ class PublishedModel:
     async def publish(self, rollout: RolloutController, version: int) -> None:
         """Gives rollout workers the present version, or the next one, which it makes."""
         await self.place.begin_to_publish()
-        is_new = version > self.ranks.history.version
+        is_new = version > self.ranks.state.version
 
         async def announce(weights: WeightsReference) -> None:
             self.note_reader(rollout)
             if is_new:
+                await self.ranks.take_snapshot(version)
                 step = self.ranks.step
                 await rollout.record_version_async(version, step.trained_rows, step.splits)
                 self.ranks.advance(version)
             rollout.receive_weights(weights)
 
         async def publish() -> None:
-            if is_new and self.ranks.history.version == version:
+            if is_new and self.ranks.state.version == version:
                 return  # a repeat
             if is_new:
                 self.step.check(rollout)
@@ -69,14 +64,9 @@ class PublishedModel:
         self.reader, self.ranks.is_published = rollout, True
         rollout.follow(self.ranks.step, self.ranks.memory.yield_memory)
 
-    def hear(self, event: RowsNeeded | TrainingLost | WeightsMoved) -> None:
-        """The reader acts on it; rows of a model without one are kept by the others."""
+    def hear(self, event: TrainingLost | WeightsMoved) -> None:
+        """The reader acts on it."""
         match event:
-            case RowsNeeded() if self.reader is not None:
-                self.reader.keep_rows(event)
-            case RowsNeeded() if self.ranks.history.reads_rows:
-                for keep_rows in self.keepers:
-                    keep_rows(event)
             case TrainingLost() if self.reader is not None:
                 self.reader.lose_steps()
             case WeightsMoved(weights) if self.reader is not None:

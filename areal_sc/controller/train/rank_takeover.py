@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 ASK_AGAIN_S: Final = 0.05
 """Between two questions to ranks that still compute a field."""
 
-_ALONE: Final = frozenset((Kind.publish, Kind.export))
-"""Operations that each rank does by itself."""
+_ALONE: Final = frozenset((Kind.publish, Kind.export, Kind.memory_snapshot))
+"""Operations that each rank does by itself, or that may fail on one of them alone."""
 
 
 class FoundRanks(NamedTuple):

@@ -13,8 +13,8 @@ from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.rank_layout import with_sealed_field
+from areal_sc.controller.train.rank_state import Asked
 from areal_sc.controller.train.ranks import Ranks
-from areal_sc.controller.train.train_history import Asked
 from areal_sc.controller.train.train_step import MODEL_FIELDS, TrainStep
 from areal_sc.errors import ROWS_GONE, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
@@ -208,10 +208,13 @@ class RankWork:
         operation = self._ranks.operation(Kind.update, str(number), [content, named])
         updates = [rank_methods.Update(operation, named, rows, advances) for rows in shares]
         asked = Asked(rank_methods.UPDATE, updates)
-        metrics = await self._ranks.update(asked, number, trained, split)
-        if self._ranks.history.version == operation.version:
-            self._ranks.step.num_updates = number + 1
-        if advances:
+
+        async def advance() -> None:
             await self._place.advance(operation.version + 1)
             self._ranks.advance(operation.version + 1)
+
+        then = advance if advances else None
+        metrics = await self._ranks.update(asked, number, trained, split, then)
+        if self._ranks.state.version == operation.version:
+            self._ranks.step.num_updates = number + 1
         return metrics

@@ -3,8 +3,8 @@
     begin    every rank copies its state                  (the caller waits for this)
     finish   it is written, and an export gets its place  (training goes on)
 
-A write that a death interrupts is begun again when the ranks that are started in place of the dead
-come to its version on their way back; where they begin from a later one, it fails.
+A write that a death interrupts in the step that follows is begun again by the ranks that are
+started in place of the dead; in a later step it fails.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_sc.controller.train.rank_state import Asked
 from areal_sc.controller.train.ranks import Ranks
-from areal_sc.controller.train.train_history import Asked
 from areal_sc.errors import CheckpointError, StaleCall, WaitTimeout, WorkerLost
 from areal_sc.fleet.bounded import bounded
 from areal_sc.fleet.fleet import Fleet
@@ -57,13 +57,13 @@ class RankWrites:
 
     async def _begin(self, operation: Operation) -> tuple[str, Finish]:
         """The folder that is written to, and what waits for the end."""
-        ranks, history = self.ranks, self.ranks.history
+        ranks, state = self.ranks, self.ranks.state
         shares = [rank_methods.Write(operation)] * ranks.calls.layout.num_shares
-        history.note(write := Asked(rank_methods.BEGIN_WRITE, shares))
+        state.note(write := Asked(rank_methods.BEGIN_WRITE, shares))
         try:
             written: str = (await ranks.repeated(lambda: ranks.calls.ask(write)))[0]
         except BaseException:
-            history.drop(operation.version, write)
+            state.drop(write)
             raise
 
         async def finish() -> None:
@@ -79,10 +79,9 @@ class RankWrites:
                 raise CheckpointError(f"{operation}: {error}") from error
             except StaleCall as error:
                 raise CheckpointError(
-                    f"{operation}: train workers died while it was written, and have begun again "
-                    "from a later version"
+                    f"{operation}: train workers died while it was written, in a later step"
                 ) from error
             finally:
-                history.drop(operation.version, write)
+                state.drop(write)
 
         return written, finish

@@ -1,8 +1,8 @@
 """The ranks of one model through all their lives: met, snapshotted, started again, brought back.
 
-    death ──► Recovery ──► new lives ──► meet ──► load ──► repeat ──► seal ──► calls go on
-                                      the newest    the calls since,   the announced
-                                      snapshot      from the history   weights
+    death ──► Recovery ──► new lives ──► meet ──► load ──► seal ──► repeat ──► calls go on
+                                      a snapshot    the announced   the step
+                                      of the version   weights      that goes on
 
 consumes     calls of the controller, each as a body that may be repeated; deaths of ranks
 waits for    the ranks; during a recovery all calls wait for its end
@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.common import NeedsRun
-from areal_sc.controller.events import Hear, RowsNeeded, TrainingLost, WeightsMoved
+from areal_sc.controller.events import Hear, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.shared_card import SharedCard
 from areal_sc.controller.step_life import StepLife
@@ -31,13 +31,9 @@ from areal_sc.controller.train.memory_snapshots import MemorySnapshots
 from areal_sc.controller.train.publication import Publisher
 from areal_sc.controller.train.rank_calls import RankCalls
 from areal_sc.controller.train.rank_layout import RankLayout, meet
+from areal_sc.controller.train.rank_state import Asked, RankState, StartingPoint
 from areal_sc.controller.train.rank_takeover import FoundRanks
 from areal_sc.controller.train.ranks_on_card import RanksOnCard
-from areal_sc.controller.train.train_history import (
-    Asked,
-    StartingPoint,
-    TrainHistory,
-)
 from areal_sc.errors import (
     ROWS_GONE,
     ArealError,
@@ -54,7 +50,6 @@ from areal_sc.fleet.worker_life import Progressed
 from areal_sc.metadata import RowMetadata
 from areal_sc.run.run_status import RoleStatus
 from areal_sc.transport.rpc.method import Method
-from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.operations import Kind, Operation, digest
 from areal_sc.workers.rank_methods import RankCall, SnapshotPlace
@@ -79,12 +74,12 @@ class Ranks:
     Args:
         needs: what the rollout controllers say of rows.
         card: that the ranks may share with generation.
-        hear: takes what the steps need, and what becomes of them.
+        hear: takes what becomes of the steps.
 
     Attributes:
         step: the training step that goes on.
         is_published: rollout workers get the weights.
-        history: where the ranks stand.
+        state: where the ranks stand.
         calls: what they are asked for.
         memory: their snapshots in memory.
     """
@@ -102,21 +97,16 @@ class Ranks:
         self.is_published = False
         self._recovery = recovery
         self._fleet = fleet = recovery.fleet
-        every_steps = config.memory_every_steps
-        self.history = TrainHistory(
-            has_memory_snapshots=every_steps > 0, max_steps=config.keep_rows_steps
-        )
-        self.calls = RankCalls(fleet, publisher, self.history)
+        self.state = RankState()
+        self.calls = RankCalls(fleet, publisher, self.state)
         self._fields = ComputedFields(fleet, needs)
-        self.memory = MemorySnapshots(
-            fleet, self.history, every_steps, self.tell_rows, self.calls.lose_hung
-        )
+        self.memory = MemorySnapshots(fleet, self.state, config.memory_snapshots)
         self._config = config
         self._publisher = publisher
         self._hear = hear
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
         self._are_as_built = False
-        self._on_card = RanksOnCard(card, recovery, self.memory, self.calls)
+        self._on_card = RanksOnCard(card, recovery, self.calls)
 
     async def start(self, lineage: int, loss: int | None) -> None:
         """The ranks meet, and build their engines; from then on they are started again.
@@ -141,14 +131,14 @@ class Ranks:
         self._on_card.note_memory()
         is_initial = found.version == 0 and not found.has_begun_step
         where = found.lineage, found.version, found.in_memory
-        self.history.take_over(*where, is_initial=is_initial)
+        self.state.take_over(*where, is_initial=is_initial)
         self.step.go_back(found.version)
         if found.has_begun_step:
             self.step.begin_before()
         self._recovery.begin(self._bring_back)
 
     def _begin(self, lineage: int, source: StartingPoint) -> None:
-        self.history.begin(lineage, source)
+        self.state.begin(lineage, source)
         self.step.go_back(source.version)
 
     def end_calls(self) -> None:
@@ -195,8 +185,6 @@ class Ranks:
                 async with scope:
                     self._bodies[scope] = None
                     try:
-                        # what follows must come after it on every rank, writes among them
-                        await self.memory.wait_until_taken()
                         result = await body()
                         if self._config.is_frozen:  # it makes no versions: this is its progress
                             self._fleet.tell(Progressed(self._fleet.members[0].life.unit))
@@ -238,7 +226,19 @@ class Ranks:
 
         await self.repeated(load, is_load=True)
         self._begin(lineage, source)
-        self.tell_rows()
+
+    async def take_snapshot(self, version: int) -> None:
+        """Before the ranks `advance` to a version, which they have made: it has a snapshot then.
+
+        So the step before it need not be repeated. Without one the run goes on, too.
+        """
+        num_restarts = self._recovery.num_restarts
+        try:
+            await self.memory.take(version)
+        except CheckpointError as error:
+            if await self._has_died_since(num_restarts):
+                raise
+            self.memory.tell_failure(version, error)
 
     def advance(self, version: int) -> None:
         """The ranks have made a new version: something useful.
@@ -246,24 +246,17 @@ class Ranks:
         Raises: BatchLost: they have lost it again; see `StepLife.publish`.
         """
         self.step.publish(version)
-        self.history.advance(version)
+        self.state.advance(version)
         self._fleet.tell(Progressed(self._fleet.members[0].life.unit))
-        self.memory.begin_when_due()
-        self.tell_rows()
-
-    def note_durable(self, version: int) -> None:
-        """The snapshot of a version is whole, on the disk."""
-        self.history.note_durable(version)
-        self.tell_rows()
 
     def tell(self, status: RoleStatus) -> None:
         """Adds which history of weights this is."""
-        status.lineage = self.history.lineage
+        status.lineage = self.state.lineage
 
     def operation(self, kind: Kind, which: str = "", content: Any = None) -> Operation:
         """An operation on the present policy."""
-        history = self.history
-        return Operation(history.lineage, history.version, kind, which, digest(content))
+        lineage, version = self.state.lineage, self.state.version
+        return Operation(lineage, version, kind, which, digest(content))
 
     async def ask(self, method: Method[A, R], args: A) -> list[R]:
         """The reply of each model group's head to a call that changes nothing."""
@@ -286,32 +279,40 @@ class Ranks:
             return sealed
 
         shards = [sealed.shard for sealed in await self.repeated(compute)]
-        self.history.note(computed := replace(asked, shards=shards))
+        self.state.note(computed := replace(asked, shards=shards))
         return computed
 
     async def update(
-        self, asked: Asked, number: int, trained: Sequence[RowMetadata], split: Split
+        self,
+        asked: Asked,
+        number: int,
+        trained: Sequence[RowMetadata],
+        split: Split,
+        advance: Callable[[], Awaitable[None]] | None,
     ) -> dict[str, float]:
         """Metrics of an update; it is noted, and so made again where it has to be.
 
         Args:
             number, trained, split: as in `StepLife.begin_update`.
+            advance: is called when the ranks have made the next version; None: they do not.
         """
 
         async def update() -> dict[str, float]:
             self.step.begin_update(number, trained, split)
-            self.history.note(asked)
-            self.tell_rows()
-            return dict((await self.calls.ask(asked))[0])
+            self.state.note(asked)
+            metrics = dict((await self.calls.ask(asked))[0])
+            if advance is not None:
+                await self.take_snapshot(self.state.version + 1)
+                await advance()
+            return metrics
 
-        version = self.history.version
         try:
             return await self.repeated(update)
         except ROWS_GONE:
             raise
         except ArealError:  # unlike one that is given up, it does not go on in the workers
-            self.history.drop(version, asked)
-            if not self.history.is_updating:
+            self.state.drop(asked)
+            if not self.state.is_updating:
                 self.step.undo()
             raise
 
@@ -320,8 +321,8 @@ class Ranks:
 
         They go there by new lives: some ranks may have begun to change their weights.
         """
-        is_updating = self.history.is_updating
-        self.history.drop_step()
+        is_updating = self.state.is_updating
+        self.state.drop_step()
         if is_updating:
             self.begin_step_anew()
 
@@ -331,13 +332,6 @@ class Ranks:
         first = self._fleet.members[0]
         cause = "has begun a step whose rows are gone, and goes back to its beginning"
         self._fleet.lose(first, first.worker.incarnation, cause)
-
-    def tell_rows(self) -> None:
-        """Tells which rows are needed: those of steps that are being repeated are not given up."""
-        is_being_repeated = not any(life.is_ready for life in self._fleet.lives)
-        is_covered_soon = self.memory.is_writing or self.memory.is_due_soon or is_being_repeated
-        role, history = self._fleet.members[0].life.unit, self.history
-        self._hear(RowsNeeded(role, history.version, history.rows_from, is_covered_soon))
 
     async def _has_died_since(self, num_restarts: int) -> bool:
         """Whether an error may be due to a death, which the others notice first."""
@@ -366,47 +360,32 @@ class Ranks:
         self._are_as_built = bool(self.step.why_lost)
         if self._are_as_built:
             return
-        source = await self._load_newest()
-        history, weights = self.history, None
-        try:
-            for version in range(source.version, history.version):
-                await self.calls.repeat_step(version)
-                weights = await self.calls.advance_again(version)
-            await self._announce_again(weights)
-            if source.version < history.version:
-                self.memory.begin_when_due()
-                await self.memory.wait_until_taken()
-        except ROWS_GONE as error:
-            raise self._lose_steps(
-                f"train workers were started again from the {source.place} state of version "
-                f"{source.version}, and the steps since cannot be repeated: {error}"
-            ) from error
+        source = await self._load()
+        await self._announce_again()
         await self._repeat_step()
-        logger.warning(
-            "ranks are back at version=%d, from version=%d (%s)",
-            *(history.version, source.version, source.place),
-        )
+        what = "ranks are back at version=%d, from its %s state"
+        logger.warning(what, source.version, source.place)
 
     async def _repeat_step(self) -> None:
         """The step that goes on; if its rows are gone, new lives begin it anew."""
         try:
-            await self.calls.repeat_step(self.history.version)
+            await self.calls.repeat_step()
         except ROWS_GONE as error:
-            self.history.drop_step()
+            self.state.drop_step()
             if self._config.is_frozen:
                 return  # fields alone were asked for, of rows that are not there any more
             self.step.undo()
             raise WorkerLost(f"the step cannot be made again as it was: {error}") from error
 
-    async def _load_newest(self) -> StartingPoint:
+    async def _load(self) -> StartingPoint:
         tried = 0
-        for source in self.history.sources:
+        for source in self.state.sources:
             if tried and source.place is SnapshotPlace.initial:
                 # a load that has failed may have changed some of it
                 raise WorkerStartError("no snapshot could be read; the ranks begin anew")
             # named by its place: another rank may still be at the one that failed
             which = str(source.place)
-            operation = Operation(self.history.lineage, source.version, Kind.load, which)
+            operation = Operation(self.state.lineage, source.version, Kind.load, which)
             try:
                 await self._fleet.call_all(
                     rank_methods.LOAD_SNAPSHOT, rank_methods.Load(operation, source.place)
@@ -417,10 +396,10 @@ class Ranks:
                     await asyncio.sleep(LOSS_NOTICE_S)
                 tried += 1
                 logger.error("a snapshot (%s) cannot be read: %s", source.place, error)
-                self.history.note_unreadable(source)
+                self.state.note_unreadable(source)
         raise self._lose_steps(
-            f"train workers died at version {self.history.version}, and no state is left that "
-            "they could begin from"
+            f"train workers died at version {self.state.version}, of which there is no snapshot "
+            "that they could begin from"
         )
 
     def _lose_steps(self, why: str) -> WorkerLost:
@@ -429,10 +408,8 @@ class Ranks:
         self._hear(TrainingLost())
         return WorkerLost(why)
 
-    async def _announce_again(self, weights: WeightsReference | None) -> None:
+    async def _announce_again(self) -> None:
         """Offers the weights of the new lives to whoever waits for the newest ones."""
-        version = self.history.version
         is_sealed = self._config.weight_update.method is not WeightUpdateMethod.disk
         if self.step.are_weights_told and is_sealed:
-            weights = weights or await self.calls.seal_again(version, version)
-            self._hear(WeightsMoved(weights))
+            self._hear(WeightsMoved(await self.calls.seal_again()))

@@ -1,7 +1,7 @@
 """The memory of the card that the ranks of a model may share with generation (`placement: turns`).
 
 consumes     the turns of a `SharedCard`
-waits for    a snapshot to be taken, then the ranks to give the memory up
+waits for    the ranks to give the memory up
 unblocked by their replies, or by their death; ranks that are given up end it with an error
 """
 
@@ -11,7 +11,6 @@ import asyncio
 from contextlib import AbstractAsyncContextManager
 
 from areal_sc.controller.shared_card import SharedCard
-from areal_sc.controller.train.memory_snapshots import MemorySnapshots
 from areal_sc.controller.train.rank_calls import RankCalls
 from areal_sc.controller.turns import Side
 from areal_sc.errors import ArealError
@@ -23,15 +22,12 @@ from areal_sc.workers.calls import SLEEP
 class RanksOnCard:
     """Has the ranks give up the card's memory when generation wants it."""
 
-    def __init__(
-        self, card: SharedCard, recovery: Recovery, memory: MemorySnapshots, calls: RankCalls
-    ) -> None:
+    def __init__(self, card: SharedCard, recovery: Recovery, calls: RankCalls) -> None:
         self._has_memory = False  # on the card, as far as is known
         self._has_left = asyncio.Event()
         self._card = card
         self._recovery = recovery
         self._fleet = recovery.fleet
-        self._memory = memory
         self._calls = calls
         card.join(Side.training, enter=self._enter, leave=self._leave)
 
@@ -50,7 +46,6 @@ class RanksOnCard:
         self._has_left = asyncio.Event()
 
     def _enter(self) -> None:
-        self._memory.may_begin = True
         self._has_memory = bool(self._fleet.members)
 
     async def _leave(self) -> None:
@@ -61,8 +56,6 @@ class RanksOnCard:
         while self._has_memory:
             first, left = self._fleet.members[0], self._has_left
             incarnation = first.worker.incarnation
-            await self._memory.wait_until_taken()
-            self._memory.may_begin = False
             try:
                 await self._fleet.call_all(SLEEP, None)
             except ArealError as error:

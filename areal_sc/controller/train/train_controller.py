@@ -28,18 +28,18 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
-from areal_sc.controller.events import RowsNeeded, StepEvent, TrainingLost, WeightsMoved
+from areal_sc.controller.events import StepEvent, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.publication import Publisher
 from areal_sc.controller.train.published_model import PublishedModel
+from areal_sc.controller.train.rank_state import StartingPoint
 from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
 from areal_sc.controller.train.rank_work import RankWork
 from areal_sc.controller.train.rank_writes import RankWrites
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.role_checks import check_role, check_trains
-from areal_sc.controller.train.train_history import StartingPoint
 from areal_sc.controller.train.train_step import (
     MODEL_FIELDS,
     POLICY_ADVANCES,
@@ -51,7 +51,7 @@ from areal_sc.controller.turns import Side
 from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ROWS_GONE, ConfigError
-from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
+from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import TRAIN_ROLE
@@ -111,14 +111,12 @@ class TrainController(Controller):
         self._loss = loss_of(self.config.ppo)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
         self._work = RankWork(self._ranks, self._step, self._sources, self.place)
-        self._published = PublishedModel(
-            self._ranks, self._step, self._publisher, self.place, self._common.keepers
-        )
+        self._published = PublishedModel(self._ranks, self._step, self._publisher, self.place)
 
     @property
     def version(self) -> int:
         """Number of published training steps."""
-        return self._ranks.history.version
+        return self._ranks.state.version
 
     def look(self) -> None:
         from areal_sc.controller.dry_run import look_at_model
@@ -155,7 +153,6 @@ class TrainController(Controller):
     async def close_async(self) -> None:
         """Ends the workers."""
         await self._common.card.close()
-        await self._ranks.memory.close()
         await super().close_async()
         with suppress(OSError):  # it is not there, or an export is still being copied from it
             self._exports.rmdir()
@@ -392,11 +389,11 @@ class TrainController(Controller):
     def note_snapshot(self, step: int) -> None:
         """The snapshot that was begun after so many steps has got its final name.
 
-        Ranks that die may begin from it, and the rows of the steps before are not needed any more.
+        Ranks that die in the step that follows may begin from it.
         """
 
         async def note() -> None:
-            self._ranks.note_durable(step)
+            self._ranks.state.note_durable(step)
 
         self._run(note())
 
@@ -417,12 +414,9 @@ class TrainController(Controller):
         match event:
             case UnitLost():
                 self._ranks.end_calls()
-                self._ranks.tell_rows()
-            case UnitSilent() | UnitServes():
-                self._ranks.tell_rows()
             case RunFailed(cause):
                 self._give_up(cause)
-            case RowsNeeded() | TrainingLost() | WeightsMoved():
+            case TrainingLost() | WeightsMoved():
                 self._published.hear(event)
 
     compute = blocking(compute_async)

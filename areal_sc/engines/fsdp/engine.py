@@ -34,6 +34,7 @@ from areal_sc.engines.training.adapters.lora import is_of_adapter, merged_values
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import compute_dtype
 from areal_sc.engines.training.export import ModelExport
+from areal_sc.engines.training.kept_states import KeptStates
 from areal_sc.engines.training.process_group import ProcessGroups
 from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.rank_engine import PlannedBatch, RankEngine
@@ -100,6 +101,7 @@ class FSDPEngine(RankEngine):
             held = {name: p for name, p in parameters.items() if p.requires_grad}
         state = ShardedState(type(causal_lm).__name__, held, self._parts, self._optimizer)
         self._snapshots = Snapshots(state, self._writer)
+        self._kept_states = KeptStates(state, self._writer)
         is_alone = self._is_adapter_published_alone
         self._publication = Publication(
             [name for name in parameters if is_of_adapter(name) == is_alone],

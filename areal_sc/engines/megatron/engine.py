@@ -40,6 +40,7 @@ from areal_sc.engines.rounding import Expected, measure_noise, require_determine
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import build_without_parameters, compute_dtype
 from areal_sc.engines.training.export import ModelExport
+from areal_sc.engines.training.kept_states import KeptStates
 from areal_sc.engines.training.loading import SharedWeights
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.probe import require_agreement
@@ -117,6 +118,7 @@ class MegatronEngine(RankEngine):
         self._causal_lm = self._load()
         self._writer = BackgroundWriter(self.world, shares_files=self.shares_files, node=self.node)
         self._snapshots = Snapshots(self._state, self._writer)
+        self._kept_states = KeptStates(self._state, self._writer)
         parts = self._state.parts
         self._publication = Publication(
             list(parts.shapes),

@@ -146,7 +146,6 @@ def replace_folder(
     fill: Callable[[Path, bool], None],
     *,
     is_common: bool = False,
-    is_local: bool = False,
 ) -> None:
     """Fills a folder beside `folder` on all ranks, then puts it in its place: `commit_folder`.
 
@@ -156,7 +155,6 @@ def replace_folder(
         fill: gets the folder to write to, and whether it is one for all ranks; itself agrees with
             the other ranks on how that ended.
         is_common: it must be one for all ranks.
-        is_local: it is in the memory of each rank's node.
     Raises: CheckpointError: the former content stays; unless that was committed elsewhere already.
     """
     what = f"cannot write {folder}"
@@ -167,17 +165,8 @@ def replace_folder(
         if owners[group.rank] == group.rank:
             commit_folder(partial, folder)
 
-    def make() -> None:
-        if owners[group.rank] == group.rank:
-            remove(partial)
-            partial.mkdir(parents=True)
-
     try:
-        if is_local:
-            owners[:] = map(group.nodes.index, group.nodes)
-            group.together(what, make)
-        else:
-            _make_folders(partial, group, what, owners, is_common=is_common)
+        _make_folders(partial, group, what, owners, is_common=is_common)
         fill(partial, set(owners) == {0})
         group.together(what, lambda: sync_folder(partial))  # each rank what its machine has written
         group.together(what, commit)

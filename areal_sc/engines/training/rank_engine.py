@@ -24,6 +24,7 @@ from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.base import SCORES, RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
+from areal_sc.engines.training.kept_states import KeptStates
 from areal_sc.engines.training.learning_rate import learning_rate
 from areal_sc.engines.training.process_group import (
     ProcessGroup,
@@ -109,6 +110,7 @@ class RankEngine(ABC):
         self._hosted: TCPStore | None = None
         self._writer: BackgroundWriter
         self._snapshots: Snapshots
+        self._kept_states: KeptStates
         self._publication: Publication
 
     def create_rendezvous(self, host: str = "127.0.0.1") -> str:
@@ -302,13 +304,24 @@ class RankEngine(ABC):
             what was at `folder` then stays.
         """
 
-    def begin_snapshot(self, folder: Path, *, is_local: bool = False) -> Future[None]:
+    def begin_snapshot(self, folder: Path) -> Future[None]:
         """Takes weights, optimizer state and random state as they are now; see `Snapshots`."""
-        return self._snapshots.begin(folder, is_local=is_local)
+        return self._snapshots.begin(folder)
 
-    def load_snapshot(self, folder: Path, *, is_local: bool = False) -> None:
-        """Restores what `begin_snapshot` took; also, if not local, with other ranks."""
-        self._snapshots.load(folder, is_local=is_local)
+    def load_snapshot(self, folder: Path) -> None:
+        """Restores what `begin_snapshot` took, also with other ranks."""
+        self._snapshots.load(folder)
+
+    def keep_state(self, folder: Path, name: str, *, beside: str) -> None:
+        """Copies the same into a buffer in memory; see `KeptStates`."""
+        self._kept_states.keep(folder, name, beside=beside)
+
+    def load_state(self, folder: Path, name: str) -> None:
+        """Restores what `keep_state` took."""
+        self._kept_states.load(folder, name)
+
+    def forget_states(self) -> None:
+        self._kept_states.forget()
 
     def close(self) -> None:
         """Waits for what is being written, and leaves the group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -56,28 +56,16 @@ class SnapshotIndex(Struct, frozen=True):
         return msgspec.json.encode(_Checked(FORMAT, zlib.crc32(content), msgspec.Raw(content)))
 
     @classmethod
-    def read(cls, folder: Path, ranks: Container[int] | None = None) -> SnapshotIndex:
-        """Reads `snapshot.json` and checks that files are there with their sizes.
+    def read(cls, folder: Path) -> SnapshotIndex:
+        """Reads `snapshot.json` and checks that its files are there with their sizes.
 
-        Args:
-            ranks: whose files are wanted; None: all.
         Raises: ValueError, OSError: it is no snapshot, incomplete, or of another format.
         """
         path = folder / INDEX_NAME
         if not path.is_file():
             raise FileNotFoundError(f"{folder} is no snapshot: it has no {INDEX_NAME}")
-        try:
-            checked = msgspec.json.decode(path.read_bytes(), type=_Checked)
-            if checked.format != FORMAT:
-                raise ValueError(f"{path}: expected format {FORMAT}, got {checked.format!r}")
-            if checked.checksum != zlib.crc32(checked.content):
-                raise ValueError(f"{path}: its checksum is wrong, its content damaged")
-            index = msgspec.json.decode(checked.content, type=cls)
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"{path}: its content is damaged: {error}") from error
+        index = cls.decode(path)
         for rank, file in enumerate(index.files):
-            if ranks is not None and rank not in ranks:
-                continue
             stored = folder / file_name(rank)
             size = stored.stat().st_size
             if size != file.num_bytes:
@@ -86,6 +74,19 @@ class SnapshotIndex(Struct, frozen=True):
                     "it is truncated or not of this snapshot"
                 )
         return index
+
+    @classmethod
+    def decode(cls, path: Path) -> SnapshotIndex:
+        """What `encode` made, in a file. Raises: ValueError, OSError: as `read`."""
+        try:
+            checked = msgspec.json.decode(path.read_bytes(), type=_Checked)
+            if checked.format != FORMAT:
+                raise ValueError(f"{path}: expected format {FORMAT}, got {checked.format!r}")
+            if checked.checksum != zlib.crc32(checked.content):
+                raise ValueError(f"{path}: its checksum is wrong, its content damaged")
+            return msgspec.json.decode(checked.content, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{path}: its content is damaged: {error}") from error
 
     def check_content(self, folder: Path, ranks: Iterable[int]) -> None:
         """Checks the checksums of the files of some ranks.

@@ -14,9 +14,7 @@ the stored one have in common, whatever mesh has written them. The copy has 12 b
 of the rank, and its memory is kept from one snapshot to the next (pinned for a GPU): filling fresh
 memory takes three times as long. The learning rate is no state: the caller names the training step.
 
-A *local* snapshot is for new lives of the same ranks on the same nodes. Its folder is in the memory
-of each node, with an index of its own, and has what the ranks there hold, copies of other nodes'
-parts as well; so nothing is read over the network.
+For copies of the state in the memory of nodes see `kept_states`.
 
 Nothing is unpickled, as `torch.distributed.checkpoint` would do: snapshots are given to others, and
 one that is damaged or forged must do no more than be wrong.
@@ -25,7 +23,7 @@ one that is damaged or forged must do no more than be wrong.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -44,7 +42,6 @@ from areal_sc.engines.training.snapshot_index import (
     file_name,
 )
 from areal_sc.engines.training.tensor_file import TensorFile, dtype_code
-from areal_sc.errors import CheckpointError
 from areal_sc.system.durable import recover_folder
 from areal_sc.system.process import machine_id
 
@@ -125,15 +122,12 @@ class Snapshots:
         self._state = state
         self._writer = writer
         self._staging: State = {}
-        self._kept_here: Set[str] | None = None
 
-    def begin(self, folder: Path, *, is_local: bool = False) -> Future[None]:
+    def begin(self, folder: Path) -> Future[None]:
         """Takes the state as it is now; it is written to `folder`, which it replaces, afterwards.
 
         A write that still goes on is waited for first: there is memory for one copy only.
 
-        Args:
-            is_local: the folder is in the memory of each node, and gets all that its ranks hold.
         Returns: a future that is done when the snapshot is on the disk under its name. If a rank
             fails, it fails on all with CheckpointError, and `folder` keeps its former content.
         """
@@ -144,23 +138,11 @@ class Snapshots:
         placed = state.tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in placed.items()}
         given = {name: tensor for name, tensor in placed.items() if tensor.is_given}
-        if is_local:
-            given = {name: placed[name] for name in self._names_kept_here(placed)}
         starts = {name: tensor.box.starts for name, tensor in given.items()}
-        values = state.values(given)
         try:
-            for name, box, piece in values:
-                staged[name] = self._buffer(name, given[name].box.sizes, piece)
-                target = staged[name][box.within(given[name].box)]
-                target.view(piece.shape).copy_(piece, non_blocking=True)
-            for name, numbers in _random_state().items():
-                staged[name] = self._buffer(name, numbers.shape, numbers).copy_(numbers)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            staged = copy_state(state, given, self._buffer)
         except FAILURES as error:  # for lack of memory; the other ranks must hear of it
             failure = error
-            for _ in values:  # they may wait for this one's part in them
-                pass
         num_updates, architecture = state.optimizer.num_updates, state.architecture
         loss_scale = state.optimizer.loss_scale
 
@@ -176,35 +158,21 @@ class Snapshots:
             files = tuple(group.together(what, write))
 
             def finish() -> None:
-                if group.rank == (group.neighbours[0] if is_local else 0):
+                if group.rank == 0:
                     index = SnapshotIndex(architecture, num_updates, shapes, files, loss_scale)
                     (part / INDEX_NAME).write_bytes(index.encode())
 
             group.together(what, finish)
 
-        return self._writer.begin(lambda: replace_folder(folder, group, fill, is_local=is_local))
+        return self._writer.begin(lambda: replace_folder(folder, group, fill))
 
-    def _names_kept_here(self, placed: Mapping[str, Placed]) -> Set[str]:
-        """What this rank writes so that its node has all that the ranks there hold, once."""
-        if self._kept_here is None:
-            group = self._writer.group
-            own = {name: tensor.box for name, tensor in placed.items() if tensor.box.numel}
-            held = group.ranks.gather(own)
-            before = [held[rank] for rank in group.neighbours if rank < group.rank]
-            self._kept_here = {
-                name for name, box in own.items() if all(one.get(name) != box for one in before)
-            }
-        return self._kept_here
-
-    def load(self, folder: Path, *, is_local: bool = False) -> None:
+    def load(self, folder: Path) -> None:
         """Restores in place what `begin` took, on the same or another mesh.
 
         Everything that can be known beforehand is checked before the first value changes: that
         it is a whole snapshot, of this model, with undamaged files. Random state is restored when
         the number of ranks is the same; with another, ranks go on with the random state they have.
 
-        Args:
-            is_local: as of `begin`; each node needs all that its ranks hold.
         Raises: CheckpointError: on every rank.
         """
         self._writer.wait()
@@ -213,7 +181,7 @@ class Snapshots:
         placed = state.tensors()
 
         def recover() -> None:
-            if group.rank == (group.neighbours[0] if is_local else 0):
+            if group.rank == 0:
                 recover_folder(folder)
 
         def place() -> str:
@@ -221,46 +189,31 @@ class Snapshots:
             return "" if all(group.shares_files) else f"{machine_id()} {folder}"
 
         def check() -> SnapshotIndex:
-            index = SnapshotIndex.read(folder, ranks)
-            if is_local and len(index.files) != group.size:
-                raise ValueError(f"{len(index.files)} ranks have written it, not {group.size}")
-            written = range(len(index.files)) if ranks is None else ranks
+            index = SnapshotIndex.read(folder)
+            written = range(len(index.files))
             index.check_content(folder, written[near.index(group.rank) :: len(near)])
-            needed = {name: tensor.box for name, tensor in placed.items()} if is_local else None
             with opened_files(folder, written) as files:
-                check_same_model(files, index, placed, state.architecture, needed)
+                check_same_model(files, index, placed, state.architecture)
             return index
 
         group.together(what, recover)
-        places = group.nodes if is_local else group.together(what, place)
+        places = group.together(what, place)
         near = [rank for rank, it in enumerate(places) if it == places[group.rank]]
-        ranks = near if is_local else None
-        indices = group.together(what, check)
-        index = indices[group.rank]
-        if is_local and any(other != index for other in indices):
-            raise CheckpointError(f"{what}: what the nodes hold was not written together")
-        is_same_size = len(index.files) == group.size
+        index = group.together(what, check)[group.rank]
+        written = range(len(index.files))
+        is_same_size = len(written) == group.size
 
         def read() -> None:
-            written = range(len(index.files)) if ranks is None else ranks
             with opened_files(folder, written) as files:
-                for name, tensor in placed.items():
-                    if tensor.box.numel:
-                        with state.filling(name) as values:
-                            read_box(files, index, name, tensor.box, values)
-                if is_same_size:
-                    _restore_random_state(files[group.rank])
+                read_state(files, index, state, group.rank if is_same_size else None)
 
         group.together(what, read)
         if not is_same_size:
             logger.info(
                 "snapshot=%s was written by %d ranks: random state is not restored",
-                folder,
-                len(index.files),
+                *(folder, len(written)),
             )
-        state.optimizer.num_updates = index.num_updates
-        if state.optimizer.loss_scale is not None and index.loss_scale is not None:
-            state.optimizer.loss_scale = index.loss_scale
+        count_updates(state, index)
 
     def _buffer(self, name: str, shape: Sequence[int], values: torch.Tensor) -> torch.Tensor:
         """Host memory for the copy of a tensor.
@@ -273,6 +226,60 @@ class Snapshots:
             pinned = values.device.type != "cpu"
             self._staging[name] = torch.empty(shape, dtype=values.dtype, pin_memory=pinned)
         return self._staging[name]
+
+
+def copy_state(
+    state: TrainedState,
+    given: Mapping[str, Placed],
+    target_of: Callable[[str, Sequence[int], torch.Tensor], torch.Tensor],
+) -> State:
+    """Copies tensors of an engine, and the random state, to host memory.
+
+    All ranks go through all pieces, also one that fails: others may wait for its part in them.
+
+    Args:
+        target_of: gives the memory for a tensor, from its name, its sizes and some of its values.
+    """
+    copied: State = {}
+    values = state.values(given)
+    try:
+        for name, box, piece in values:
+            own = given[name].box
+            copied[name] = target_of(name, own.sizes, piece)
+            target = copied[name][box.within(own)]
+            target.view(piece.shape).copy_(piece, non_blocking=True)
+        for name, numbers in random_state().items():
+            copied[name] = target_of(name, numbers.shape, numbers).copy_(numbers)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except FAILURES:
+        for _ in values:
+            pass
+        raise
+    return copied
+
+
+def read_state(
+    files: Mapping[int, Any], index: SnapshotIndex, state: TrainedState, rank: int | None
+) -> None:
+    """Restores the tensors of an engine.
+
+    Args:
+        rank: whose random state is restored, too; None: nobody's.
+    """
+    for name, tensor in state.tensors().items():
+        if tensor.box.numel:
+            with state.filling(name) as values:
+                read_box(files, index, name, tensor.box, values)
+    if rank is not None:
+        _restore_random_state(files[rank])
+
+
+def count_updates(state: TrainedState, index: SnapshotIndex) -> None:
+    """Restores what is known of the optimizer beside its tensors."""
+    state.optimizer.num_updates = index.num_updates
+    if state.optimizer.loss_scale is not None and index.loss_scale is not None:
+        state.optimizer.loss_scale = index.loss_scale
 
 
 @contextmanager
@@ -312,7 +319,7 @@ def check_same_model(
     index: SnapshotIndex,
     placed: Mapping[str, Placed],
     architecture: str,
-    needed: Mapping[str, Box] | None,
+    needed: Mapping[str, Box] | None = None,
 ) -> None:
     """Compares the files with the engine.
 
@@ -368,7 +375,7 @@ def _num_common(parts: Iterable[tuple[Any, Box]], needed: Box) -> int:
     return sum(box.numel for box in common if box is not None)
 
 
-def _random_state() -> State:
+def random_state() -> State:
     state = {_CPU_RANDOM: torch.get_rng_state()}
     if torch.cuda.is_available():
         state[_CUDA_RANDOM] = torch.cuda.get_rng_state()

@@ -106,7 +106,7 @@ def test_a_loop_without_a_run_knows_what_it_does_not_read() -> None:
         config,
         trackers=[TrackerKind.wandb],
         evaluation=EvaluationConfig(greedy=False),
-        checkpoint=CheckpointConfig(every_steps=3, memory_every_steps=2, keep_rows_steps=1),
+        checkpoint=CheckpointConfig(every_steps=3, memory_snapshots=False),
         samples=SamplesConfig(groups_per_step=1, show=True),
     )
     assert changed.scheduler.run_only == (

@@ -67,7 +67,9 @@ def test_what_is_left_trains_each_row_once(mode: OverBound, method: WeightUpdate
 
 def test_who_waits_while_steps_are_lost_is_told_until_the_run_goes_back() -> None:
     """New rollout workers have to wait for weights that nobody can make."""
-    settings = Settings(num_steps=4, memory_every=0, behavior=replace(BEHAVIOR, evaluation_s=50.0))
+    settings = Settings(
+        num_steps=4, memory_snapshots=False, behavior=replace(BEHAVIOR, evaluation_s=50.0)
+    )
 
     async def scenario() -> None:
         run = TrainingRun(settings)

@@ -122,8 +122,6 @@ def test_a_batch_whose_rows_are_gone_is_formed_anew(
         async with run.started():
             for _ in range(2):
                 await run.step(checks_business=False)
-            await run.actor._ranks.memory.wait_until_taken()
-            await asyncio.sleep(5.0)  # a snapshot covers both
             with pytest.raises(BatchLost, match=r"policy version 2 are gone.*prepare_batch again"):
                 await lose(run)
             lost = run.batches[-1]

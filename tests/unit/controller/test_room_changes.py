@@ -34,7 +34,6 @@ def killed_in_training(step: int, **changes: object) -> FaultRun:
         num_rollout_workers=1,
         group_timeout_s=60.0,
         max_deaths=1000,
-        keep_rows_steps=10,
         behavior=Behavior(generation_s=0.5, training_s=6.0),
     )
     for name, value in changes.items():

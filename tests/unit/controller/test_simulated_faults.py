@@ -25,12 +25,12 @@ the rows that it covers; a worker waits for a source of weights while the run go
 MAX_SEEDS = 1000
 
 FOUND_BY = {
-    "operation-run-twice": 31,
-    "refund-forgotten": 1,
-    "fence-left-out": 304,
+    "operation-run-twice": 7,
+    "refund-forgotten": 0,
+    "fence-left-out": 27,
     "group-sent-before-its-record": 0,
     "version-announced-before-its-record": 0,
-    "snapshot-counted-when-begun": 695,
+    "version-announced-before-its-snapshot": 61,
     "pause-counted-as-silence": 2,
     "late-rejection-taken": 1,
     "shard-not-swept": 1,

@@ -360,7 +360,7 @@ def test_the_longest_row_follows_from_the_model(
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
-    config = load(f"actor.path={folder}", "checkpoint.keep_rows_steps=1", *settings.split())
+    config = load(f"actor.path={folder}", *settings.split())
     assert config.rollout.max_context_tokens == tokens
     assert check_config(config, lambda: 0) == []
 

@@ -142,7 +142,7 @@ ACTING = (
     "actor.logprob_chunk_tokens=64",
     "actor.num_threads=3",
     "actor.store_bytes=99",
-    "actor.memory_every_steps=2",
+    "actor.memory_snapshots=false",
     "actor.optimizer.lr=3",
     "actor.optimizer.warmup_steps=5",
     "actor.optimizer.schedule=linear actor.optimizer.min_lr_ratio=0.1",
@@ -250,7 +250,7 @@ def test_a_frozen_model_has_settings_that_act_alone() -> None:
     for role in ("reference", "teacher", "reward_model"):
         config = composed(f"{role}.path=m {role}.lora.rank=4 {role}.lora.path=a")
         section = value_at(config, role)
-        for name in ("optimizer", "ppo", "algorithm", "memory_every_steps", "head", "is_frozen"):
+        for name in ("optimizer", "ppo", "algorithm", "memory_snapshots", "head", "is_frozen"):
             assert name not in {it.partition(".")[0] for it in leaves(role)}
             assert hasattr(section, name)  # a constant, for its engine
 

@@ -88,7 +88,7 @@ def test_sections_built_in_python_are_joined() -> None:
         ("teacher.head=value", "unknown setting teacher.head; nothing reads it of such a model"),
         ("teacher.ppo.num_minibatches=4", "only actor.ppo.num_minibatches of the policy"),
         ("reference.optimizer.lr=7", "unknown setting reference.optimizer.lr"),
-        ("reward_model.memory_every_steps=3", "only actor.memory_every_steps of the policy"),
+        ("reward_model.memory_snapshots=false", "only actor.memory_snapshots of the policy"),
         ("critic.algorithm=dapo", "unknown setting critic.algorithm"),
         ("critic.engine=megatron", "critic.engine: expected fsdp, got megatron"),
         ("rollout.keep_groups=with_signal", "keep_groups: expected all with reward_model.path"),

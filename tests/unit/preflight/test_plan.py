@@ -166,7 +166,7 @@ def test_what_has_changed_takes_a_version_more_and_three_on_other_nodes(
 
 
 def test_snapshots_in_memory_can_be_done_without(load: Load, model: Path) -> None:
-    config = load(f"actor.path={model}", *SIZES, "checkpoint.memory_every_steps=0")
+    config = load(f"actor.path={model}", *SIZES, "checkpoint.memory_snapshots=false")
     train, _ = plan(config, Machine).workers
     assert (train.copy_bytes, train.snapshot_bytes) == (12 * NUM_PARAMETERS, 0)
 
@@ -606,7 +606,7 @@ def test_a_machine_that_is_too_small_says_what_needs_less(seven_billion: Path) -
     ]
     with pytest.raises(ConfigError, match=r"most of host is 'snapshots' of train") as caught:
         load_config(arguments)
-    assert "checkpoint.memory_every_steps=0 needs a third of it" in str(caught.value)
+    assert "checkpoint.memory_snapshots=false needs a third of it" in str(caught.value)
     assert "on a GPU" not in str(caught.value)
     arguments = ["--config", ONE_GPU, f"actor.path={seven_billion}", *SPREAD, *EIGHT_GPUS]
     long = "actor.max_tokens_per_micro_batch=131072"

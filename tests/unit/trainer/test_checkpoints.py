@@ -82,7 +82,6 @@ class Rollout:
     def __init__(self) -> None:
         self.version = 0
         self.restored: list[RolloutState] = []
-        self.has_let_go_of_rows = False
 
     def state(self) -> RolloutState:
         return state_of(self.version)
@@ -414,15 +413,6 @@ def test_a_snapshot_of_a_newer_version_is_left_alone(
         writer.snapshot(2)
     with pytest.raises(RunFolderError, match="expected format 3, got 7: another version of areal"):
         writer.load()
-
-
-def test_a_snapshot_is_written_when_the_stores_lack_room_for_rows(run: Run) -> None:
-    run.config.checkpoint = CheckpointConfig(every_steps=100, every_minutes=0)
-    writer = Writer(run)
-    writer.begin(1)
-    writer.rollout.has_let_go_of_rows = True
-    writer.snapshot(2)
-    assert events(run) == [("snapshot", 2)]
 
 
 def test_a_further_model_is_in_the_snapshots_once_it_is_trained(

@@ -105,8 +105,7 @@ WriteYaml = Callable[..., Path]
             "checkpoint=3",
             "override checkpoint=3: checkpoint: "
             "expected a section with the keys every_steps, every_minutes, keep, "
-            "memory_every_steps, keep_rows_steps, stop_within_s, export_every_steps, keep_best, "
-            "got 3",
+            "memory_snapshots, stop_within_s, export_every_steps, keep_best, got 3",
         ),
         (
             "checkpoint={kep:3}",

@@ -14,7 +14,7 @@ from simulation.virtual_loop import run_virtual
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, make_actor
-from areal_sc.errors import ConfigError, StaleCall
+from areal_sc.errors import ConfigError, StaleCall, StepsLost
 from areal_sc.workers.operations import Kind
 from areal_sc.workers.rank_methods import TRY_LOSS, UPDATE
 
@@ -148,25 +148,28 @@ def test_demonstrations_move_the_version_of_a_policy_by_no_step() -> None:
     run_virtual(scenario())
 
 
-def test_a_critic_without_snapshots_in_memory_makes_its_steps_again() -> None:
+@pytest.mark.parametrize("has_snapshots", [True, False])
+def test_a_critic_that_dies_after_its_update_needs_a_snapshot_of_its_version(
+    has_snapshots: bool,
+) -> None:
     async def scenario() -> None:
-        settings = replace(SETTINGS, memory_every=0, keep_rows_steps=10)
+        settings = replace(SETTINGS, memory_snapshots=has_snapshots)
         async with TrainingRun(settings).started() as run:
             (critic,) = run.others
             for number in range(settings.num_steps):
                 batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+                if number == 2 and not has_snapshots:
+                    with pytest.raises(StepsLost, match="of which there is no snapshot"):
+                        await critic.update_async(batch, "cross_entropy")
+                    return
                 await critic.update_async(batch, "cross_entropy")
                 assert critic.version == number + 1
-                if number == 2:
+                await run.step(checks_business=False)
+                if number == 1:
                     run.cluster.workers["ref/1"].end("killed")
-                batch = run.actor.compute_advantages(batch)
-                batch = await run.actor.compute_proximal_logprobs_async(batch)
-                await run.actor.ppo_update_async(batch)
-                await run.actor.publish_weights_async(run.rollout)
-                run.actor._ranks.note_durable(
-                    run.actor.version
-                )  # the policy needs its rows no more
-            made = run.cluster.workers["ref/0"].operations.noted
-            assert made, "the new life has made them again"
+                if number == 2:
+                    made = run.cluster.workers["ref/0"].operations.noted
+                    steps = {it.version for it in made if it.kind is Kind.update}
+                    assert steps == {2}, "the new life makes no step again"
 
     run_virtual(scenario())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 from unittest.mock import patch
 
@@ -19,14 +18,14 @@ from areal_sc.workers.calls import RunGroup
 
 
 async def in_full_memory(
-    method: str, *, memory_every: int, kind: type[Any] = SimulatedTrainWorker
+    method: str, *, has_snapshots: bool, kind: type[Any] = SimulatedTrainWorker
 ) -> TrainingRun:
     """A run in whose shared memory a call of workers has no room beside snapshots."""
-    run = TrainingRun(Settings(num_steps=6, memory_every=memory_every, behavior=Behavior()))
+    run = TrainingRun(Settings(num_steps=6, memory_snapshots=has_snapshots, behavior=Behavior()))
     act = getattr(kind, method)
 
     async def full(self: Any, args: object) -> object:
-        if self.cluster.snapshots or not memory_every:
+        if self.cluster.snapshots or not has_snapshots:
             raise StoreFull("the arena cannot take 9 bytes more")
         return await act(self, args)
 
@@ -49,16 +48,16 @@ async def in_full_memory(
 def test_snapshots_in_memory_yield_once_and_loudly(
     kind: type[Any], method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = run_virtual(in_full_memory(method, memory_every=1, kind=kind))
+    run = run_virtual(in_full_memory(method, has_snapshots=True, kind=kind))
     assert not run.cluster.snapshots
     (warning,) = (text for text in caplog.messages if "are given up" in text)
-    assert "checkpoint.memory_every_steps=1" in warning
+    assert "checkpoint.memory_snapshots=false" in warning
     assert "the arena cannot take 9 bytes more" in warning
 
 
 async def rollout_batch_in_full_memory() -> TrainingRun:
     """Between two training steps; `in_full_memory` has the same of training's own rows."""
-    run = TrainingRun(Settings(num_steps=6, memory_every=1, behavior=Behavior()))
+    run = TrainingRun(Settings(num_steps=6, behavior=Behavior()))
     act = SimulatedRolloutWorker.run_group
 
     async def full(self: Any, args: RunGroup) -> object:
@@ -70,7 +69,6 @@ async def rollout_batch_in_full_memory() -> TrainingRun:
         async with run.started():
             for _ in range(3):
                 await run.step()
-            await asyncio.sleep(60)  # a snapshot has been written
             assert run.cluster.snapshots
             batch = await run.rollout.rollout_batch_async(run.prompts, run.workflow, num_groups=2)
             assert len(batch.rows) == 2 * run.settings.group_size
@@ -87,4 +85,4 @@ def test_rows_that_are_not_of_training_get_their_room_too() -> None:
 
 def test_without_them_a_full_memory_ends_the_run() -> None:
     with pytest.raises(StoreFull):
-        run_virtual(in_full_memory("seal_weights", memory_every=0))
+        run_virtual(in_full_memory("seal_weights", has_snapshots=False))

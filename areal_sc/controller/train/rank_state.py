@@ -1,0 +1,191 @@
+"""Where the ranks of a model stand, and what they were asked for in the step that goes on.
+
+    snapshot of version 5         calls at 5          version 6, and its snapshot
+    -----------------------> 5 ----------------> 5 ------------------------------> 6
+                                                   the step is complete
+
+Ranks that are started again load a snapshot of their version and repeat the calls of the step that
+goes on, in their order: the same batches, cut in the same way, so the same weights come out. Only
+metadata is kept, and no longer than the step lasts.
+
+Pure state: nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from msgspec import structs
+
+from areal_sc.metadata import BatchMetadata
+from areal_sc.transport.rpc.method import Method
+from areal_sc.weights import ShardReference
+from areal_sc.workers.operations import Kind, Operation
+from areal_sc.workers.rank_methods import Change, RankCall, SnapshotPlace
+
+WRITES: Final = frozenset((Kind.snapshot, Kind.export))
+
+MAX_UNUSED: Final = 4
+"""Computed fields that no update has read; those before them are not repeated."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """What the ranks were asked for, and are asked for again on the way back.
+
+    Attributes:
+        method: the call.
+        shares: its arguments, of each model group.
+        shards: what the head of each has sealed, as the caller got it.
+    """
+
+    method: Method[Any, Any]
+    shares: Sequence[RankCall]
+    shards: Sequence[ShardReference] = ()
+
+    @property
+    def operation(self) -> Operation | None:
+        """None: nothing of the ranks' state is changed."""
+        first = self.shares[0]
+        return first.operation if isinstance(first, Change) else None
+
+    @property
+    def is_update(self) -> bool:
+        return self.operation is not None and self.operation.kind is Kind.update
+
+    @property
+    def is_write(self) -> bool:
+        """Whether ranks write beside training; the call goes when that has ended."""
+        return self.operation is not None and self.operation.kind in WRITES
+
+
+class StartingPoint(NamedTuple):
+    """A state that ranks can begin from."""
+
+    version: int
+    place: SnapshotPlace
+
+
+class RankState:
+    """The state of the ranks of one model.
+
+    Attributes:
+        lineage, version: the policy that the ranks are at.
+        calls: what they were asked for at this version, in order.
+    """
+
+    def __init__(self) -> None:
+        self.begin(0, StartingPoint(0, SnapshotPlace.initial))
+
+    def begin(self, lineage: int, source: StartingPoint) -> None:
+        """A new lineage begins, from the initial model or a snapshot on the disk."""
+        self.lineage, self.version = lineage, source.version
+        self.calls: list[Asked] = []
+        self._durable: StartingPoint | None = source
+        self._in_memory: set[int] = set()
+        self._moved: dict[str, ShardReference] = {}
+
+    def take_over(
+        self, lineage: int, version: int, in_memory: Sequence[int], *, is_initial: bool
+    ) -> None:
+        """The ranks are where an earlier start of the script has left them.
+
+        What it asked of them is not known: the script asks for it again.
+        """
+        self.begin(lineage, StartingPoint(version, SnapshotPlace.initial))
+        self._durable = self._durable if is_initial else None
+        self._in_memory = {version} & set(in_memory)
+
+    @property
+    def sources(self) -> list[StartingPoint]:
+        """The snapshots of this version, which the ranks can begin from; the best one first."""
+        found = [StartingPoint(version, SnapshotPlace.memory) for version in self._in_memory]
+        found += [self._durable] if self._durable is not None else []
+        return [source for source in found if source.version == self.version]
+
+    @property
+    def kept_version(self) -> int:
+        """The version whose snapshot in memory has to stay; -1: none has to."""
+        return self.version if self.version in self._in_memory else -1
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether the ranks have begun to change the weights of this version."""
+        return any(call.is_update for call in self.calls)
+
+    def note(self, call: Asked) -> None:
+        """The ranks have done this, or are about to. An update is noted once."""
+        updates = [it for it in self.calls if it.is_update]
+        if call.is_update and any(it.operation == call.operation for it in updates):
+            return
+        self.calls.append(call)
+        shares = (share for it in self.calls if it.is_update for share in it.shares)
+        batches = (batch for share in shares for batch in share.batches)
+        read = {shard.shard_id for batch in batches for shard in batch.shards}
+        unused = [
+            it
+            for it in self.calls
+            if it.operation is None and not read & {shard.shard_id for shard in it.shards}
+        ]
+        if len(unused) > MAX_UNUSED:
+            self.calls.remove(unused[0])
+
+    def drop_step(self) -> None:
+        """The rows of the step that goes on are gone: nothing of it is to be repeated."""
+        self.calls = [call for call in self.calls if call.is_write]
+
+    def drop(self, call: Asked) -> None:
+        """The call is not to be repeated."""
+        if call in self.calls:
+            self.calls.remove(call)
+
+    def advance(self, version: int) -> None:
+        """The ranks have made a new version."""
+        self.version = version
+        self.calls.clear()
+        self._in_memory &= {version}
+        self._moved.clear()  # what was computed for an update is of no use any more
+
+    def note_in_memory(self, version: int) -> None:
+        """The snapshot in memory is whole: of this version, or the one that is being made."""
+        self._in_memory.add(version)
+
+    def drop_memory_snapshots(self) -> None:
+        """There are none any more."""
+        self._in_memory.clear()
+
+    def note_durable(self, version: int) -> None:
+        """The snapshot on the disk is whole; one of an earlier version is of no use any more."""
+        if version == self.version:
+            self._durable = StartingPoint(version, SnapshotPlace.disk)
+
+    def note_unreadable(self, source: StartingPoint) -> None:
+        """Nothing can begin from it."""
+        if source.place is SnapshotPlace.memory:
+            self._in_memory.discard(source.version)
+        else:
+            self._durable = None
+
+    def move(self, shard_id: str, to: ShardReference) -> None:
+        """What a shard held is in another one now, which a later life of a rank has sealed."""
+        self._moved[shard_id] = to
+
+    def current(self, batch: BatchMetadata) -> BatchMetadata:
+        """The batch with the shards that hold its rows now."""
+        if not any(shard.shard_id in self._moved for shard in batch.shards):
+            return batch
+        columns = tuple(
+            structs.replace(
+                part,
+                shards=tuple(
+                    structs.replace(shard, **self._moved[shard.shard_id]._asdict())
+                    if shard.shard_id in self._moved
+                    else shard
+                    for shard in part.shards
+                ),
+            )
+            for part in batch.columns
+        )
+        return structs.replace(batch, columns=columns)
