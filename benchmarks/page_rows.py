@@ -63,6 +63,8 @@ class DrawnRow:
     reward: float
     metrics: dict[str, float]
     returns: tuple[tuple[float, int], ...] = ()
+    shaping: float = 0.0
+    output: str = ""
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ import chat_templates as templates
 from ledger_history import History, a_run
 from msgspec import structs
 from recorded_groups import add_span, add_trained, played, recorder_of
-from sample_rows import sample
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +26,6 @@ from areal_sc.records.metrics_log import MetricsLog
 from areal_sc.records.recorded_rows import RecordedRejection
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.disk import Disk
-from areal_sc.system.json_lines import JsonLines
 from areal_sc.workflows.chat_format import Message
 from areal_sc.workflows.chat_turn import NextTurn, PastTurns, TurnNode
 from areal_sc.workflows.trajectory import Trajectory
@@ -110,7 +108,7 @@ def row(*parts: Part, reward: float = 0.5) -> Trajectory:
 
 
 async def make_run(folder: RunFolder, *, num_groups: int = 3) -> None:
-    """A run with measured steps, an event, a sample, a journal, spans, and rows of an agent.
+    """A run with measured steps, an event, a journal, spans, and rows of an agent.
 
     Of a group the first answer has two rows that part after the tool's answer; the second one is
     of one turn. Group 1 has an answer that was rejected.
@@ -121,8 +119,6 @@ async def make_run(folder: RunFolder, *, num_groups: int = 3) -> None:
         for step in (1, 2):
             log.on_step(measured(step))
         log.event("workers_restarted", workers=["rollout/0"], cause=EVIL)
-    with closing(JsonLines(folder.samples_path)) as lines:
-        lines.append(sample(1, group=0, num_tokens=40, reward=0.5, answer=EVIL))
     history = History(Disk(), folder.ledger)
     a_run(history)
     await history.journal.close()

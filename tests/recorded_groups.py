@@ -19,10 +19,16 @@ MEBI = 1 << 20
 
 
 def recorder_of(
-    run: Path, *, keep: str = "all", max_bytes: int = 64 * MEBI, process: str = "rollout/0"
+    run: Path,
+    *,
+    keep: str = "all",
+    max_bytes: int = 64 * MEBI,
+    process: str = "rollout/0",
+    groups_per_step: int = 1,
 ) -> Recorder:
     config = RecordsConfig(KeepRecords(keep), max_bytes)
-    return Recorder(FilesOfProcess(run / "records", process, max_bytes), process, config)
+    store = FilesOfProcess(run / "records", process, max_bytes)
+    return Recorder(store, process, config, groups_per_step)
 
 
 def trajectory(seed: int, length: int = 40, reward: float = 0.5) -> Trajectory:

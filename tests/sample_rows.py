@@ -9,7 +9,6 @@ from areal_sc.records.samples import Place, Sample
 
 def sample(step: int = 1, **changes: Any) -> Sample:
     values: dict[str, Any] = {
-        "time": 1_000.0 + step,
         "step": step,
         "group": 3,
         "place": Place.best,

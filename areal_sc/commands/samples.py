@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 
 from areal_sc.commands.arguments import add_run_dir, number
 from areal_sc.errors import CommandError
-from areal_sc.records.samples import Place, Sample, read_samples
+from areal_sc.page.followed_run import READ_S, FollowedRun
+from areal_sc.page.row_search import recorded_query
+from areal_sc.records.recorded_calls import recorded_text
+from areal_sc.records.samples import Place, Sample
 from areal_sc.run.run_checks import check_is_folder
-from areal_sc.run.run_folder import RunFolder
 from areal_sc.trainer.evaluation.kept_answers import as_samples, read_answers
 from areal_sc.trainer.sample_view import sample_view
 
@@ -22,17 +25,22 @@ COMMAND: Final = dict(
     help="show what the model of a run writes",
     description="Shows prompts of a run with the best and the worst answer of the model to "
     "each, and their rewards: those of the newest step, unless --step or --last says "
-    "otherwise. A run keeps some of each step in samples.jsonl (samples.groups_per_step); it "
-    "may go on meanwhile. Of a folder of `evaluate` it shows all answers.",
+    "otherwise. It reads the records of the run, which may go on meanwhile. Of a folder of "
+    "`evaluate` it shows all answers.",
 )
+
+_OLD_FILE: Final = "samples.jsonl"
+"""Earlier versions of areal_sc have kept the best and the worst answers there, one a line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     add_run_dir(parser)
+    above_0 = number("a number above 0", 1)
     parser.add_argument("--step", type=int, metavar="N", help="those of training step N")
+    parser.add_argument("--last", type=above_0, metavar="N", help="the N newest answers")
     parser.add_argument(
-        "--last", type=number("a number above 0", 1), metavar="N", help="the N newest answers"
+        "--groups", type=above_0, default=2, metavar="N", help="prompts of each step; default: 2"
     )
     place = parser.add_mutually_exclusive_group()
     for word in (Place.best, Place.worst):
@@ -47,42 +55,101 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: there are no such samples. RunFolderError: they cannot be read."""
-    samples = chosen(_samples_of(arguments.run_dir.expanduser()), arguments)
+    run_dir: Path = arguments.run_dir.expanduser().absolute()
+    check_is_folder(run_dir)
+    answers = as_samples(read_answers(run_dir))
+    steps = iter([answers]) if answers else _recorded(run_dir, arguments.step, arguments.groups)
+    samples = chosen(steps, arguments.place, arguments.last)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # it is a file
     console = Console()
     for part in sample_view(samples, console):
         console.print(part, highlight=False)
 
 
-def chosen(samples: Sequence[Sample], arguments: argparse.Namespace) -> Sequence[Sample]:
-    """The samples that the command's words ask for.
+def chosen(
+    steps: Iterable[Sequence[Sample]], place: Place | None, num_last: int | None
+) -> list[Sample]:
+    """The samples of the first step or, with `num_last`, so many of the newest ones.
 
-    Raises: CommandError: there is none.
+    Args:
+        steps: the samples of each, the newest step first.
+        place: only such answers, and those of groups whose answers are equal.
     """
-    step, place = arguments.step, arguments.place
-    if step is None and arguments.last is None:
-        step = samples[-1].step
-    found = [
-        sample
-        for sample in samples
-        if step in (None, sample.step) and (place is None or sample.place in (place, Place.equal))
+    found: list[Sample] = []
+    for samples in steps:
+        found = [it for it in samples if place is None or it.place in (place, Place.equal)] + found
+        if num_last is None or len(found) >= num_last:
+            break
+    return found[-num_last:] if num_last else found
+
+
+def _recorded(run_dir: Path, step: int | None, num_groups: int) -> Iterator[list[Sample]]:
+    """The samples of each recorded step, or of one, the newest step first.
+
+    Raises: CommandError: there are none. RunFolderError: they cannot be read.
+    """
+    run = FollowedRun(run_dir, run_dir.name)
+    words = {"step": "1.." if step is None else str(step), "sort": "-step"}
+    while not (told := run.read_rows(READ_S))["is_whole"]:
+        share = told["num_read_bytes"] / max(1, told["num_bytes"])
+        sys.stderr.write(f"the records are being read: {share:.0%}\n")
+    rows = chain.from_iterable(run.every_recorded_row(recorded_query(words)))
+    trained = (row for row in rows if row["outcome"] != "undone")
+    steps = groupby(trained, key=lambda row: row["step"])
+    first = next((_samples_of_step(of_step, num_groups) for _, of_step in steps), None)
+    if first is None:
+        raise CommandError(_why_none(run, run_dir, step))
+    if not run.has_texts:
+        raise CommandError(
+            "the answers cannot be read without the tokenizer of the run's model: there is no "
+            f"tokenizer.json in {', '.join(map(str, run.model_folders))}"
+        )
+    yield first
+    for _, of_step in steps:
+        yield _samples_of_step(of_step, num_groups)
+
+
+def _samples_of_step(rows: Iterable[dict[str, Any]], num_groups: int) -> list[Sample]:
+    """Those of at most `num_groups` groups, at even distances: of old groups and of young ones."""
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: (row["group"], row["episode"], row["row"])):
+        groups.setdefault(row["group"], []).append(row)
+    of_groups = [*groups.values()]
+    num_groups = min(num_groups, len(of_groups))
+    picked = [of_groups[i * len(of_groups) // num_groups] for i in range(num_groups)]
+    return [sample for group in picked for sample in _best_and_worst(group)]
+
+
+def _best_and_worst(group: Sequence[dict[str, Any]]) -> list[Sample]:
+    """The first row of a group whose rewards are all the same, else the best and the worst one."""
+    best = max(group, key=lambda row: row["reward"])
+    worst = min(group, key=lambda row: row["reward"])
+    if best["reward"] == worst["reward"]:
+        return [_sample(best, Place.equal)]
+    return [_sample(best, Place.best), _sample(worst, Place.worst)]
+
+
+def _sample(row: dict[str, Any], place: Place) -> Sample:
+    texts = {name: recorded_text(row[name]) for name in ("prompt", "answer", "output")}
+    names = ("step", "group", "reward", "group_reward", "metrics", "num_tokens")
+    names += ("first_version", "last_version", "staleness")
+    return Sample(place=place, **texts, **{name: row[name] for name in names})
+
+
+def _why_none(run: FollowedRun, run_dir: Path, step: int | None) -> str:
+    ends = [
+        run.recorded_rows(recorded_query({"step": "1..", "sort": sort}), 0, 1)["rows"]
+        for sort in ("step", "-step")
     ]
-    if not found:
-        steps = sorted({sample.step for sample in samples})
-        raise CommandError(
-            f"there are no samples of step {step}, only of {len(steps)} steps from {steps[0]} to "
-            f"{steps[-1]}"
+    if step is not None and all(ends):
+        first, last = (rows[0]["step"] for rows in ends)
+        return f"there are no samples of step {step}, only of steps from {first} to {last}"
+    if (run_dir / _OLD_FILE).exists():
+        return (
+            f"{run_dir} has no records of trained rows: an earlier areal_sc kept answers in its "
+            f"{_OLD_FILE}, which has a JSON object a line"
         )
-    return found[-arguments.last :] if arguments.last else found
-
-
-def _samples_of(run_dir: Path) -> Sequence[Sample]:
-    check_is_folder(run_dir)
-    path = RunFolder(run_dir).samples_path
-    samples = read_samples(path) if path.exists() else as_samples(read_answers(run_dir))
-    if not samples:
-        raise CommandError(
-            f"there are no samples in {run_dir}: the run has not begun its first training step, "
-            "it was started with samples.groups_per_step=0, or this is not the folder of a run"
-        )
-    return samples
+    return (
+        f"there are no samples in {run_dir}: the run has not begun its first training step, or "
+        "what it recorded is lost or gone (records.max_bytes)"
+    )

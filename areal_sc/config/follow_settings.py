@@ -1,4 +1,4 @@
-"""The settings of what follows a run: evaluations, samples, records (`records`), trackers."""
+"""The settings of what follows a run: evaluations, records (`records`), trackers."""
 
 from __future__ import annotations
 
@@ -68,33 +68,13 @@ class EvaluationConfig:
     )
 
 
-@dataclass
-class SamplesConfig:
-    """What the model reads and writes, kept in samples.jsonl of the run folder."""
-
-    groups_per_step: int = setting(
-        2, "groups a step whose best and worst answer are kept; 0: none", ge=0, le=64
-    )
-    max_chars: int = setting(
-        2000,
-        "characters kept of a prompt, and of an answer; a step takes up to "
-        "4 * groups_per_step * max_chars characters of the disk",
-        ge=20,
-        le=100_000,
-        idle=("groups_per_step=0",),
-    )
-    show: bool = setting(
-        False, "the display of a Run shows the newest ones, too", idle=("groups_per_step=0",)
-    )
-
-
 class KeepRecords(StrEnum):
     """What of a run is recorded.
 
     all: every row, what train ranks compute of the tokens of one group in 16, and what each process
         does when.
     sample: the same, but the rows only of groups with rejected episodes and of one group in 16.
-    none: nothing.
+    none: only the best and the worst answer of about two groups a training step.
     """
 
     all = "all"
@@ -112,5 +92,4 @@ class RecordsConfig:
         "of all rollout workers together; rows take about 3.5 bytes a token, and the oldest "
         "unremarkable ones go first",
         ge=1 << 20,
-        idle=("keep=none",),
     )

@@ -39,5 +39,3 @@ def _run_only_settings(run: Any) -> Iterator[str]:
             value = getattr(section, setting.name)
             if setting.name not in _ALSO_WITHOUT and value != getattr(default, setting.name):
                 yield f"{name}.{setting.name}={str(value).lower()}"
-    if run.samples.show:
-        yield "samples.show=true"

@@ -20,7 +20,6 @@ from areal_sc.config.fields import inherits, setting, shared
 from areal_sc.config.follow_settings import (
     EvaluationConfig,
     RecordsConfig,
-    SamplesConfig,
     TrackerKind,
 )
 from areal_sc.config.length_settings import CutAnswers as CutAnswers
@@ -339,7 +338,6 @@ class RolloutConfig(Section):
     sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
     vllm: VLLMConfig = shared("${vllm}", VLLMConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
-    samples: SamplesConfig = shared("${samples}", SamplesConfig)
 
     @property
     def waits_for_weights(self) -> bool:
@@ -432,7 +430,6 @@ class GRPOConfig:
         EvaluationConfig, idle=("without prompts for evaluations",)
     )
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
-    samples: SamplesConfig = setting(SamplesConfig, idle=_ON_ROWS)
     records: RecordsConfig = setting(RecordsConfig)
     trackers: list[TrackerKind] = setting(list, "what else keeps the metrics: wandb, …")
     tracker_project: str = setting(

@@ -17,16 +17,14 @@ from typing import Any, Final
 
 from areal_sc.page.followed_run import READ_S, FollowedRun
 from areal_sc.page.group_book import GroupQuery
-from areal_sc.page.row_query import RowQuery
 from areal_sc.page.row_search import recorded_query
 from areal_sc.system.json_lines import to_json
 
 STATIC: Final = Path(__file__).with_name("static")
 NUM_ROWS: Final = 200
-"""The newest rows of a run that are in the file, and samples, with the lives of their groups."""
+"""The newest rows of a run that are in the file, with the lives of their groups."""
 MAX_TEXT_BYTES: Final = 8 << 20
-"""Texts of a run's samples in the file, and those of its rows with their tokens; what is behind is
-left out."""
+"""Texts of a run's rows in the file, with their tokens; what is behind is left out."""
 NUM_GROUPS: Final = 200
 TIME_PIXELS: Final = 4000
 """The time line is so wide in the file; spans narrower than a pixel are left out."""
@@ -96,20 +94,11 @@ def _answers(runs: Sequence[FollowedRun]) -> Iterator[tuple[str, Any]]:
             yield f"{base}/logs/{log['name']}", {"text": run.log(log["name"])}
         groups = run.groups(GroupQuery(), 0, NUM_GROUPS)
         yield f"{base}/groups", {**groups, "next": None}
-        rows = run.rows(RowQuery(), 0, NUM_ROWS)
-        kept, num_bytes = [], 0
-        for row in rows["rows"]:
-            num_bytes += row["num_bytes"]
-            if num_bytes > MAX_TEXT_BYTES:
-                break
-            kept.append(row)
-            yield f"{base}/rows/{row['offset']}", run.row(row["offset"])
-        yield f"{base}/rows", {**rows, "rows": kept, "next": None}
         recorded = dict(_recorded(run, base))
         yield from recorded.items()
         shown = {group["group"] for group in groups["groups"]}
-        rows_shown = [*kept, *recorded[f"{base}/recorded"]["rows"]]
-        for group, life in run.lives(shown | {row["group"] for row in rows_shown}).items():
+        shown |= {row["group"] for row in recorded[f"{base}/recorded"]["rows"]}
+        for group, life in run.lives(shown).items():
             yield f"{base}/groups/{group}", life
             if (path := f"{base}/recorded/{group}") not in recorded:
                 yield path, {**run.recorded(group), "rows": []}

@@ -33,7 +33,6 @@ from areal_sc.page.recorded_groups import RecordedGroups, tokenizer_of
 from areal_sc.page.row_index import RowIndex
 from areal_sc.page.row_query import RowQuery
 from areal_sc.page.row_search import MARKED, RowName, RowSearch
-from areal_sc.page.sample_rows import SampleRows
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
 from areal_sc.page.trained_numbers import TrainedNumbers, weights_by
@@ -69,7 +68,6 @@ class FollowedRun:
         check_is_run(self.folder)
         self._lock, self._lock_of_groups = Lock(), Lock()
         self._columns = MetricColumns(self.folder.metrics_path)
-        self._rows = SampleRows(self.folder.samples_path)
         self._groups = GroupBook(self.folder.ledger)
         self._health = FollowedHealth()
         self.index = RowIndex(
@@ -95,7 +93,6 @@ class FollowedRun:
         folder = self.folder
         return {
             "steps": stamp_of(folder.metrics_path),
-            "rows": stamp_of(folder.samples_path),
             "groups": self._groups.stamp(),
             "records": self._time_line.stamp(),
             "recorded": self.index.stamp(),
@@ -121,7 +118,7 @@ class FollowedRun:
             "name": self.name,
             "path": str(self.folder.path),
             "settings": settings,
-            "model_folders": [str(path) for path in self._model_folders()],
+            "model_folders": [str(path) for path in self.model_folders],
             "notes": [*notes, failure] if failure else notes,
         }
 
@@ -139,18 +136,6 @@ class FollowedRun:
             told = self._health.complaints(columns.epoch, columns.history, self._dtype())
             return {"complaints": told, "num_steps": columns.num_steps}
 
-    def rows(self, query: RowQuery, at: int, limit: int) -> dict[str, Any]:
-        """Samples, as `SampleRows.found` tells them."""
-        with self._lock:
-            self._rows.follow()
-            return self._rows.found(query, at, limit)
-
-    def row(self, offset: int) -> dict[str, Any] | None:
-        """One sample, as `SampleRows.row` tells it."""
-        with self._lock:
-            self._rows.follow()
-            return self._rows.row(offset)
-
     def groups(self, query: GroupQuery, at: int, limit: int) -> dict[str, Any]:
         """Groups, as `GroupBook.found` tells them.
 
@@ -162,16 +147,9 @@ class FollowedRun:
         return found
 
     def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
-        """What `GroupBook.lives` tells, with the `rows` of each group that were kept as samples.
-
-        Accounts have a `data_row` as those of `groups`.
-        """
+        """What `GroupBook.lives` tells; accounts have a `data_row` as those of `groups`."""
         with self._lock_of_groups:
             lives = self._groups.lives(groups)
-        with self._lock:
-            self._rows.follow()
-            for group, life in lives.items():
-                life["rows"] = self._rows.of_group(group)
         self._add_data_rows([life["account"] for life in lives.values()])
         return lives
 
@@ -203,6 +181,11 @@ class FollowedRun:
             pass
         marked = self._bookmarks.read() if query.choices.get(MARKED) else {}
         return self._search.every(query, marked)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the run's tokenizer is on this machine."""
+        return self._tokenizer is not None
 
     def bookmarks(self) -> list[dict[str, Any]]:
         """The rows that the reader has marked, with `note`."""
@@ -287,9 +270,10 @@ class FollowedRun:
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the run's model, if that is on this machine."""
-        return tokenizer_of(*self._model_folders())
+        return tokenizer_of(*self.model_folders)
 
-    def _model_folders(self) -> list[Path]:
+    @property
+    def model_folders(self) -> list[Path]:
         """Where the run's model may be: as given, seen from the run folder, and as it was saved."""
         settings = self._settings()[0]
         path, run_dir = settings.get("actor.path", ""), settings.get("run_dir", "")

@@ -1,7 +1,7 @@
 """What became of every group of a run, and the life of one: from the ledger's journal.
 
 The ledger numbers a step by the version that it begins from; the page by the one that it makes, as
-`metrics.jsonl` and `samples.jsonl` do.
+`metrics.jsonl` does.
 """
 
 from __future__ import annotations

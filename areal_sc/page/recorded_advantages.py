@@ -42,7 +42,8 @@ def advantages_by(settings: Mapping[str, str]) -> Advantages:
     def advantages(group: RecordedGroup) -> Sequence[float | None]:
         returns = [row.returns or (row.reward,) for row in group.rows]
         rewards = [*chain.from_iterable(returns)]
-        if not is_known or deviation not in DEVIATIONS or not all(map(math.isfinite, rewards)):
+        is_whole = not group.left_out and all(map(math.isfinite, rewards))
+        if not (is_known and is_whole) or deviation not in DEVIATIONS:
             return [None] * len(returns)
         pairs = [*zip(group.rows, returns, strict=True)]
         found = normalized_advantages(

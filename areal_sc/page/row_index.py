@@ -39,7 +39,7 @@ REJECTED: Final = -1
 UNFINISHED: Final = "unfinished"
 """What has become of an attempt whose worker recorded that it began, and nothing since."""
 
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 _BATCH_TOKENS: Final = 1 << 20
 """After so many the database is written: they take 0.2 s."""
 _MAX_METRICS: Final = 200
@@ -54,7 +54,8 @@ CREATE INDEX groups_by_file ON groups (file);
 CREATE TABLE rows (id INTEGER PRIMARY KEY, place INT, "group" INT, attempt INT, episode INT,
     row INT, dataset INT, "index" INT, worker TEXT, reward REAL, group_reward REAL, advantage REAL,
     num_tokens INT, num_trained_tokens INT, first_version INT, last_version INT,
-    num_interruptions INT, time REAL, step INT, staleness INT, outcome TEXT, cause TEXT);
+    num_interruptions INT, time REAL, step INT, staleness INT, outcome TEXT, cause TEXT,
+    output TEXT);
 CREATE INDEX rows_by_place ON rows (place);
 CREATE INDEX rows_by_data_row ON rows ("index", dataset);
 CREATE TABLE texts (id INTEGER PRIMARY KEY, prompt BLOB, answer BLOB);
@@ -64,7 +65,7 @@ _COLUMNS: Final = (
     *("id", "place", "group", "attempt", "episode", "row", "dataset", "index", "worker", "time"),
     *("reward", "group_reward", "advantage", "num_tokens", "num_trained_tokens"),
     *("first_version", "last_version", "num_interruptions", "step", "staleness"),
-    *("outcome", "cause"),
+    *("outcome", "cause", "output"),
 )
 
 Advantages = Callable[[RecordedGroup], Sequence[float | None]]
@@ -323,25 +324,30 @@ class RowIndex:
         fate = self._fates.get((group.group, group.attempt), _NO_FATE)
         name = group.group, group.attempt
         of_group = group.dataset, group.index, group.worker, group.began + group.took_s
-        rewards = [row.reward for row in group.rows]
-        mean = sum(rewards) / len(rewards) if rewards else None
         for row, advantage in zip(group.rows, self._advantages(group), strict=True):
             runs = row.versions
             first, last = (runs[0][0], runs[-1][0]) if runs else (None, None)
             yield (
                 (
                     *(*name, row.episode, row.row, *of_group),
-                    *(row.reward, mean, advantage, row.num_tokens, row.num_trained_tokens),
+                    *(
+                        row.reward,
+                        group.mean_reward,
+                        advantage,
+                        row.num_tokens,
+                        row.num_trained_tokens,
+                    ),
                     *(first, last, row.num_interruptions),
                     *(fate.step, _staleness(row, fate.step), fate.outcome, fate.cause),
+                    row.output,
                 ),
                 row.metrics,
             )
         none = (None,) * 10
         for number, it in enumerate(group.rejected):
-            yield (*name, REJECTED, number, *of_group, *none, "rejected", it.cause), {}
+            yield (*name, REJECTED, number, *of_group, *none, "rejected", it.cause, ""), {}
         if group.has_only_begun:
-            yield (*name, REJECTED, 0, *of_group, *none, UNFINISHED, ""), {}
+            yield (*name, REJECTED, 0, *of_group, *none, UNFINISHED, "", ""), {}
 
     def note_fates(self, fates: Mapping[tuple[int, int], Fate]) -> None:
         """What became of attempts of groups, by the numbers of both.
@@ -434,5 +440,5 @@ def _delete(database: sqlite3.Connection, groups: str, *values: Any) -> None:
 
 
 def _staleness(row: RecordedRow, step: int | None) -> int | None:
-    """How old the first trained token is, in policy versions, as samples tell it."""
+    """How old the first trained token is, in policy versions, as the command `samples` tells it."""
     return step - 1 - row.versions[0][0] if row.versions and step is not None else None

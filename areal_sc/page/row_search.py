@@ -26,7 +26,7 @@ SEARCH_S: Final = 0.5
 """A search gives what it has found by then, and where it goes on."""
 
 _NAME: Final = ("group", "attempt", "episode", "row")
-_SHOWN: Final = (*_NAME, *NUMBERS, *WORDS)
+_SHOWN: Final = (*_NAME, *NUMBERS, *WORDS, "output")
 _AT_ONCE: Final = 100
 """Rows whose texts are read together."""
 

@@ -10,8 +10,6 @@ unblocked by itself: as long as a browser listens to `/api/changes`, it looks tw
     /api/runs                           names, folders, settings, notes
     /api/runs/N/steps                   columns of numbers; `?epoch=&first=`
     /api/runs/N/health                  what is wrong with the learning
-    /api/runs/N/rows                    samples; `?text=&sort=&at=&limit=&reward=0..1` ...
-    /api/runs/N/rows/OFFSET             one of them
     /api/runs/N/groups                  from the ledger; `?outcome=&cause=&worker=&step=&at=`
     /api/runs/N/groups/GROUP            the life of one
     /api/runs/N/reading                 reads recorded rows for a second; how far that is
@@ -49,7 +47,6 @@ from areal_sc.page.answers import answer, refusal
 from areal_sc.page.followed_run import READ_S, FollowedRun
 from areal_sc.page.group_book import GroupQuery
 from areal_sc.page.row_search import recorded_query
-from areal_sc.page.sample_rows import sample_query
 from areal_sc.page.stamps import Stamp
 from areal_sc.system.json_lines import UNDECODABLE, to_json
 
@@ -109,8 +106,6 @@ class PageServer:
         views: dict[str, View] = {
             "steps": _steps,
             "health": lambda run, request: run.health(),
-            "rows": _rows,
-            "rows/{offset}": lambda run, request: run.row(_whole_number(request, "offset")),
             "groups": _groups,
             "groups/{group}": _group,
             "reading": lambda run, request: run.read_rows(READ_S),
@@ -307,11 +302,6 @@ async def _errors_told(request: web.Request, handler: Handler) -> web.StreamResp
 
 def _steps(run: FollowedRun, request: web.Request) -> Any:
     return run.steps(_number(request, "epoch", 0), _number(request, "first", 0))
-
-
-def _rows(run: FollowedRun, request: web.Request) -> Any:
-    query = sample_query(request.query)
-    return run.rows(query, _number(request, "at", 0), _number(request, "limit", 50))
 
 
 def _recorded(run: FollowedRun, request: web.Request) -> Any:

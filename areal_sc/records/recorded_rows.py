@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from areal_sc.records.recorded_calls import LEVEL, RecordedCall
+from areal_sc.records.recorded_calls import LEVEL, RecordedCall, recorded_text
 
 VersionRuns = tuple[tuple[int, int], ...]
 """(policy version, number of successive trained tokens that it sampled), in their order."""
@@ -41,6 +41,7 @@ class PlayedRow(Protocol):
     calls: Sequence[RecordedCall]
     returns: Sequence[tuple[float, int]]
     shaping: float
+    output: str
 
 
 class RecordedRow(Struct, frozen=True, omit_defaults=True):
@@ -51,6 +52,7 @@ class RecordedRow(Struct, frozen=True, omit_defaults=True):
         row: number within the episode, from 0.
         returns: of each answer, where they differ from the reward.
         shaping: of the reward, as of `Trajectory`.
+        output: what the episode wrote, as an agent does; a long one is cut.
     """
 
     episode: int
@@ -61,6 +63,7 @@ class RecordedRow(Struct, frozen=True, omit_defaults=True):
     metrics: dict[str, float]
     returns: tuple[float, ...] = ()
     shaping: float = 0.0
+    output: str = ""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -96,6 +99,7 @@ class RecordedGroup(Struct, frozen=True, kw_only=True):
         began: Unix time in seconds.
         took_s: until its last episode had ended.
         num_call_bytes: of the body, at its end: the calls of the rows.
+        left_out: rewards of the rows that are not recorded.
     """
 
     worker: str
@@ -110,6 +114,13 @@ class RecordedGroup(Struct, frozen=True, kw_only=True):
     rows: tuple[RecordedRow, ...] = ()
     rejected: tuple[RecordedRejection, ...] = ()
     num_call_bytes: int = 0
+    left_out: tuple[float, ...] = ()
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Over all rows, also those that are not recorded; None: there are none."""
+        rewards = [*(row.reward for row in self.rows), *self.left_out]
+        return sum(rewards) / len(rewards) if rewards else None
 
     @property
     def has_only_begun(self) -> bool:
@@ -141,7 +152,8 @@ def numbers_of(row: PlayedRow, episode: int, number: int) -> RecordedRow:
     metrics = {name: float(value) for name, value in row.metrics.items()}
     returns = tuple(float(value) for value, _ in row.returns)
     size, reward, shaping = len(row.input_ids), float(row.reward), float(row.shaping)
-    return RecordedRow(episode, number, size, reward, runs, metrics, returns, shaping)
+    output = recorded_text(row.output)
+    return RecordedRow(episode, number, size, reward, runs, metrics, returns, shaping, output)
 
 
 def pack_tokens(rows: Sequence[PlayedRow]) -> bytes:

@@ -52,6 +52,8 @@ RANK_BYTES: Final = 256 << 20
 KEPT_EVERY: Final = 16
 """One of so many groups is remarkable, by its number: so a thinned history stays. Of these groups
 train ranks record numbers of each token."""
+SAMPLED_GROUPS: Final = 2
+"""About so many groups a step leave their best and worst answer where nothing else is kept."""
 _MAX_WAITING: Final = 1 << 16
 MAX_WAITING_TOKENS: Final = 4 << 20
 """Groups that wait have about so many tokens at most: some hundred MiB."""
@@ -97,20 +99,25 @@ class Recorder:
     Args:
         store: what it records goes there.
         process: `rollout/0`, say.
+        groups_per_step: of the run; which groups `keep=none` keeps follows from it.
 
     Attributes:
         process: as given.
-        is_on: it records what it gets.
+        is_open: it records the groups that `keep` asks for.
+        is_on: it also records what the process does, and what updates compute.
         find_open: gives the spans that have begun until a Unix time, and not ended, but for those
             of `span`; called on the thread that writes.
     """
 
     find_open: Callable[[float], Iterable[RecordedSpan]] = staticmethod(lambda until: ())
 
-    def __init__(self, store: RecordStore, process: str, config: RecordsConfig) -> None:
+    def __init__(
+        self, store: RecordStore, process: str, config: RecordsConfig, groups_per_step: int = 1
+    ) -> None:
         self.process = process
-        self._keeps_all = config.keep is KeepRecords.all
-        self.is_on = config.keep is not KeepRecords.none
+        self._keep = config.keep
+        self._sampled_every = max(1, groups_per_step // SAMPLED_GROUPS)
+        self.is_open, self.is_on = True, config.keep is not KeepRecords.none
         self._waiting = deque[PlayedGroup | _WaitingRow | RecordedSpan | threading.Event]()
         self._is_closing, self._is_wanted = threading.Event(), threading.Event()
         self._store = store
@@ -124,8 +131,13 @@ class Recorder:
 
     def add_group(self, played: PlayedGroup) -> None:
         """Records a group. Its rows must not change any more."""
-        if self.is_on and (self._keeps_all or played.is_remarkable):
+        if self.is_open and self._keeps(played):
             self._add_tokens(played)
+
+    def _keeps(self, played: PlayedGroup) -> bool:
+        if self._keep is KeepRecords.none:
+            return bool(played.episodes) and played.group.group % self._sampled_every == 0
+        return self._keep is KeepRecords.all or played.is_remarkable
 
     def add_trained(self, row: TrainedRow, tokens: TrainedTokens) -> None:
         """Records what an update has computed of a row."""
@@ -149,7 +161,7 @@ class Recorder:
 
     def begin(self) -> None:
         """Something begins: `find_open` is asked from now on."""
-        if self._thread is None and self.is_on:
+        if self.is_on:
             self._start()
 
     def add_event(self, kind: str) -> None:
@@ -191,7 +203,7 @@ class Recorder:
     def close(self) -> None:
         """Writes what waits. Blocks, but not for a disk that does not answer."""
         with self._starting:
-            self.is_on = False
+            self.is_open = self.is_on = False
             thread = self._thread
         self._is_closing.set()
         self._is_wanted.set()
@@ -202,15 +214,17 @@ class Recorder:
 
     def _has_room_for(self, num_records: int) -> bool:
         """Whether so many more may wait; else they are lost."""
-        self.begin()
+        self._start()
         if len(self._waiting) < _MAX_WAITING:
             return True
         self._num_lost += num_records
         return False
 
     def _start(self) -> None:
+        if self._thread is not None:
+            return
         with self._starting:
-            if self._thread is None and self.is_on:
+            if self._thread is None and self.is_open:
                 self._thread = threading.Thread(target=self._write, name="records", daemon=True)
                 self._thread.start()
 
@@ -225,7 +239,7 @@ class Recorder:
                 self._write_waiting()
                 self._write_open(())
         except Exception as error:  # a disk, or a value that nobody has thought of
-            self.is_on = False
+            self.is_open = self.is_on = False
             what = describe(error)
             logger.warning("%s records nothing more of what it does: %s", self.process, what)
         finally:
@@ -237,6 +251,8 @@ class Recorder:
         self._goes_on = bool(spans)
 
     def _find_open(self) -> list[RecordedSpan]:
+        if not self.is_on:
+            return []
         until = time.time() - OPEN_AFTER_S
         own = [span for span in list(self._open.values()) if span.began <= until]
         return [*own, *self.find_open(until)]
@@ -271,8 +287,18 @@ class Recorder:
             for episode, its in played.episodes.items()
             for number, row in enumerate(its)
         ]
+        left_out: list[float] = []
+        if self._keep is KeepRecords.none:
+            rewards = [numbers.reward for numbers, _ in rows]
+            sampled = {rewards.index(max(rewards)), rewards.index(min(rewards))}
+            left_out = [it for number, it in enumerate(rewards) if number not in sampled]
+            rows = [rows[number] for number in sorted(sampled)]
         calls = pack_calls([row.calls for _, row in rows])
-        told = {"rows": tuple(numbers for numbers, _ in rows), "num_call_bytes": len(calls)}
+        told = {
+            "rows": tuple(numbers for numbers, _ in rows),
+            "num_call_bytes": len(calls),
+            "left_out": tuple(left_out),
+        }
         body = pack_tokens([row for _, row in rows]) + calls if rows else b""
         series = Series.kept if played.is_remarkable else Series.rows
         self._append(series, pack_group(replace(played.group, **told)), body)

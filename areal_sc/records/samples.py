@@ -1,17 +1,10 @@
-"""Samples: what the model read and wrote in a few groups of each training step.
-
-The file `samples.jsonl` of a run folder has one sample a line; those of a step come together.
-"""
+"""Samples: the best and the worst answers to some prompts, as text for people."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
-from typing import TypeVar
 
 from msgspec import Struct
-
-from areal_sc.system.json_lines import read_json_lines
 
 
 class Place(StrEnum):
@@ -30,10 +23,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     """One row of a trained batch, as text.
 
     Attributes:
-        time: when the batch was formed, Unix time in seconds; the same for all samples of a step.
         step: the training step, from 1.
         group: id of the group, that is of the prompt.
-        attempt, episode, row: as of `records.reading.Row`; -1: an earlier areal_sc did not say.
         reward: of this row.
         group_reward: mean over the rows of the group.
         metrics: what the workflow reports of the row.
@@ -45,7 +36,6 @@ class Sample(Struct, frozen=True, kw_only=True):
         output: what the episode wrote, as an agent does; "" for none.
     """
 
-    time: float
     step: int
     group: int
     place: Place
@@ -59,33 +49,6 @@ class Sample(Struct, frozen=True, kw_only=True):
     prompt: str
     answer: str
     output: str = ""
-    attempt: int = -1
-    episode: int = -1
-    row: int = -1
-
-
-S = TypeVar("S", bound=Sample)
-
-
-def read_samples(path: Path) -> list[Sample]:
-    """The samples of a run in the order of its steps; an unfinished last line is left out.
-
-    Where the run went back to a snapshot, or began again in its folder, those of the steps that it
-    trained a second time replace the earlier ones.
-
-    Raises: RunFolderError: the file cannot be read, or a line before the last is no sample.
-    """
-    found: list[Sample] = []
-    for sample in read_json_lines(path, Sample):
-        leave_out_replaced(found, sample)
-        found.append(sample)
-    return found
-
-
-def leave_out_replaced(found: list[S], sample: Sample) -> None:
-    """Removes the samples of steps that were trained again, which a later sample tells."""
-    while found and found[-1].step >= sample.step and found[-1].time != sample.time:
-        found.pop()
 
 
 def shortened(text: str, max_chars: int) -> str:

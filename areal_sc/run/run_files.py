@@ -7,7 +7,6 @@ begun.json       what the run was begun with: settings, datasets, code, models
 summary.json     written last: the run is finished
 status.json      what the run does now, for `python -m areal_sc status`
 metrics.jsonl    one line a training step
-samples.jsonl    what the model read and wrote: a few answers of each training step
 records/         rows with all their tokens, and what each process did when: see `record_files`
 histories/       where each trained model is: see `controller.model_place`
 ledger/          the journal of every group's life: what was trained, when, and only once
@@ -58,7 +57,6 @@ class RunFiles:
         self.config_path = self.path / "config.yaml"
         self.begun_path = self.path / "begun.json"
         self.metrics_path = self.path / "metrics.jsonl"
-        self.samples_path = self.path / "samples.jsonl"
         self.records = self.path / "records"
         self.summary_path = self.path / "summary.json"
         self.tracker_id_path = self.path / "tracker_id"

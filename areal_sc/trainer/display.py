@@ -26,11 +26,9 @@ from rich.text import Text
 
 from areal_sc.quantities import percent, short_duration, short_number
 from areal_sc.records.metrics import EvaluationResult, StepMetrics, Summary
-from areal_sc.records.samples import Sample, shortened
 from areal_sc.records.trackers.base import Tracker
 from areal_sc.rejection import describe_counts
 from areal_sc.system.telling import Outlet
-from areal_sc.trainer.sample_view import group_view
 from areal_sc.trainer.step_table import StepTable, columns_of, named_values
 
 _REPORTS_PER_PHASE = 4
@@ -38,10 +36,6 @@ _REPORTS_PER_PHASE = 4
 
 _REFRESHES_PER_S = 4
 _ROWS_PER_HEADER = 20
-_SAMPLE_LINES = 2
-"""Lines of each text of a sample, so that the bars and some steps stay in view."""
-_SAMPLE_CHARS = 200
-"""Characters of each text of a sample in a plain line."""
 _BAR_WIDTH = 20
 _LEFT_FILES = ("model", "learning_curve.png", "summary.json", "metrics.jsonl", "models", "logs")
 """What a run leaves that a user looks for."""
@@ -155,17 +149,6 @@ class Display(Tracker):
             values["step"] = f"{metrics.step}/{self._total_steps}"
         self._line(**values)
 
-    def show_samples(self, samples: Sequence[Sample]) -> None:
-        """Shows what the model wrote: samples of one group."""
-        for sample in samples:
-            self._line(
-                sample=sample.place,
-                step=sample.step,
-                reward=sample.reward,
-                prompt=shortened(sample.prompt, _SAMPLE_CHARS),
-                answer=shortened(sample.answer, _SAMPLE_CHARS),
-            )
-
     def on_evaluation(self, result: EvaluationResult) -> None:
         names = ("accuracy", "reward", "num_prompts", "temperature", "version_min", "version_max")
         values = {name: getattr(result, name) for name in names} | result.reward_parts()
@@ -228,15 +211,14 @@ def _word(value: Any) -> str:
 
 
 class _Bars(Progress):
-    """Progress bars, and what is shown below them: a pause, what is wrong now, then samples."""
+    """Progress bars, and what is shown below them: a pause, then what is wrong now."""
 
     pause: RenderableType | None = None
     wrong: RenderableType | None = None
-    below: RenderableType | None = None
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        yield from (part for part in (self.pause, self.wrong, self.below) if part is not None)
+        yield from (part for part in (self.pause, self.wrong) if part is not None)
 
 
 class LiveDisplay(Display):
@@ -300,10 +282,6 @@ class LiveDisplay(Display):
         self._rows_since_header += 1
         for line in self._table.rows(metrics):
             self._print(line)
-
-    def show_samples(self, samples: Sequence[Sample]) -> None:
-        """Below the bars, in place of the ones before."""
-        self._bars.below = Group(*group_view(samples, self._console, _SAMPLE_LINES))
 
     def on_evaluation(self, result: EvaluationResult) -> None:
         line = Text.assemble((f"evaluation {result.name}: ", "bold magenta"))

@@ -39,7 +39,6 @@ from areal_sc.preflight.sizes import complete_config
 from areal_sc.records.learning_curve import plot_learning_curve
 from areal_sc.records.metrics import StepMetrics, Summary, summarize
 from areal_sc.records.metrics_log import History, MetricsLog
-from areal_sc.records.samples import Sample
 from areal_sc.records.trackers.background import BackgroundTracker
 from areal_sc.records.trackers.base import Tracker
 from areal_sc.records.trackers.kinds import make_tracker
@@ -109,7 +108,6 @@ class Run:
         self._began = time.monotonic()
         self._first_step_s: float | None = None
         self._health = LearningHealth(config.actor.dtype)
-        self._shown_samples: tuple[Sample, ...] = ()
         self._counted: Mapping[str, float] = {}  # as of the end of the newest step
         self.beside: list[BesideTraining] = []
         self._others: Sequence[TrainController] = ()
@@ -184,7 +182,7 @@ class Run:
         self._adviser = Adviser(self.config, self.folder.path)
 
         def begin() -> Step:
-            return Step(actor, rollout, self._counted, partial(self._tell_step, rollout))
+            return Step(actor, rollout, self._counted, self._tell_step)
 
         with self._started(actor, rollout, *others):
             if self.config.dry_run:
@@ -434,13 +432,9 @@ class Run:
             self._first_step_s = process_age_s()
         self.tell(lambda tracker: tracker.on_step(metrics))
 
-    def _tell_step(self, rollout: RolloutController, metrics: StepMetrics) -> None:
+    def _tell_step(self, metrics: StepMetrics) -> None:
         self._tell_metrics(metrics)
         self._counted = metrics.counters
-        samples = rollout.newest_samples
-        if self.config.samples.show and samples and samples is not self._shown_samples:
-            self._shown_samples = samples
-            self.display.show_samples([s for s in samples if s.group == samples[0].group])
         for complaint in self._health.take_untold():
             self.display.warning(f"learning: {complaint}")
         if not self._health.complaints:  # what learns nothing need not be fast

@@ -20,17 +20,11 @@ def sample_view(samples: Sequence[Sample], console: Console) -> Iterator[Text]:
     for number, (_, group) in enumerate(groups):
         if number:
             yield Text()
-        yield from group_view(list(group), console)
+        yield from _group_view(list(group), console)
 
 
-def group_view(
-    samples: Sequence[Sample], console: Console, max_lines: int | None = None
-) -> Iterator[Text]:
-    """The lines of samples of one group: a headline, the prompt, the answers; none is too wide.
-
-    Args:
-        max_lines: of each text, whose own lines are joined; None shows it whole.
-    """
+def _group_view(samples: Sequence[Sample], console: Console) -> Iterator[Text]:
+    """The lines of samples of one group: a headline, the prompt, the answers; none is too wide."""
     first = samples[0]
     headline = Text(f"step {first.step}, group {first.group}: ", style="bold")
     if first.place is Place.equal:
@@ -43,28 +37,19 @@ def group_view(
     for sample in samples:
         if sample.prompt != prompt:  # an agent's rows have prompts of their own
             prompt = sample.prompt
-            yield from _labelled("prompt", "dim", prompt, console, max_lines)
+            yield from _labelled("prompt", "dim", prompt, console)
         style = _STYLES[sample.place]
-        yield from _labelled(sample.place, style, sample.answer, console, max_lines)
+        yield from _labelled(sample.place, style, sample.answer, console)
         if sample.output:
-            yield from _labelled("output", "dim", sample.output, console, max_lines)
-        yield from _labelled("", "", _numbers(sample), console, max_lines)
+            yield from _labelled("output", "dim", sample.output, console)
+        yield from _labelled("", "", _numbers(sample), console)
 
 
-def _labelled(
-    label: str, style: str, text: str, console: Console, max_lines: int | None
-) -> Iterator[Text]:
+def _labelled(label: str, style: str, text: str, console: Console) -> Iterator[Text]:
     """A text beside its label."""
     width = max(console.width - _INDENT, 1)
-    if max_lines is not None:
-        text = " ".join(text[: 2 * max_lines * width].split())
     text_style = "" if label else "dim"
-    lines = Text(_printable(text), text_style).wrap(console, width, overflow="fold")
-    shown = lines[:max_lines]
-    if len(lines) > len(shown):
-        shown[-1].truncate(width - 1)
-        shown[-1].append("…")
-    for line in shown:
+    for line in Text(_printable(text), text_style).wrap(console, width, overflow="fold"):
         labelled = Text.assemble((f"  {label}".ljust(_INDENT), style), line)
         labelled.rstrip()
         yield labelled

@@ -193,10 +193,11 @@ class Worker:
 
 
 def _recorder_of(spec: WorkerSpec, config: Any, files: WorkerFiles) -> Recorder:
-    settings, max_bytes = spec.run.records, RANK_BYTES
-    if isinstance(config, RolloutConfig):
-        max_bytes = settings.max_bytes // config.most_workers
-    return Recorder(files.record_store(spec.name, max_bytes), spec.name, settings)
+    settings = spec.run.records
+    if not isinstance(config, RolloutConfig):
+        return Recorder(files.record_store(spec.name, RANK_BYTES), spec.name, settings)
+    store = files.record_store(spec.name, settings.max_bytes // config.most_workers)
+    return Recorder(store, spec.name, settings, config.train_batch_groups)
 
 
 def _files_of(spec: WorkerSpec, transport: ZmqTransport) -> WorkerFiles:

@@ -20,9 +20,6 @@ from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.weights import ShardReference, WeightChanges, WeightGroup, WeightsReference
 
-SAMPLE_TIMEOUT_S: Final = 10.0
-"""Samples that are not there by then are missing."""
-
 SHUTDOWN_TIMEOUT_S: Final = 2.0
 """A worker that has not answered by then is ended."""
 
@@ -272,34 +269,6 @@ class CopyWeights(Struct, frozen=True, array_like=True):
     base: ShardReference | None = None
 
 
-class ReadTexts(Struct, frozen=True, array_like=True):
-    """Rows that lie in the worker's own store, to be read as text.
-
-    Attributes:
-        batch: the rows, with `input_ids` and `loss_mask` alone.
-        max_chars: longer texts are cut.
-    """
-
-    batch: BatchMetadata
-    max_chars: int
-
-
-class RowText(Struct, frozen=True, array_like=True):
-    """A row as text, with special tokens.
-
-    Attributes:
-        prompt: what stands before the first trained token.
-        answer: all that follows.
-        metrics: what the workflow reports of the row.
-        output: what the episode wrote, beside its rows.
-    """
-
-    prompt: str
-    answer: str
-    metrics: dict[str, float]
-    output: str = ""
-
-
 INITIALIZE_ENGINE = Method("initialize_engine", NoneType, NoneType)
 """Once; a repeat waits for the first one."""
 RUN_GROUP = Method("run_group", RunGroup, GroupReply)
@@ -310,7 +279,6 @@ AGENTS_AT = Method("agents_at", NoneType, AgentsAt)
 """Where the sessions of the worker are served to the process that has the run's address."""
 EPISODES = Method("episodes", NoneType, EpisodesReport)
 RUN_EVALUATION = Method("run_evaluation", RunEvaluation, EvaluationReply)
-READ_TEXTS = Method("read_texts", ReadTexts, tuple[RowText, ...], deadline_s=SAMPLE_TIMEOUT_S)
 UPDATE_WEIGHTS = Method("update_weights", WeightsReference, NoneType)
 COPY_WEIGHTS = Method("copy_weights", CopyWeights, tuple[ShardReference, ...])
 """Its reply is the copy, which the worker serves until it has newer weights; and one of the changes

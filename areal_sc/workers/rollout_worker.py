@@ -66,7 +66,6 @@ from areal_sc.workers.group_rows import fields_of, metadata_of
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.held_weights import HeldWeights
 from areal_sc.workers.played_groups import played_group, row_text
-from areal_sc.workers.row_texts import RowTexts
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workers.weight_broadcasts import cancel_broadcast, own_devices
 from areal_sc.workflows.base import Trajectory, Workflow
@@ -110,7 +109,6 @@ class RolloutWorker(Worker):
         self._agent_pool = AgentPool(*own, log_path=log, **apart)
         self._watches: list[asyncio.Task[None]] = []
         self._engine: GenerationEngine | None = None
-        self._texts = RowTexts(self.plane)
         self._all_episodes = Episodes(self.recorder)
         self._runs = GroupRuns(config.group_timeout_s + 2 * CANCEL_GRACE_S)
         self._starting: asyncio.Task[None] | None = None
@@ -134,7 +132,6 @@ class RolloutWorker(Worker):
             calls.AGENTS_AT.served_by(lambda _: self._agents.reachable(self._interface)),
             calls.EPISODES.served_by(lambda _: self._all_episodes.report()),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
-            calls.READ_TEXTS.served_by(self.read_texts),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
             calls.COPY_WEIGHTS.served_by(self.copy_weights),
             calls.WEIGHT_RANKS.served_by(self.weight_ranks),
@@ -216,7 +213,7 @@ class RolloutWorker(Worker):
         if batch is not None and group.group_id >= 0:  # of training
             self._group_counters["finished_groups"] += 1
             self._group_counters["group_s"] += time.perf_counter() - began_s
-        if self.recorder.is_on and group.group_id >= 0:
+        if self.recorder.is_open and group.group_id >= 0:
             text = text_of(row, row_text) if row is not None else ""
             it = played_group(self.spec.name, group, text, began, kept, rejected)
             self.recorder.add_group(it)
@@ -233,12 +230,8 @@ class RolloutWorker(Worker):
         text = evaluated_text(seen, self.engine.tokenizer) if wanted.keeps_text else None
         return await evaluation_reply(rows, seen, text, self._rewards)
 
-    async def read_texts(self, wanted: calls.ReadTexts) -> tuple[calls.RowText, ...]:
-        return await self._texts.read(wanted, self.engine.tokenizer)
-
     async def sweep(self, sweep: calls.Sweep) -> int:
         last_sequence = await super().sweep(sweep)
-        self._texts.forget()
         self._runs.forget(self.plane.store.__contains__)
         return last_sequence
 
@@ -436,7 +429,6 @@ class RolloutWorker(Worker):
             shard_id=self.plane.store.put(fields, [len(row.input_ids) for row in rows]),
             runs=(RowRun(0, 0, len(rows)),),
         )
-        self._texts.keep(shard.shard_id, rows)
         return BatchMetadata(
             f"g{group.group_id}.{group.attempt}",
             group.admitted_version,

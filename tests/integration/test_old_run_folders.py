@@ -6,6 +6,7 @@ without the keys, logs and agents of its processes.
 
 from __future__ import annotations
 
+import json
 import re
 import tarfile
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from integration.run_process import tiny_run
 
 from areal_sc.__main__ import main
+from areal_sc.errors import CommandError
 
 OLD_RUN = Path(__file__).with_name("old_runs") / "tiny_run_a32ae4a.tar.xz"
 LAST_STEP = 3
@@ -30,7 +32,6 @@ def run_dir(tmp_path: Path) -> Path:
     ("command", "expected"),
     [
         ("status", "step      3 of 9, policy version 3"),
-        ("samples", "step 3, group"),
         ("ledger", "group 0: admitted at version 0, run by rollout/0, 2 rows of"),
     ],
 )
@@ -39,6 +40,13 @@ def test_it_can_be_read(
 ) -> None:
     main([command, str(run_dir)])
     assert expected in capsys.readouterr().out
+
+
+def test_its_answers_are_in_a_file_that_it_names(run_dir: Path) -> None:
+    with pytest.raises(CommandError, match=r"kept answers in its samples\.jsonl, which has a JSON"):
+        main(["samples", str(run_dir)])
+    lines = (run_dir / "samples.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == LAST_STEP
 
 
 def test_the_run_goes_on(run_dir: Path, tiny_model_folder: Path) -> None:

@@ -23,7 +23,6 @@ from integration.test_page import OLD_RUN, Page, page_of
 from msgspec import structs
 from page_runs import CODE, EVIL, damage, make_run, row
 from recorded_groups import played, recorder_of, trajectory
-from sample_rows import sample
 
 from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.page.export import exported
@@ -32,7 +31,6 @@ from areal_sc.records.metrics_log import MetricsLog
 from areal_sc.records.reading import Row, rows, trained_rows
 from areal_sc.records.recorder import PlayedGroup
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.system.json_lines import JsonLines
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: tests/browser"),
@@ -50,9 +48,7 @@ WIDTHS = ((390, True), (1280, False), (2560, True))
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A run of an agent, its copy with torn and flipped records, one of an earlier areal_sc, and
-    one whose samples are not all known among the records.
-    """
+    """A run of an agent, its copy with torn and flipped records, one of an earlier areal_sc."""
     path = tmp_path_factory.mktemp("runs")
     for name in ("sound", "damaged"):
         await make_run(RunFolder(path / name))
@@ -67,28 +63,15 @@ async def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         for duration_s in (0.5, 0.123456789):
             told = {"duration_s": duration_s, "num_groups": 3, "cause": "SIGKILL"}
             log.event("workers_restarted", workers=["rollout/0"], **told)
-    await make_doubtful(RunFolder(path / "doubtful"))
     with tarfile.open(OLD_RUN) as archive:
         archive.extractall(path, filter="data")
-    return [path / name for name in ("sound", "damaged", "tiny", "doubtful")]
+    return [path / name for name in ("sound", "damaged", "tiny")]
 
 
 def killer(number: int) -> PlayedGroup:
     """The beginning of an attempt that killed its worker."""
     group = played(number).group
     return PlayedGroup(structs.replace(group, attempt=1, index=DATA_ROW, prompt=KILLING_ROW), {})
-
-
-async def make_doubtful(folder: RunFolder) -> None:
-    await make_run(folder)
-    with closing(JsonLines(folder.samples_path)) as lines:
-        lines.append(sample(1, group=9, num_tokens=NUM_TOKENS - 1, reward=0.5))
-        lines.append(sample(2, group=9, num_tokens=NUM_TOKENS, reward=0.5))
-        lines.append(sample(2, group=9, num_tokens=NUM_TOKENS + 1, reward=0.5))
-    recorder = recorder_of(folder.path)
-    its = [trajectory(4, NUM_TOKENS - 1)], [trajectory(4, NUM_TOKENS)], [trajectory(5, NUM_TOKENS)]
-    recorder.add_group(played(9, *its))
-    recorder.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -148,10 +131,8 @@ async def check_view(
 
 def views_of(page: Page, number: int, run: Path) -> list[str]:
     """The address of each view of a run."""
-    samples = page.get(f"/api/runs/{number}/rows")["rows"]
     recorded = page.get(f"/api/runs/{number}/recorded?sort=time")["rows"]
-    views = ["time", "rows", "rows?of=samples", "groups", "fleet"]
-    views += [f"row?id={samples[0]['offset']}"] if samples else []
+    views = ["time", "rows", "groups", "fleet"]
     views += [f"row?name={name_of(recorded[0])}"] if recorded else []
     views += [f"group?group={page.get(f'/api/runs/{number}/groups')['groups'][-1]['group']}"]
     return ["#/run", *(f"#/{it}{'&' if '?' in it else '?'}run={run.name}" for it in views)]
@@ -519,18 +500,6 @@ async def test_what_kills_a_worker_is_seen(runs: list[Path], page: Page, tab: Ta
     )
     assert told == ["59.9 s", "21 min 0 s", "2 h 0 min", "100 h 0 min"]
     assert tab.errors == []
-
-
-async def test_of_a_row_that_is_not_known_by_its_numbers_the_page_says_so(
-    page: Page, tab: Tab
-) -> None:
-    doubts = [None, "2 recorded rows of the group have", "this row is not recorded"]
-    found = page.get("/api/runs/3/rows?group=9&sort=num_tokens")["rows"]
-    for it, doubt in zip(found, doubts, strict=True):
-        await shows(tab, f"#/row?run=doubtful&id={it['offset']}")
-        await tab.wait_for("!!document.querySelector('main > :not([data-old]) .tokens')")
-        told = await tab.value("document.querySelector('main .complaint')?.innerText")
-        assert told == doubt or (doubt and told.startswith(doubt))
 
 
 async def test_a_run_that_goes_on_is_killed_and_goes_on(

@@ -11,7 +11,6 @@ from integration.run_process import PATIENT, gate_of, tiny_run
 
 from areal_sc.controller.ledger.group_lives import RowFate, group_lives
 from areal_sc.records.reading import rows, unended
-from areal_sc.records.samples import read_samples
 
 
 def test_every_row_has_one_life_and_none_ends_without_a_reason(
@@ -61,7 +60,3 @@ def test_every_row_has_one_life_and_none_ends_without_a_reason(
         assert row.num_tokens == len(recorded.input_ids)
         assert Counter(recorded.versions[recorded.loss_mask].tolist()) == dict(row.versions)
     assert set(found.values()) == {1}
-    for sample in read_samples(first.run_dir / "samples.jsonl"):
-        attempt = lives[sample.group].attempts[sample.attempt]
-        (row,) = (it for it in attempt.rows if (it.episode, it.row) == (sample.episode, sample.row))
-        assert (row.step, row.reward) == (sample.step, sample.reward)

@@ -273,7 +273,7 @@ def test_ctrl_c_while_the_workers_are_being_started(
 def test_an_exception_in_the_users_loop_leaves_no_orphan(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    set_in_vain = ("evaluation.num_prompts=7", "checkpoint.keep=3", "samples.show=true")
+    set_in_vain = ("evaluation.num_prompts=7", "checkpoint.keep=3")
     settings = ("+task.raise_after=1", NO_ORPHANS, *set_in_vain)
     script = SCRIPTS / "own_loop.py"
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings, script=script) as run:

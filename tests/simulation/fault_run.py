@@ -62,8 +62,6 @@ class FaultRun(FaultyScript):
                     await self._wait_for_start()
                     self._prepare_start()
         finally:
-            for rollout in self.all_rollouts:  # the kernel closes the files of the dead
-                rollout._samples.close()
             super().clean_up()
         self.journal.check_end(self.rollout.groups.ledger)
         for task in self.stale:

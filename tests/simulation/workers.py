@@ -214,7 +214,6 @@ class SimulatedRolloutWorker(SimulatedWorker):
             calls.GIVE_UP_GROUP.served_by(self.runs.give_up),
             calls.EPISODES.served_by(self.report),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
-            calls.READ_TEXTS.served_by(self.read_texts),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
             calls.COPY_WEIGHTS.served_by(self.copy_weights),
             calls.WEIGHT_RANKS.served_by(self.weight_ranks),
@@ -319,11 +318,6 @@ class SimulatedRolloutWorker(SimulatedWorker):
             self.num_evaluations -= 1
         versions = self._versions(began, 100)
         return calls.EvaluationReply(1.0, {"accuracy": 1.0}, (versions[0], versions[-1]))
-
-    async def read_texts(self, wanted: calls.ReadTexts) -> tuple[calls.RowText, ...]:
-        for shard in wanted.batch.shards:
-            self.store.require(shard.shard_id)
-        return tuple(calls.RowText("1+1=", "2", {}) for _ in wanted.batch.rows)
 
     async def describe(self, _: None) -> RolloutDescription:
         runs, shards = self.runs, tuple(self.store.sizes)

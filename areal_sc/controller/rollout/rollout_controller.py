@@ -27,7 +27,6 @@ from areal_sc.controller.events import BatchFormed, RoomFreed, RowsLost, StepEve
 from areal_sc.controller.ledger.group import RolloutSource
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState
-from areal_sc.controller.rollout.batch_samples import BatchSamples
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet, Keep, Known
 from areal_sc.controller.rollout.groups import GroupTools
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
@@ -50,7 +49,6 @@ from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, U
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE
-from areal_sc.records.samples import Sample
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import newest_lineage
 from areal_sc.run.run_status import RoleStatus
@@ -123,9 +121,6 @@ class RolloutController(WeightsReader):
             lambda index: self._order(index, engine.of_worker(index)),
             lambda member: self._count([member]),
         )
-        self._samples = BatchSamples(
-            self.config.samples, self._workers, self._background, self._folder.samples_path
-        )
         self._watch = ProgressWatch(
             self._workers,
             self.rejections,
@@ -143,11 +138,6 @@ class RolloutController(WeightsReader):
     def batch_metrics(self) -> dict[str, float]:
         """Means of the workflow's own metrics over the newest batch."""
         return self.groups.batch_metrics
-
-    @property
-    def newest_samples(self) -> tuple[Sample, ...]:
-        """The newest lines of `samples.jsonl`: what the model wrote, of the last batch read."""
-        return self._samples.newest
 
     async def measures_free_memory(self) -> bool:
         if not self.engine.takes_free_memory or self._workers.card.is_shared:
@@ -179,7 +169,6 @@ class RolloutController(WeightsReader):
         await self._recovery.close()
         await self._background.close()
         await self._address.close()
-        self._samples.close()
         self.groups.ledger.journal = None  # a later start begins to write it anew
         try:
             await self._journal.close()
@@ -206,9 +195,7 @@ class RolloutController(WeightsReader):
             self._begin_journal(INITIAL_STATE.training)
         self._scaling.follow_wish()
         await self._scaling.wait_for_room()
-        batch = await self.groups.next_batch(source)
-        self._samples.begin(batch)
-        return batch
+        return await self.groups.next_batch(source)
 
     async def rollout_batch_async(
         self, prompts: PromptSource, workflow: Workflow, num_groups: int | None = None

@@ -18,13 +18,11 @@ const SCALES = {
 let color = "version"; // kept from row to row
 let lookedAt = ""; // the address whose token has been brought into view
 
-/** The recorded rows of a group, and the tokens of the one whose `reward` and `num_tokens` are wanted, or the name. */
-export async function recordedRows(run, group, wanted = {}) {
+/** The recorded rows of a group, and the tokens of the one that is chosen. */
+export async function recordedRows(run, group) {
   const { attempts, damage } = await get(`/api/runs/${run.index}/recorded/${group}`);
   const rows = attempts.flatMap((attempt) => attempt.rows.map((row) => ({ ...row, run: run.name, group: Number(group), attempt: attempt.attempt, name: `${attempt.attempt}.${row.episode}.${row.row}` })));
-  const alike = rows.filter((row) => row.reward === wanted.reward && row.num_tokens === wanted.num_tokens);
-  const first = rows.find((row) => row.name === wanted.name) || alike[0] || rows[0];
-  const doubt = wanted.num_tokens === undefined || alike.length === 1 ? null : alike.length ? `${short(alike.length)} recorded rows of the group have this reward and length: which one it is is not known` : "this row is not recorded; these are others of its group";
+  const first = rows[0];
   const area = el("div", {});
   const show = async (name) => {
     const row = rows.find((one) => one.name === name);
@@ -45,7 +43,6 @@ export async function recordedRows(run, group, wanted = {}) {
     attempts.flatMap((attempt) =>
       attempt.rejected.map((it) => el("p", { class: "complaint" }, `Rejected episodes of attempt ${attempt.attempt + 1}: ${short(it.num_episodes)}, `, shown(`${it.cause}: ${it.message}`))),
     ),
-    rows.length && doubt ? el("p", { class: "complaint" }, doubt) : null,
     rows.length ? field("row", choice("recorded row", options, first.name, show)) : el("p", { class: "dim" }, "not recorded (records.keep), or gone (records.max_bytes)"),
     area,
   );

@@ -4,7 +4,7 @@ import { change, linkTo } from "./address.js";
 import { choice, el, field, notes, number, short, shown, table, textBox, tile } from "./dom.js";
 import { get, isFile } from "./source.js";
 import { recordedRows } from "./tokens.js";
-import { recordedCard, rowCard } from "./view_rows.js";
+import { recordedCard } from "./view_rows.js";
 import { span } from "./view_run.js";
 
 export const groupsParts = ["groups"];
@@ -123,7 +123,7 @@ const SAID = {
 export async function showGroup({ run, words }) {
   const recorded = recordedRows(run, encodeURIComponent(words.group || "")).catch((error) => el("p", { class: "dim" }, shown(error.message)));
   const group = encodeURIComponent(words.group || "");
-  const [{ account, events, rows }, kept] = await Promise.all([get(`/api/runs/${run.index}/groups/${group}`), get(`/api/runs/${run.index}/recorded/${group}`)]);
+  const [{ account, events }, kept] = await Promise.all([get(`/api/runs/${run.index}/groups/${group}`), get(`/api/runs/${run.index}/recorded/${group}`)]);
   const finished = events.filter((event) => event.what === "finished").at(-1);
   return el(
     "article",
@@ -159,9 +159,7 @@ export async function showGroup({ run, words }) {
     el("h2", {}, "Texts"),
     kept.rows.length
       ? el("div", { class: "rows" }, kept.rows.map((row) => recordedCard(run, row)))
-      : rows.length
-        ? el("div", { class: "rows" }, rows.map((row) => rowCard(run, row)))
-        : el("p", { class: "dim" }, finished ? "none: not recorded (records.keep), or gone (records.max_bytes)" : "none: no attempt has come to its end, when its rows are recorded"),
+      : el("p", { class: "dim" }, finished ? "none: not recorded (records.keep), or gone (records.max_bytes)" : "none: no attempt has come to its end, when its rows are recorded"),
     finished || kept.attempts.some((it) => it.rows.length || it.rejected.length) ? await recorded : null,
   );
 }

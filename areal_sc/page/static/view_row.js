@@ -3,7 +3,7 @@
 import { linkTo } from "./address.js";
 import { duration, el, notes, number, short, shown, table, textBox, tile } from "./dom.js";
 import { get, isFile, marks } from "./source.js";
-import { MAX_TOKENS, recordedRows, tokenArea } from "./tokens.js";
+import { MAX_TOKENS, tokenArea } from "./tokens.js";
 import { listed, metricsOf, nameOf, rowNumbers, star } from "./view_rows.js";
 import { span } from "./view_run.js";
 
@@ -11,13 +11,9 @@ export const rowParts = [];
 const OPEN_TURNS = 12; // of a longer row the last turn is open
 const MAX_NAME_CHARS = 200; // of a model or a tool
 
-export function showRow({ run, words }) {
-  return words.name ? showRecorded(run, words) : showSample(run, words);
-}
-
 /** A recorded row: all of its turns and tokens, and its group. */
-async function showRecorded(run, words) {
-  const { name, token = "-1", run: _, ...asked } = words;
+export async function showRow({ run, words }) {
+  const { name = "", token = "-1", run: _, ...asked } = words;
   const [group, attempt, episode, row] = name.split(".").map(encodeURIComponent);
   const base = `/api/runs/${run.index}`;
   const path = `${base}/tokens/${group}/${attempt}/${episode}/${row}`;
@@ -58,6 +54,7 @@ async function showRecorded(run, words) {
     tilesOf(chosen),
     ofAttempt ? [el("h2", {}, `Row ${short(chosen.index)} of the data`), textBox(ofAttempt.prompt, "row of the data")] : null,
     found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turnsOf(chosen, found.tokens.turns, others.filter((it) => it.num_shared < Math.min(it.num_tokens, chosen.num_tokens))),
+    chosen.output ? [el("h2", {}, "Output of the episode"), textBox(chosen.output, "output")] : null,
     found.failure ? null : branches(others),
     found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenArea({ ...chosen, run: run.name, versions: numbers.versions }, found.tokens, (first) => get(path, { first }), Number(token))],
     ofGroup.length > 1 || rejected.length ? el("h2", {}, "The group side by side") : null,
@@ -216,67 +213,6 @@ function branches(others) {
       { label: "branches" },
     ),
   ];
-}
-
-async function showSample(run, words) {
-  const { id, run: _, ...asked } = words;
-  const { row, group, before, after } = await get(`/api/runs/${run.index}/rows/${encodeURIComponent(id || "")}`);
-  const to = (offset) => (offset === undefined || offset === null ? null : linkTo("row", { ...asked, run: run.name, id: offset }));
-  const ways = {
-    ...neighboursOf(run, to(before), to(after)),
-    g: linkTo("group", { run: run.name, group: row.group }),
-    Escape: linkTo("rows", { run: run.name, ...asked }),
-  };
-  const prompts = new Set(group.map((one) => one.prompt));
-  const tokens = el("div", {});
-  recordedRows(run, row.group, row).then(
-    (found) => tokens.append(found),
-    (error) => tokens.append(el("p", { class: "dim" }, shown(error.message))),
-  );
-  const root = el(
-    "article",
-    {},
-    navOf(run, row, ways, "← →, g, Esc"),
-    el(
-      "div",
-      { class: "tiles" },
-      tile("step", number(row.step)),
-      tile("reward", number(row.reward), el("span", { class: "dim" }, `  mean of the group ${short(row.group_reward)}`)),
-      tile("tokens, with the prompt", number(row.num_tokens)),
-      tile("policy version", span(row.first_version, row.last_version)),
-      tile("staleness", number(row.staleness)),
-      metricsOf(row).map(([name, value]) => tile(shown(name), number(value))),
-      tile("trained", new Date(1000 * row.time).toLocaleString()),
-    ),
-    prompts.size === 1 ? [el("h2", {}, "Prompt"), textBox(row.prompt, "prompt")] : null,
-    el("h2", {}, group.length > 1 ? `Answers of the group that were kept` : "Answer"),
-    el(
-      "div",
-      { class: "beside" },
-      group.map((one) =>
-        el(
-          "section",
-          { class: one.offset === row.offset ? "answer chosen" : "answer" },
-          el(
-            "h3",
-            {},
-            el("span", { class: `place ${one.place}` }, one.place),
-            ` reward ${short(one.reward)}, ${short(one.num_tokens)} tokens `,
-            one.offset === row.offset ? null : el("a", { href: to(one.offset) }, "open"),
-          ),
-          prompts.size > 1 ? [el("h4", {}, "prompt"), textBox(one.prompt, "prompt"), el("h4", {}, "answer")] : null,
-          textBox(one.answer, "answer"),
-        ),
-      ),
-    ),
-    tokens,
-  );
-  root.onKey = (event) => {
-    if (!ways[event.key]) return;
-    event.preventDefault();
-    location.hash = ways[event.key];
-  };
-  return root;
 }
 
 function way(text, href) {

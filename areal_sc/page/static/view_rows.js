@@ -5,43 +5,25 @@ import { choice, el, field, marked, notes, number, percent, short, shown } from 
 import { get, isFile, marks, markRow, query } from "./source.js";
 import { span } from "./view_run.js";
 
-export const rowsParts = ["rows", "recorded", "groups"];
+export const rowsParts = ["recorded", "groups"];
 
 const both = (name, most, least) => [
   [`-${name}`, most],
   [name, least],
 ];
-// where rows come from: what they are asked for by, and how one is shown
-const RECORDED = {
-  path: "recorded",
-  sorts: [
-    ...both("time", "newest first", "oldest first"),
-    ...both("reward", "highest reward", "lowest reward"),
-    ...both("advantage", "highest advantage", "lowest advantage"),
-    ...both("num_tokens", "longest", "shortest"),
-    ...both("staleness", "stalest", "freshest"),
-    ...both("step", "newest step", "oldest step"),
-    ...both("last_version", "newest version", "oldest version"),
-    ["-num_interruptions", "most interruptions"],
-  ],
-  ranges: ["reward", "advantage", "num_tokens", "staleness", "version", "step", "group", "index"],
-  card: recordedCard,
-};
-const SAMPLES = {
-  path: "rows",
-  sorts: [
-    ...both("step", "newest first", "oldest first"),
-    ...both("reward", "highest reward", "lowest reward"),
-    ...both("num_tokens", "longest", "shortest"),
-    ["-staleness", "stalest"],
-    ["-last_version", "newest version"],
-    ["first_version", "oldest version"],
-  ],
-  ranges: ["reward", "num_tokens", "staleness", "version", "step", "group"],
-  card: rowCard,
-};
+// what rows are asked for by
+const SORTS = [
+  ...both("time", "newest first", "oldest first"),
+  ...both("reward", "highest reward", "lowest reward"),
+  ...both("advantage", "highest advantage", "lowest advantage"),
+  ...both("num_tokens", "longest", "shortest"),
+  ...both("staleness", "stalest", "freshest"),
+  ...both("step", "newest step", "oldest step"),
+  ...both("last_version", "newest version", "oldest version"),
+  ["-num_interruptions", "most interruptions"],
+];
+const RANGES = ["reward", "advantage", "num_tokens", "staleness", "version", "step", "group", "index"];
 const TITLES = { num_tokens: "tokens", index: "row of the data", marked: "bookmarks" };
-const PLACES = [["", "any"], ["best", "best of its group"], ["worst", "worst of its group"], ["equal", "all answers alike"]];
 
 /** The workflow's numbers of a row, without what did not happen to its agent. */
 export function metricsOf({ metrics }) {
@@ -52,16 +34,10 @@ export function metricsOf({ metrics }) {
 export const listed = { run: "", links: [] };
 
 export async function showRows({ run, words, again }) {
-  const { run: _, of, ...asked } = words;
+  const { run: _, ...asked } = words;
   const base = `/api/runs/${run.index}`;
-  let table = of === "samples" ? SAMPLES : RECORDED;
-  let first = await get(`${base}/${table.path}`, { ...asked, at: 0, limit: 50 });
-  if (table === RECORDED && of === undefined && first.num_rows === 0) {
-    const { num_bytes: numBytes } = await get(`${base}/reading`);
-    if (!numBytes) table = SAMPLES; // an old run, or one that records nothing
-    first = await get(`${base}/${table.path}`, { ...(table === SAMPLES ? known(asked) : asked), at: 0, limit: 50 });
-  }
-  const stars = table === RECORDED ? await marks(run.index) : new Set();
+  const first = await get(`${base}/recorded`, { ...asked, at: 0, limit: 50 });
+  const stars = await marks(run.index);
   const list = el("div", { class: "rows" });
   const more = el("button", { type: "button", hidden: true }, "more");
   const fresh = el("button", { type: "button", hidden: true, on: { click: () => again() } }, "there are new rows: show them");
@@ -75,7 +51,7 @@ export async function showRows({ run, words, again }) {
   async function load(found, wanted) {
     more.hidden = true;
     for (let missing = wanted; ; ) {
-      const made = found.rows.map((row) => table.card(run, row, words, stars));
+      const made = found.rows.map((row) => recordedCard(run, row, words, stars));
       // rows that are new have moved others to places that come later
       const cards = made.filter((card) => !listed.links.includes(card.querySelector("a").hash));
       list.append(...cards);
@@ -93,12 +69,12 @@ export async function showRows({ run, words, again }) {
         setTimeout(() => more.onclick());
         return;
       }
-      found = await get(`${base}/${table.path}`, { ...asked, at: next, limit: missing });
+      found = await get(`${base}/recorded`, { ...asked, at: next, limit: missing });
     }
   }
 
   async function go(at, wanted) {
-    await load(await get(`${base}/${table.path}`, { ...asked, at, limit: wanted }), wanted);
+    await load(await get(`${base}/recorded`, { ...asked, at, limit: wanted }), wanted);
   }
 
   /** Lets the server read rows until all are there, and says how far it is. */
@@ -118,8 +94,8 @@ export async function showRows({ run, words, again }) {
     "div",
     {},
     notes(first.damage, "damage"),
-    isFile ? el("p", { class: "dim" }, "The newest rows of the run; the command `page` searches all of them.") : filters(run, words, table, first),
-    table === RECORDED && !first.has_texts
+    isFile ? el("p", { class: "dim" }, "The newest rows of the run; the command `page` searches all of them.") : filters(run, words, first),
+    !first.has_texts
       ? el("p", { class: "complaint" }, "The tokenizer of the run's model is not on this machine: of the texts only the rows of the data set are here. It was sought in ", shown(run.model_folders.join(", ")), ".")
       : null,
     reading,
@@ -133,29 +109,24 @@ export async function showRows({ run, words, again }) {
   };
   root.isQuiet = () => listed.links.length <= 50 && scrollY < 200 && !root.contains(document.activeElement);
   root.onChange = () => (fresh.hidden = false);
-  if (table === RECORDED) read().catch((error) => reading.replaceChildren(error.message));
+  read().catch((error) => reading.replaceChildren(error.message));
   return root;
 }
 
-/** The words that samples are asked for by, too. */
-function known(asked) {
-  return Object.fromEntries(Object.entries(asked).filter(([name]) => [...SAMPLES.ranges, "text"].includes(name) || name.startsWith("metrics.")));
-}
-
-function filters(run, words, table, found) {
+function filters(run, words, found) {
   const apply = (event) => {
     event.preventDefault();
     const form = new FormData(event.target.closest("form"));
     change(Object.fromEntries([...form].map(([name, value]) => [name, String(value).trim()])));
   };
-  const ranges = [...table.ranges, ...found.metrics.map((name) => `metrics.${name}`)];
+  const ranges = [...RANGES, ...found.metrics.map((name) => `metrics.${name}`)];
   const numSet = ranges.filter((name) => words[name]).length;
   const text = (name, attributes = {}) => el("input", { name, value: words[name] || "", placeholder: "0..1 or 3", size: 9, ...attributes });
-  const sorts = [...table.sorts, ...found.metrics.flatMap((name) => both(`metrics.${name}`, `highest ${name}`, `lowest ${name}`))];
+  const sorts = [...SORTS, ...found.metrics.flatMap((name) => both(`metrics.${name}`, `highest ${name}`, `lowest ${name}`))];
   const counted = (counts) => [["", "any"], ...Object.entries(counts).map(([name, count]) => [name, `${name} (${short(count)})`])];
   const chosen = (name, options) => field(TITLES[name] || name, choice(name, options, words[name] || "", (value) => change({ [name]: value })));
-  const ofWords = table === RECORDED ? ["worker", "outcome", "cause"].filter((name) => words[name] || Object.keys(found[name]).length > 0) : [];
-  const { run: _, of: __, ...asked } = words;
+  const ofWords = ["worker", "outcome", "cause"].filter((name) => words[name] || Object.keys(found[name]).length > 0);
+  const { run: _, ...asked } = words;
   return el(
     "form",
     { class: "filters", role: "search", on: { submit: apply } },
@@ -164,10 +135,10 @@ function filters(run, words, table, found) {
       { class: "controls" },
       field("search", text("text", { type: "search", size: 28, id: "search", placeholder: "in prompts and answers" })),
       chosen("sort", sorts),
-      table === RECORDED ? ofWords.map((name) => chosen(name, counted(found[name]))) : chosen("place", PLACES),
-      table === RECORDED ? chosen("marked", [["", "any"], ["yes", "bookmarked"]]) : null,
+      ofWords.map((name) => chosen(name, counted(found[name]))),
+      chosen("marked", [["", "any"], ["yes", "bookmarked"]]),
       el("button", {}, "apply"),
-      el("button", { type: "button", on: { click: () => goTo("rows", { run: words.run, of: words.of }) } }, "clear"),
+      el("button", { type: "button", on: { click: () => goTo("rows", { run: words.run }) } }, "clear"),
     ),
     el(
       "details",
@@ -178,11 +149,8 @@ function filters(run, words, table, found) {
     el(
       "p",
       { class: "ways" },
-      table === RECORDED ? el("a", { href: query(`/api/runs/${run.index}/recorded.jsonl`, asked), download: "" }, "download as JSONL") : null,
-      table === RECORDED
-        ? el("a", { href: linkTo("rows", { run: words.run, of: "samples" }) }, "only the samples of each step")
-        : el("a", { href: linkTo("rows", { run: words.run, of: "recorded" }) }, "all recorded rows"),
-      el("span", { class: "dim" }, table === RECORDED ? "keys: j, k, Enter, b" : "keys: j, k, Enter"),
+      el("a", { href: query(`/api/runs/${run.index}/recorded.jsonl`, asked), download: "" }, "download as JSONL"),
+      el("span", { class: "dim" }, "keys: j, k, Enter, b"),
     ),
   );
 }
@@ -198,12 +166,6 @@ export function rowNumbers(row) {
     ...metricsOf(row).map(([name, value]) => [shown(name), number(value)]),
   ].filter(Boolean);
   return el("span", { class: "numbers" }, pairs.map(([name, value]) => el("span", {}, el("span", { class: "dim" }, name), " ", value)));
-}
-
-/** A sample in a list. */
-export function rowCard(run, row, asked = {}) {
-  const link = linkTo("row", { ...asked, run: run.name, id: row.offset });
-  return card(row, link, [`step ${short(row.step)}`], [` group ${short(row.group)} `, el("span", { class: `place ${row.place}` }, row.place)], asked.text);
 }
 
 /** A recorded row in a list. */
@@ -244,11 +206,10 @@ export function star(run, name, stars) {
 }
 
 function card(row, href, title, rest, wanted, button = null) {
-  const promptAt = row.prompt_at ?? Math.max(0, row.prompt_chars - row.prompt.length);
-  const answerAt = row.answer_at ?? 0;
+  const { prompt_at: promptAt, answer_at: answerAt } = row;
   return el(
     "div",
-    { class: `row ${row.place || ""}` },
+    { class: "row" },
     el("span", { class: "head" }, el("a", { href }, title), rest, " ", row.episode < 0 ? "" : rowNumbers(row)),
     el("span", { class: "line prompt" }, promptAt > 0 ? "…" : "", marked(row.prompt, wanted)),
     el("span", { class: "line" }, answerAt > 0 ? "…" : "", marked(row.answer, wanted), row.answer_chars > answerAt + row.answer.length ? "…" : ""),

@@ -209,7 +209,6 @@ def _sample(answer: KeptAnswer, group: int, place: Place, group_reward: float) -
     text = answer.text
     written = answer.rejected and f"[rejected: {answer.rejected}] "
     return Sample(
-        time=0.0,
         step=0,
         group=group,
         place=place,
@@ -222,5 +221,4 @@ def _sample(answer: KeptAnswer, group: int, place: Place, group_reward: float) -
         staleness=0,
         prompt=text.prompt if text else f"prompt {answer.prompt} of {answer.set}",
         answer=written + (text.answer if text else ""),
-        episode=answer.sample,
     )

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import pytest
 from ledger_history import History, a_run
-from sample_rows import sample
+from page_runs import row, tokenizer
+from recorded_groups import played, recorder_of
 
 from areal_sc import __main__ as program
 from areal_sc.commands import evaluate
@@ -28,14 +30,12 @@ from areal_sc.engines import snapshot_model
 from areal_sc.engines.busy_time import TurnSums
 from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import MetricsLog
-from areal_sc.records.samples import Place
 from areal_sc.run.run_begin import RunBegin, content_of
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_marker import MARKER
 from areal_sc.run.run_owner import LOCK
 from areal_sc.system.disk import Disk
 from areal_sc.system.file_lock import take_lock
-from areal_sc.system.json_lines import JsonLines
 from areal_sc.trainer.evaluation.kept_answers import ANSWERS, SETTINGS, note_settings
 from areal_sc.trainer.failure import run_script
 
@@ -221,15 +221,28 @@ def test_export_says_what_is_not_there_or_changed(
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Two steps; in the last one, two groups, of which one has equal rewards."""
-    with closing(JsonLines(tmp_path / "samples.jsonl")) as lines:
-        lines.append(sample(1, answer="one"))
-        lines.append(
-            sample(2, answer="good"),
-            sample(2, answer="bad", place=Place.worst, reward=0.0),
-            sample(2, answer="same", place=Place.equal, group=4),
-        )
-    return tmp_path
+    """Two steps; in the last one, three groups, of which the last two have equal rewards."""
+    with RunFolder(tmp_path / "run") as folder:
+        folder.open(config_text="seed: 1\n")
+    (folder.path / "model").mkdir()
+    tokenizer().save(str(folder.path / "model" / "tokenizer.json"))
+    recorder = recorder_of(folder.path)
+    texts = [[("one", 0.5)], [("mean", 0.5), ("bad", 0.0), ("good", 1.0)], [("left", 0.5)]]
+    for number, answers in enumerate([*texts, [("same", 1.0)] * 2, [("late", 1.0)]]):
+        of_group = [[row(("1+1=", -1), (text, 0), reward=reward)] for text, reward in answers]
+        recorder.add_group(played(number, *of_group))
+    recorder.close()
+
+    async def write() -> None:
+        history = History(Disk(), folder.ledger)
+        for number in [history.admit() for _ in range(5)]:
+            history.run(number)
+        history.train(0)
+        history.train(1, 2, 3)
+        await history.journal.close()
+
+    asyncio.run(write())
+    return folder.path
 
 
 def answers(text: str) -> list[str]:
@@ -267,14 +280,16 @@ def test_wrong_words_show_help_and_what_is_wrong(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], ["good", "bad", "same"]),
+        ([], ["good", "bad", "left"]),
         (["--step", "1"], ["one"]),
-        (["--worst"], ["bad", "same"]),
-        (["--best"], ["good", "same"]),
-        (["--last", "2"], ["bad", "same"]),
-        (["--last", "2", "--best"], ["good", "same"]),
-        (["--last", "99"], ["one", "good", "bad", "same"]),
-        (["--step", "2", "--last", "1"], ["same"]),
+        (["--worst"], ["bad", "left"]),
+        (["--best"], ["good", "left"]),
+        (["--last", "2"], ["bad", "left"]),
+        (["--last", "2", "--best"], ["good", "left"]),
+        (["--last", "99"], ["one", "good", "bad", "left"]),
+        (["--step", "2", "--last", "1"], ["left"]),
+        (["--groups", "9"], ["good", "bad", "left", "same"]),
+        (["--groups", "1"], ["good", "bad"]),
     ],
 )
 def test_samples_are_chosen(
@@ -284,21 +299,25 @@ def test_samples_are_chosen(
     assert answers(capsys.readouterr().out) == expected
 
 
-def test_a_line_that_is_being_written_is_left_out(run_dir: Path, capsys: Told) -> None:
-    with (run_dir / "samples.jsonl").open("a") as file:
-        file.write('{"step": 3, "answer": "hal')
+def test_a_record_that_is_being_written_is_left_out(run_dir: Path, capsys: Told) -> None:
+    (records,) = (run_dir / "records").glob("*.rows.*")
+    with records.open("ab") as file:
+        file.write(records.read_bytes()[:50])
     assert call("samples", run_dir) == 0
-    assert answers(capsys.readouterr().out) == ["good", "bad", "same"]
+    assert answers(capsys.readouterr().out) == ["good", "bad", "left"]
 
 
 def test_samples_that_are_not_there_are_an_error(run_dir: Path, capsys: Told) -> None:
     assert call("samples", run_dir, "--step", 7) == 2
-    assert "no samples of step 7, only of 2 steps from 1 to 2" in capsys.readouterr().err
+    assert "no samples of step 7, only of steps from 1 to 2" in capsys.readouterr().err
     assert call("samples", run_dir / "nowhere") == 2
     assert "nowhere; expected that of a run" in capsys.readouterr().err
-    (run_dir / "samples.jsonl").write_text('{"torn')
+    (run_dir / "model" / "tokenizer.json").unlink()
     assert call("samples", run_dir) == 2
-    assert "samples.groups_per_step=0" in capsys.readouterr().err
+    assert f"no tokenizer.json in {run_dir}/model" in capsys.readouterr().err
+    shutil.rmtree(run_dir / "records")
+    assert call("samples", run_dir) == 2
+    assert "has not begun its first training step" in capsys.readouterr().err
 
 
 @pytest.fixture

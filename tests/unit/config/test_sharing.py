@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areal_sc.config.follow_settings import EvaluationConfig, SamplesConfig, TrackerKind
+from areal_sc.config.follow_settings import EvaluationConfig, TrackerKind
 from areal_sc.config.loading.plain import from_plain, to_plain
 from areal_sc.config.schema import (
     ActorConfig,
@@ -107,11 +107,9 @@ def test_a_loop_without_a_run_knows_what_it_does_not_read() -> None:
         trackers=[TrackerKind.wandb],
         evaluation=EvaluationConfig(greedy=False),
         checkpoint=CheckpointConfig(every_steps=3, memory_snapshots=False),
-        samples=SamplesConfig(groups_per_step=1, show=True),
     )
     assert changed.scheduler.run_only == (
-        *("trackers=[wandb]", "evaluation.greedy=false"),
-        *("checkpoint.every_steps=3", "samples.show=true"),
+        *("trackers=[wandb]", "evaluation.greedy=false", "checkpoint.every_steps=3"),
     )
 
 

@@ -7,20 +7,20 @@ import hashlib
 import json
 import re
 from collections import Counter
-from contextlib import closing
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from recorded_groups import played, recorder_of, trajectory
-from sample_rows import sample
 
 from areal_sc.page import export
 from areal_sc.page.export import STATIC, exported, script
 from areal_sc.page.followed_run import FollowedRun
+from areal_sc.records.recorder import PlayedGroup
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.system.json_lines import JsonLines, to_json
+from areal_sc.system.json_lines import to_json
 
 TESTS = Path(__file__).parents[2]
 MARKUP = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>"
@@ -30,8 +30,11 @@ MARKUP = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>"
 def html(tmp_path: Path) -> str:
     with RunFolder(tmp_path / "<b>run") as folder:
         folder.open(config_text="seed: 1\n")
-    with closing(JsonLines(folder.samples_path)) as lines:
-        lines.append(sample(1, answer=MARKUP), sample(2))
+    recorder = recorder_of(folder.path)
+    marked = played(0, [trajectory(1)])
+    group = structs.replace(marked.group, prompt=MARKUP)
+    recorder.add_group(PlayedGroup(group, marked.episodes))
+    recorder.close()
     return exported([FollowedRun(folder.path, "<b>run")]).decode()
 
 
@@ -40,9 +43,9 @@ def test_texts_of_a_run_are_no_markup(html: str) -> None:
     assert "<b>" not in html
     assert "<img" not in html
     stored = html.partition('id="answers">')[2].partition("</script>")[0]
-    rows = json.loads(stored)["/api/runs/0/rows"]["rows"]
-    assert [row["answer"] for row in rows] == ["8$", MARKUP]
-    assert json.loads(stored)[f"/api/runs/0/rows/{rows[1]['offset']}"]["row"]["answer"] == MARKUP
+    rows = json.loads(stored)["/api/runs/0/recorded"]["rows"]
+    assert [row["prompt"] for row in rows] == [MARKUP]
+    assert json.loads(stored)["/api/runs/0/recorded/0"]["rows"][0]["prompt"] == MARKUP
 
 
 def test_it_may_run_its_own_scripts_and_load_nothing(html: str) -> None:

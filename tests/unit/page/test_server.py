@@ -18,7 +18,6 @@ from aiohttp import ClientError, ClientResponse, ClientSession, CookieJar, web
 from ledger_history import History, a_run
 from page_runs import tokenizer
 from recorded_groups import add_span, played, recorder_of, trajectory
-from sample_rows import sample
 
 from areal_sc.__main__ import main
 from areal_sc.errors import ArealError
@@ -30,11 +29,9 @@ from areal_sc.page.row_search import recorded_query
 from areal_sc.page.server import STATIC, PageServer
 from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import MetricsLog
-from areal_sc.records.samples import Place
 from areal_sc.records.spans import LOST
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.disk import Disk
-from areal_sc.system.json_lines import JsonLines
 
 KEY = "the-key"
 
@@ -45,7 +42,7 @@ async def folder(
     make_step: Callable[..., StepMetrics],
     make_evaluation: Callable[..., EvaluationResult],
 ) -> RunFolder:
-    """A run that was left with three steps, samples, a journal and logs."""
+    """A run that was left with three steps, a journal, records and logs."""
     folder = RunFolder(tmp_path / "run")
     with folder:
         folder.open(config_text="actor:\n  dtype: bfloat16\n  lr: 1.0e-3\n")
@@ -53,8 +50,6 @@ async def folder(
         log.on_evaluation(make_evaluation())
         for step in (1, 2, 3):
             log.on_step(make_step(step, reward=step / 7))
-    with closing(JsonLines(folder.samples_path)) as lines:
-        lines.append(sample(1, group=0), sample(1, group=0, place=Place.worst, reward=0.0))
     recorder = recorder_of(folder.path)
     recorder.add_group(played(0, [trajectory(1)], [trajectory(2)]))
     add_span(recorder, "episode", 1e9, 2.5, about="0.0.7")
@@ -95,7 +90,7 @@ async def status_of(session: ClientSession, path: str, **headers: str) -> tuple[
 
 
 async def test_without_the_key_nothing_is_told(session: ClientSession) -> None:
-    for path in ("/", "/static/app.js", "/api/runs", "/api/changes", "/api/runs/0/rows?key="):
+    for path in ("/", "/static/app.js", "/api/runs", "/api/changes", "/api/runs/0/recorded?key="):
         status, text = await status_of(session, path)
         assert status == 401
         assert "the key is wrong or missing" in text
@@ -166,9 +161,9 @@ async def test_nothing_but_reading(session: ClientSession) -> None:
     [
         ("/api/runs/1/steps", 404, "the page shows 1 runs"),
         ("/api/runs/x/steps", 400, "expected a whole number"),
-        ("/api/runs/0/rows/99", 404, "run has nothing of that number or name"),
-        ("/api/runs/0/rows?limit=a", 400, "limit: expected a whole number, got 'a'"),
-        ("/api/runs/0/rows?reward=a", 400, "reward: expected a number"),
+        ("/api/runs/0/groups/99", 404, "run has nothing of that number or name"),
+        ("/api/runs/0/recorded?limit=a", 400, "limit: expected a whole number, got 'a'"),
+        ("/api/runs/0/recorded?reward=a", 400, "reward: expected a number"),
         ("/api/runs/0/groups/77", 404, "nothing of that number"),
         ("/api/runs/0/groups?step=-", 400, "step: expected"),
         ("/api/runs/0/logs/..%2Frun.json", 404, "nothing of that number or name"),
@@ -178,7 +173,6 @@ async def test_nothing_but_reading(session: ClientSession) -> None:
         ("/static/../server.py", 404, "Not Found"),
         ("/api/runs/0/tokens/0/0/0/9", 404, "nothing of that number"),
         ("/api/runs/0/tokens/0/0/0/..", 404, "Not Found"),
-        ("/api/runs/0/recorded?limit=a", 400, "limit: expected a whole number, got 'a'"),
         ("/api/runs/0/recorded?place=best", 400, "expected time, step"),
         ("/api/runs/0/recorded.jsonl?reward=a", 400, "reward: expected a number"),
         ("/api/runs/1/recorded.jsonl", 404, "the page shows 1 runs"),
@@ -227,15 +221,8 @@ async def test_answers_are_what_the_files_say(session: ClientSession, folder: Ru
     records = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
     assert steps["columns"]["reward"] == [it["reward"] for it in records if it["kind"] == "step"]
     assert steps["evaluations"][0]["accuracy"] == records[0]["accuracy"]
-    rows = (await get(session, "/api/runs/0/rows?sort=reward"))["rows"]
-    assert [(row["reward"], row["place"]) for row in rows] == [(0.0, "worst"), (1.0, "best")]
-    row = await get(session, f"/api/runs/0/rows/{rows[0]['offset']}")
-    assert row["row"]["answer"] == "8$"
-    assert len(row["group"]) == 2
     groups = await get(session, "/api/runs/0/groups?outcome=rejected")
     assert [it["cause"] for it in groups["groups"]] == ["reward_error"]
-    life = await get(session, "/api/runs/0/groups/0")
-    assert [it["offset"] for it in life["rows"]] == sorted(row["offset"] for row in rows)
     recorded = await get(session, "/api/runs/0/recorded/0")
     assert [it["episode"] for it in recorded["attempts"][0]["rows"]] == [0, 1]
     tokens = await get(session, "/api/runs/0/tokens/0/0/1/0")
@@ -354,7 +341,7 @@ async def test_whatever_lies_in_the_folder_each_view_answers(
     session: ClientSession, folder: RunFolder
 ) -> None:
     """Folders stand where files were, files where folders were, and nothing is sound."""
-    for path in (folder.metrics_path, folder.samples_path, folder.config_path):
+    for path in (folder.metrics_path, folder.config_path):
         path.unlink()
         path.mkdir()
     for path in folder.ledger.iterdir():
@@ -371,7 +358,7 @@ async def test_whatever_lies_in_the_folder_each_view_answers(
         "run.json is gone or damaged",
         "config.yaml cannot be read: Is a directory",
     ]
-    for view in ("steps", "rows", "groups", "fleet", "time", "recorded/0"):
+    for view in ("steps", "recorded", "groups", "fleet", "time", "recorded/0"):
         assert (await get(session, f"/api/runs/0/{view}"))["damage"], view
 
 
@@ -395,7 +382,7 @@ async def test_named_pipes_hold_up_nobody(
     for path in [it for it in folder.path.rglob("*") if it.is_file() and it.name != kept]:
         path.unlink()
         os.mkfifo(path)
-    for view in ("steps", "rows", "groups", "fleet", "time", "recorded/0"):
+    for view in ("steps", "recorded", "groups", "fleet", "time", "recorded/0"):
         assert (await get(session, f"/api/runs/0/{view}"))["damage"], view
     for command in ("status", "ledger", "samples", "curve", "stop"):
         with suppress(ArealError):

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from recorded_groups import MEBI, add_span, add_trained, played, recorder_of, trajectory
 
+from areal_sc.page.recorded_advantages import advantages_by
 from areal_sc.page.time_line import TimeLine
 from areal_sc.records import record_files as record_files_module
 from areal_sc.records import recorder as recorder_module
@@ -27,7 +28,7 @@ from areal_sc.records.blocks import RecordBlock, block, read_blocks, read_body
 from areal_sc.records.reading import rows, spans, trace_events, trained_rows
 from areal_sc.records.record_files import Series, record_files
 from areal_sc.records.recorded_calls import RecordedCall, RecordedMessage
-from areal_sc.records.recorded_rows import RecordedRejection
+from areal_sc.records.recorded_rows import RecordedRejection, unpack_group
 from areal_sc.records.spans import LOST
 
 
@@ -147,15 +148,47 @@ def test_spans_come_back_also_as_a_trace(tmp_path: Path) -> None:
     assert (events[0]["ts"], events[0]["dur"], events[0]["tid"]) == (1e15, 250_000.0, 4)
 
 
-def test_with_none_nothing_is_written(tmp_path: Path) -> None:
+def test_with_none_best_and_worst_of_some_groups_are_written_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     before = set(threading.enumerate())
-    recorder = recorder_of(tmp_path, keep="none")
-    recorder.add_group(played(1, [trajectory(1)]))
-    recorder.add_event("serving")
-    recorder.close()
-    assert list(tmp_path.iterdir()) == []
+    recorder = recorder_of(tmp_path, keep="none", groups_per_step=8)
+    add_span(recorder, "episode", 1e9, 1.0)
+    with recorder.span("updating weights"):
+        recorder.add_event("serving")
     assert set(threading.enumerate()) <= before
-    assert list(rows(tmp_path)) == list(spans(tmp_path)) == []
+    rejected = (RecordedRejection("rejected", "", 1),)
+    rewards = (0.25, 1.0, 0.5, 0.0, 1.0)
+    differing = [[trajectory(n, reward=reward)] for n, reward in enumerate(rewards)]
+    alike = [[trajectory(n)] for n in range(4)]
+    for number in range(8):
+        recorder.add_group(played(number, *(differing if number < 4 else alike)))
+    recorder.add_group(played(8, rejected=rejected))
+    recorder.add_group(played(9, [trajectory(1)], rejected=rejected))
+    recorder.close()
+    assert list(spans(tmp_path)) == []
+    assert [(it.group, it.episode, it.reward) for it in rows(tmp_path)] == [
+        (0, 1, 1.0),
+        (0, 3, 0.0),
+        (4, 0, 0.5),
+    ]
+    (file,) = (tmp_path / "records").iterdir()
+    with file.open("rb") as opened:
+        blocks = [*read_blocks(opened.fileno(), 0, file.stat().st_size)]
+    groups = [unpack_group(it.head) for it in blocks if isinstance(it, RecordBlock)]
+    assert [it.mean_reward for it in groups] == [0.55, 0.5]
+    assert advantages_by({})(groups[0]) == [None, None]
+
+
+def test_what_an_episode_wrote_is_recorded(tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path)
+    recorder.add_group(played(1, [replace(trajectory(1), output="x" * 5000)]))
+    recorder.close()
+    (file,) = (tmp_path / "records").iterdir()
+    with file.open("rb") as opened:
+        (found,) = read_blocks(opened.fileno(), 0, file.stat().st_size)
+    assert isinstance(found, RecordBlock)
+    assert "[... 3000 characters ...]" in unpack_group(found.head).rows[0].output
 
 
 def test_the_oldest_unremarkable_rows_go_first(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def test_metadata_that_does_not_fit_together_is_refused_while_it_is_decoded() ->
     row = RowMetadata(1, 0, 9, 1.0, 0, (), 0)
     shard = ShardMetadata("rollout/0", "tcp://127.0.0.1:5000", "life.1", (RowRun(0, 0, 1),))
     batch = BatchMetadata("b", 0, (Columns({"input_ids": "int32"}, (shard,)),), (row,))
-    assert calls.READ_TEXTS.read_args(pack([batch, 9])).batch == batch
+    reply = [[1, 0], batch, [], {}]
+    assert calls.RUN_GROUP.read_reply(pack(reply)).batch == batch
     one_row_too_many = ["b", 0, batch.columns, (row, row), None]
     with pytest.raises(ProtocolError, match="shards hold 1 rows, the batch has 2"):
-        calls.READ_TEXTS.read_args(pack([one_row_too_many, 9]))
+        calls.RUN_GROUP.read_reply(pack([[1, 0], one_row_too_many]))
