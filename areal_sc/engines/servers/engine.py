@@ -11,7 +11,6 @@ start. Unblocked by: answers, servers that come back, and the failure of the las
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -206,7 +205,7 @@ class ServerEngine(ReplicaSet):
             **asdict(self._completer.counters),
             **asdict(self.times),
             "busy_s": sum(replica.busy.busy_s for replica in self.replicas),
-            **_sums(asdict(replica.busy.turns) for replica in self.replicas),
+            "answer_s": sum(replica.busy.answer_s for replica in self.replicas),
             "weight_updates": self.num_updates,
             "running_requests": self._completer.num_running - num_waiting,
             "waiting_requests": num_waiting,
@@ -256,10 +255,3 @@ def _serves_on_cuda(handle: ServersHandle) -> bool:
     if handle.servers.urls:
         return device == Device.cuda
     return resolved_device(device, torch.cuda.device_count(), "rollout.device") == Device.cuda
-
-
-def _sums(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    sums = Counter[str]()
-    for of_one in counts:
-        sums.update(of_one)
-    return dict(sums)

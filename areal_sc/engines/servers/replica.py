@@ -171,7 +171,6 @@ class Replica(ServerLoad):
             undo.pop_all()
         self._client, self.server = client, server
         self.is_paused = self.is_asleep = False
-        self.busy.go_on()
         self.num_starts += 1
         self._watch = ServerWatch(client, server, servers, self._reopen)
         logger.info(
@@ -301,7 +300,6 @@ class Replica(ServerLoad):
                 await self.client.pause(holds_requests=self.client.abilities.has_version_spans)
             else:
                 await self._end_answers()
-            self.busy.stop()
             self.is_paused = True
 
     async def sleep(self) -> None:
@@ -310,7 +308,6 @@ class Replica(ServerLoad):
         if not self.is_paused:
             self.num_pauses += 1
             await self.client.pause(holds_requests=False)
-            self.busy.stop()
             self.is_paused = True
         await self._end_answers()  # those that a pause has held
         self.set_updating(True)
@@ -353,7 +350,6 @@ class Replica(ServerLoad):
             if self.client.adapter is None:
                 await self.client.resume()
             self.is_paused = False
-            self.busy.go_on()
 
     def set_updating(self, is_updating: bool) -> None:
         """See `ServerWatch`."""
