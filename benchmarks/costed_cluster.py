@@ -6,10 +6,8 @@ import asyncio
 import random
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,11 +55,8 @@ class CostedCluster(SimulatedCluster):
         """As engines and rollout workers count."""
         for server in self.all_servers:
             server.busy.note(server.num_running)
-        turns = Counter[str]()
-        for server in self.all_servers:
-            turns.update(asdict(server.busy.turns))
         return {
-            **turns,
+            "answer_s": sum(server.busy.answer_s for server in self.all_servers),
             "busy_s": sum(server.busy.busy_s for server in self.all_servers),
             "generated_tokens": sum(server.num_tokens for server in self.all_servers),
             "weight_updates": sum(server.num_updates for server in self.all_servers),

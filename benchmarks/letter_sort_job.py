@@ -125,10 +125,10 @@ class Workers:
         return int(sum(worker["generated_tokens"] for worker in self.rollout.worker_stats()))
 
     def mean_running(self) -> float:
-        """Answers that ran at one time: the mean over the tokens of those that have ended."""
+        """Answers that a busy worker ran at one time."""
         workers = self.rollout.worker_stats()
-        num_tokens = sum(worker["turn_tokens"] for worker in workers)
-        return sum(worker["turn_answers"] for worker in workers) / num_tokens
+        busy_s = sum(worker["busy_s"] for worker in workers)
+        return sum(worker["answer_s"] for worker in workers) / busy_s
 
     def num_wasted_tokens(self) -> int:
         """Tokens generated and thrown away so far."""

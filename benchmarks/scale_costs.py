@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from areal_sc.engines.busy_time import Begun, BusyTime
+from areal_sc.engines.busy_time import BusyTime
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Server:
         self._turns = 0.0
         self._at_s = 0.0
         self._stopped_until_s = 0.0
-        self._running: list[tuple[float, int, float, Begun, Callable[[Spans], None]]] = []
+        self._running: list[tuple[float, int, float, Callable[[Spans], None]]] = []
         self._waiting: list[tuple[int, Callable[[Spans], None]]] = []
         self._sum_begun = 0.0  # of the turns at which running answers began
         self._num = 0
@@ -131,7 +131,6 @@ class Server:
         self.load_s += costs.load_s
         self.recompute_s += num_tokens / costs.prefill
         self._stopped_until_s = _now_s() + costs.load_s + num_tokens / costs.prefill
-        self.busy.stop(self._stopped_until_s)
         self._versions.append((self._turns, version))
         self._go_on()
 
@@ -140,18 +139,16 @@ class Server:
         self._pass_time()
         self.busy.note(len(self._running))
         while self._running and self._running[0][0] <= self._turns + 1e-6:
-            _, _, begun, mark, on_end = heapq.heappop(self._running)
+            _, _, begun, on_end = heapq.heappop(self._running)
             num_tokens = round(self._turns - begun)
             self.num_tokens += num_tokens
-            self.busy.end(mark, num_tokens)
             self._sum_begun -= begun
             on_end(self._spans(begun))
         while self._waiting and len(self._running) < self._costs.server_answers:
             num_tokens, on_end = self._waiting.pop(0)
             self._num += 1
             heapq.heappush(
-                self._running,
-                (self._turns + num_tokens, self._num, self._turns, self.busy.begin(), on_end),
+                self._running, (self._turns + num_tokens, self._num, self._turns, on_end)
             )
             self._sum_begun += self._turns
         self.busy.note(len(self._running))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 
-from areal_sc.algorithms.vocabulary_sums import fused, gradient_of_logits, is_fused, sums_over
+from areal_sc.algorithms.vocabulary_sums import (
+    VocabularySums,
+    fused,
+    gradient_of_logits,
+    is_fused,
+    sums_over,
+)
 
 _LEAST_BIAS: Final = -1e30
 """Least bias that is added: finite in float32, also over a small temperature."""
@@ -46,6 +53,69 @@ class VocabularyPart:
         return values
 
 
+class OutputRows(Protocol):
+    """Which rows of an output layer a rank has, and how all of them are used, piece by piece."""
+
+    @property
+    def num_rows(self) -> int:
+        """V, of all ranks that have some of them."""
+
+    def pieces(self, width: int) -> Iterable[range]:
+        """What is used at a time.
+
+        Args:
+            width: H.
+        """
+
+    def rows_in(self, piece: range, device: torch.device) -> torch.Tensor | slice:
+        """The rows of a piece, in its order, as an index."""
+
+    def places_in(self, piece: range, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N] whether each of these rows is in a piece, and [N] its place in it, else 0."""
+
+    def gather(self, own: torch.Tensor, piece: range) -> torch.Tensor:
+        """[M, H] the values of a piece, in the dtype of the hidden states."""
+
+    def new_gradient(self, own: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """What the gradient of a piece with these values is added to."""
+
+    def take_gradient(
+        self, own: torch.Tensor, gradient: torch.Tensor, piece: range
+    ) -> torch.Tensor | None:
+        """Takes what `new_gradient` gave; returns what autograd gets."""
+
+
+@dataclass(frozen=True)
+class _AllRows:
+    """The output layer of a rank that has all rows, in one piece."""
+
+    num_rows: int
+    dtype: torch.dtype
+    adds_gradient: bool
+
+    def pieces(self, width: int) -> Iterable[range]:
+        return [range(self.num_rows)]
+
+    def rows_in(self, piece: range, device: torch.device) -> slice:
+        return slice(None)
+
+    def places_in(self, piece: range, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones_like(rows, dtype=torch.bool), rows
+
+    def gather(self, own: torch.Tensor, piece: range) -> torch.Tensor:
+        return own.to(self.dtype)
+
+    def new_gradient(self, own: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        if self.adds_gradient:
+            return gradient_of(own)
+        return torch.zeros_like(own, dtype=_sum_dtype(self.dtype))
+
+    def take_gradient(
+        self, own: torch.Tensor, gradient: torch.Tensor, piece: range
+    ) -> torch.Tensor | None:
+        return None if self.adds_gradient else gradient.to(own.dtype)
+
+
 def chunked_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -56,6 +126,7 @@ def chunked_logprobs(
     chunk_tokens: int = 1024,
     vocabulary: VocabularyPart | None = None,
     adds_gradient: bool = False,
+    rows: OutputRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperatures) at the targets, and the entropy.
 
@@ -64,15 +135,17 @@ def chunked_logprobs(
 
     Args:
         hidden: [N, H] final hidden states.
-        weight: [V, H] of the output layer; it is rounded to the dtype of `hidden`, its gradient is
-            not.
+        weight: [V, H] of the output layer, or this rank's rows of it; it is rounded to the dtype of
+            `hidden`, its gradient is not.
         targets: [N] int64, the token whose probability is asked at each position.
         bias: [V] of the output layer, if it has one.
         temperatures: [N] > 0, what the logits of each position are divided by; None: 1.
         chunk_tokens: >= 1.
-        vocabulary: of which `weight` and `bias` are a part; None: all of it.
+        vocabulary: of which the V rows are a part; None: all of it.
         adds_gradient: the gradient of `weight`, a float32 leaf, is added to `weight.grad` and given
             to nobody else, so that no second one of its size exists.
+        rows: how the V rows are spread over ranks, all of which make the call and go backward
+            through it; None: this one has all.
     Returns: logprobs [N] and entropy [N] in nats, differentiable in `hidden`, `weight` and `bias`.
     Raises: ValueError: shapes do not fit, or `chunk_tokens` is not positive.
     """
@@ -90,8 +163,11 @@ def chunked_logprobs(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be >= 1")
+    if rows is None:
+        rows = _AllRows(len(weight), hidden.dtype, adds_gradient)
+    keeps = torch.is_grad_enabled() and len(targets) <= chunk_tokens
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperatures, chunk_tokens, vocabulary, adds_gradient
+        hidden, weight, bias, targets, temperatures, rows, chunk_tokens, vocabulary, keeps
     )
     return logprobs, entropy
 
@@ -126,8 +202,13 @@ class _Entropy(torch.autograd.Function):
         return weighed.add_(probabilities).mul_(-grad[:, None])
 
 
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float32, but for values in float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
-    return values if values.dtype == torch.float64 else values.float()
+    return values.to(_sum_dtype(values.dtype))
 
 
 def output_logits(
@@ -184,8 +265,11 @@ def scaled_logits(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Keeps the inputs and the log-sum-exp [N]; with one chunk also its probabilities [N, V], or
-    the logits where their gradient is fused."""
+    """Sums over the vocabulary grow piece by piece, relative to the highest logit so far.
+
+    Keeps the inputs and the log-sum-exp [N]; with one chunk also its probabilities [N, V], or the
+    logits where their gradient is fused.
+    """
 
     @staticmethod
     def forward(
@@ -195,51 +279,46 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
+        rows: OutputRows,
         chunk_tokens: int,
         vocabulary: VocabularyPart | None,
-        adds_gradient: bool,
+        keeps: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         is_foreign = None
         if vocabulary is not None:
-            targets, is_foreign = vocabulary.locate(targets, len(weight))
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        num_tokens = len(targets)
-        logprobs = hidden.new_empty(num_tokens, dtype=dtype)
-        entropy = hidden.new_empty(num_tokens, dtype=dtype)
-        normalizer = hidden.new_empty(num_tokens, dtype=dtype)
-        keep = None
-        values = weight.to(hidden.dtype)
-        for start in range(0, num_tokens, chunk_tokens):
-            part = slice(start, start + chunk_tokens)
-            logits = output_logits(hidden[part], values, bias)
-            of_targets = logits.gather(-1, targets[part, None])[:, 0]
-            if temperatures is not None:
-                of_targets = of_targets / temperatures[part]
-            sums, keep = sums_over(logits, part_of(temperatures, part))
-            of_targets -= sums.peak
-            if vocabulary is not None and is_foreign is not None:
-                own_peak = sums.peak.clone()
-                shrunk = sums.move(vocabulary.max(sums.peak.clone()))
-                of_targets += own_peak - sums.peak
-                of_targets = of_targets.masked_fill(is_foreign[part], 0)
-                stacked = torch.stack([sums.total, of_targets, sums.weighed])
-                sums.total, of_targets, sums.weighed = vocabulary.sum(stacked)
-                if not is_fused(logits):
-                    keep *= shrunk[:, None]
-            normalizer[part] = sums.normalizer
-            logprobs[part] = of_targets - sums.total.log()
-            entropy[part] = sums.entropy
-            if num_tokens > chunk_tokens:
-                keep = None
-            elif not is_fused(logits):
-                keep.div_(sums.total[:, None])
-            del logits  # before those of the next chunk come
+            targets, is_foreign = vocabulary.locate(targets, rows.num_rows)
+        sums, of_targets = _no_sums(hidden)
+        kept, peaks = list[torch.Tensor](), list[torch.Tensor]()
+        for piece in rows.pieces(weight.shape[1]):
+            values = rows.gather(weight, piece)
+            own_bias = None if bias is None else bias[rows.rows_in(piece, hidden.device)]
+            is_in, places = rows.places_in(piece, targets)
+            for start in range(0, len(targets), chunk_tokens):
+                part = slice(start, start + chunk_tokens)
+                logits = output_logits(hidden[part], values, own_bias)
+                found = logits.gather(1, places[part, None])[:, 0]
+                if temperatures is not None:
+                    found = found / temperatures[part]
+                of_targets[part].add_(found.masked_fill_(~is_in[part], 0))
+                of_piece, for_backward = sums_over(logits, _part_of(temperatures, part))
+                if keeps:
+                    kept.append(for_backward)
+                    peaks.append(of_piece.peak.clone())
+                sums.part(part).add(of_piece)
+                del logits, for_backward  # before those of the next chunk come
+        if vocabulary is not None and is_foreign is not None:
+            sums.move(vocabulary.max(sums.peak.clone()))
+            stacked = torch.stack([sums.total, sums.weighed, of_targets.masked_fill(is_foreign, 0)])
+            sums.total, sums.weighed, of_targets = vocabulary.sum(stacked)
+        for of_piece_kept, peak in zip(kept, peaks, strict=True):
+            if not is_fused(of_piece_kept):
+                of_piece_kept.div_((sums.total * (sums.peak - peak).exp())[:, None])
+        normalizer, entropy = sums.normalizer, sums.entropy
+        logprobs = (of_targets - sums.peak) - sums.total.log()
         ctx.save_for_backward(
-            hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, keep
+            hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, *kept
         )
-        ctx.chunk_tokens = chunk_tokens
-        ctx.vocabulary = vocabulary
-        ctx.adds_gradient = adds_gradient
+        ctx.rows, ctx.chunk_tokens, ctx.vocabulary = rows, chunk_tokens, vocabulary
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -247,50 +326,61 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, kept = (
+        hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, *kept = (
             ctx.saved_tensors
         )
+        rows, (needs_hidden, needs_weight, needs_bias) = ctx.rows, ctx.needs_input_grad[:3]
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dtype, values = normalizer.dtype, weight.to(hidden.dtype)
         scale = grad_logprobs if temperatures is None else grad_logprobs / temperatures
         of_targets = scale if is_foreign is None else scale.masked_fill(is_foreign, 0)
-        grad_hidden = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
-        grad_weight = None
-        if needs_weight and ctx.adds_gradient:
-            grad_weight = gradient_of(weight)
-        elif needs_weight:
-            grad_weight = torch.zeros_like(weight, dtype=dtype)
+        dtype = normalizer.dtype
+        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
-        for start in range(0, len(targets), ctx.chunk_tokens):
-            part = slice(start, start + ctx.chunk_tokens)
-            grad_logits = logits_gradient(
-                *(hidden[part], values, bias, part_of(temperatures, part), targets[part]),
-                *(normalizer[part], scale[part], of_targets[part], entropy[part]),
-                *(part_of(grad_entropy, part), kept),
-            )
-            if grad_hidden is not None:
-                grad_hidden[part] = gradient_product(grad_logits, values)
-            if grad_weight is not None:
-                add_gradient_product(grad_weight, grad_logits.t(), hidden[part])
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0, dtype=dtype)
-            del grad_logits
+        grad_weight = None
+        for number, piece in enumerate(rows.pieces(weight.shape[1])):
+            values = rows.gather(weight, piece)
+            in_piece = rows.rows_in(piece, hidden.device)
+            own_bias = None if bias is None else bias[in_piece]
+            is_in, places = rows.places_in(piece, targets)
+            of_piece = of_targets.masked_fill(~is_in, 0)
+            grad_values = rows.new_gradient(weight, values) if needs_weight else None
+            for start in range(0, len(targets), ctx.chunk_tokens):
+                part = slice(start, start + ctx.chunk_tokens)
+                grad_logits = _logits_gradient(
+                    *(hidden[part], values, own_bias, _part_of(temperatures, part), places[part]),
+                    *(normalizer[part], scale[part], of_piece[part], entropy[part]),
+                    *(_part_of(grad_entropy, part), kept[number] if kept else None),
+                )
+                if grad_hidden is not None:
+                    _add_gradient_product(grad_hidden[part], grad_logits, values)
+                if grad_values is not None:
+                    _add_gradient_product(grad_values, grad_logits.t(), hidden[part])
+                if grad_bias is not None:
+                    grad_bias[in_piece] += grad_logits.sum(0, dtype=dtype)
+                del grad_logits
+            if grad_values is not None:
+                grad_weight = rows.take_gradient(weight, grad_values, piece)
         if grad_hidden is not None and ctx.vocabulary is not None:
             ctx.vocabulary.sum(grad_hidden)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        if ctx.adds_gradient:
-            grad_weight = None
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 5
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
 
 
-def logits_gradient(
+def _no_sums(hidden: torch.Tensor) -> tuple[VocabularySums, torch.Tensor]:
+    """The sums over no logits, and [N] zeros for the logits of the targets."""
+    dtype = _sum_dtype(hidden.dtype)
+    zeros = hidden.new_zeros(4, len(hidden), dtype=dtype)
+    # a peak that every logit is above, and differences to which are finite
+    zeros[0] = torch.finfo(dtype).min / 4
+    peak, total, weighed, of_targets = zeros
+    return VocabularySums(peak, total, weighed), of_targets
+
+
+def _logits_gradient(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -361,15 +451,15 @@ def _multiplies_rounded(other: torch.Tensor) -> bool:
     return other.is_cuda and other.dtype in _OF_TENSOR_CORES
 
 
-def part_of(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+def _part_of(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
     """Where there are values."""
     return None if values is None else values[part]
 
 
-def add_gradient_product(
+def _add_gradient_product(
     total: torch.Tensor, grad_logits: torch.Tensor, other: torch.Tensor
 ) -> None:
-    """Adds `gradient_product` to a sum in its dtype; it is never stored."""
+    """Adds `_gradient_product` to a sum in its dtype; it is never stored."""
     if _multiplies_rounded(other):
         factors = (grad_logits.to(other.dtype), other, torch.float32)
         torch.ops.aten.addmm.dtype_out(total, *factors, out=total)

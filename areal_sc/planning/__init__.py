@@ -1,1 +1,1 @@
-"""How many workers should train and generate: forecasts from what a run has measured."""
+"""How many workers should train and generate: arithmetic on the times that a run has measured."""

@@ -1,27 +1,34 @@
-"""The operating point that a run should have: the split of devices, the bound that suffices."""
+"""The split of the devices and the staleness bound that give the shortest step.
+
+With r ranks, w rollout workers and the bound b, in seconds, from means over measured steps:
+
+    training_s   = (step_s - wait_s - train_s) + train_s * ranks / r
+    generation_s = answer_s / (rollout.max_running_sequences * w)
+    step_s       = max(training_s, generation_s,
+                       (training_s + max(generation_s, group_s)) / (b + 1))
+
+Steps are trained beside the generation of later batches, so a step takes as long as the slower of
+the two. The last term is the bound's. A group begins when the step that is b before its own begins,
+at the earliest, and is trained when it has ended: b + 1 steps take as long as both together.
+
+So answers are taken to last as long however many of them a server runs, which is nearly so while
+reading the weights takes most of its time. All three are multiplied by what makes the present point
+as it was measured.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.schema import AdmissionMode, Device, GRPOConfig, RolloutConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
-from areal_sc.planning.cores import SharedCores
-from areal_sc.planning.figures import (
-    Figures,
-    OperatingPoint,
-    all_figures,
-    newest_figures,
-)
-from areal_sc.planning.forecast import Forecaster
-from areal_sc.planning.simulated_run import Forecast
+from areal_sc.planning.measured_times import MeasuredTimes, OperatingPoint, measured_times
 from areal_sc.records.metrics import StepMetrics
-from areal_sc.sizing.machine import this_machine
+from areal_sc.sizing.machine import resolved_device, this_machine
 
 SUFFICES: Final = 1.02
 """A step may be longer by this factor than the shortest, if data are fresher for it."""
@@ -29,26 +36,23 @@ SPARE_BOUND: Final = 1
 """What is advised beyond the bound that suffices where nothing is disturbed. On the main job bound
 1 should suffice, and steps take 5 to 7 % longer with it; with 2 they take as long as with 4."""
 MIN_GAIN: Final = 0.03
-"""Another split has to make a step shorter by this share: forecasts of it are worse than those of
-the present one, and what changes nothing is not worth a restart."""
-MAX_EARLIER: Final = 4
-"""The newest earlier operating points whose forecasts are judged."""
-NUM_LOOKS: Final = 6
-"""Splits are narrowed down by so many a time."""
+"""Another split has to make a step shorter by this share: what changes nothing is not worth a
+restart."""
 
 
 @dataclass(frozen=True)
-class EarlierForecast:
-    """What the steps at another point forecast for the present one, and what was measured then."""
+class Forecast:
+    """What a step takes at an operating point.
 
-    source: Figures
-    forecast: Forecast
-    measured_s: float
+    Attributes:
+        training_s: of it, all that the trainer does but wait.
+        generation_s: of a batch, by all rollout workers.
+    """
 
-    @property
-    def error(self) -> float:
-        """Relative error of the forecast: its excess over what was measured, as a share of that."""
-        return self.forecast.step_s / self.measured_s - 1
+    point: OperatingPoint
+    training_s: float
+    generation_s: float
+    step_s: float
 
 
 @dataclass(frozen=True)
@@ -58,33 +62,16 @@ class Plan:
     Attributes:
         ranks_per_data: ranks of one `actor.parallel.data`.
         num_devices: that training and generation have together.
-        present, advised: forecasts; `present` is as measured.
-        tried: all that were compared, the shortest step first.
-        earlier: forecasts that can be judged by now.
-        error: of the simulation at the present point, before it was corrected by that.
-        fewer_data: an `actor.parallel.data` that is worth a try although it cannot be forecast:
-            with it, ranks have cores of their own. None: they have, or there are no fewer.
+        present: as measured.
+        tried: one forecast a split, with the bound that suffices; the shortest step first.
     """
 
-    figures: Figures
+    times: MeasuredTimes
     ranks_per_data: int
     num_devices: int
     present: Forecast
     advised: Forecast
     tried: Sequence[Forecast]
-    earlier: Sequence[EarlierForecast]
-    error: float
-    fewer_data: int | None
-
-    @property
-    def hint(self) -> str:
-        """What is worth a try although it cannot be forecast; "" if nothing is."""
-        if self.fewer_data is None:
-            return ""
-        return (
-            f"try actor.parallel.data={self.fewer_data}: ranks share cores here, so that a step "
-            "with fewer of them may be shorter; no forecast of it can be made"
-        )
 
     @property
     def settings(self) -> str:
@@ -106,229 +93,93 @@ class Plan:
 
 
 def make_plan(
-    steps: Sequence[StepMetrics],
-    config: GRPOConfig,
-    num_devices: int | None = None,
-    *,
-    cores: SharedCores | None,
+    steps: Sequence[StepMetrics], config: GRPOConfig, num_devices: int | None = None
 ) -> Plan | None:
-    """The point that gives the shortest step, and of those that do the freshest data.
+    """The point that gives the shortest step, and of those that do the smallest bound.
 
     Args:
-        num_devices: that may be used; None: as many as are used now.
-        cores: as of `shared_cores`.
+        num_devices: that may be used; None: as many as are used now. Where training and generation
+            share devices now, or the run finds the number of its workers itself, the split then
+            stays as it is.
     Returns: None: there are too few steps at the present point, or they tell too little.
     Raises: ConfigError: there have to be more devices.
     """
-    figures = newest_figures(steps, config)
-    if figures is None:
+    times = measured_times(steps, config.rollout)
+    if times is None:
         return None
-    forecaster = Forecaster(figures, config, cores)
-    present = forecaster.at(figures.point)
-    num_cores = None if cores is None else cores.number
-    splits = _Splits.of(config, figures.point, num_devices, num_cores)
-    tried = _tried(forecaster, splits)
-    advised = _advised(forecaster, tried, present, splits.most_bound)
-    return Plan(
-        figures,
-        splits.ranks_per_data,
-        splits.num_devices,
-        present,
-        advised,
-        tried,
-        _earlier(steps, config, figures, cores),
-        forecaster.error,
-        _fewer_data(config, figures.point, splits.ranks_per_data, num_cores),
+    of_worker = make_generator(config.rollout).devices[1]
+    ranks_per_data = config.actor.parallel.num_ranks // config.actor.parallel.data
+    num_used = times.point.num_train_workers + of_worker * times.point.num_rollout_workers
+    total = num_devices or num_used
+    if num_devices is not None and total < ranks_per_data + of_worker:
+        raise ConfigError(
+            f"{total} devices are too few: {ranks_per_data} for training and {of_worker} for "
+            "generation are the least"
+        )
+    splits = {times.point.split} if total >= num_used else set()
+    if num_devices is not None or not (config.rollout.autoscale.max or shares_devices(config)):
+        all_ranks = range(ranks_per_data, total - of_worker + 1, ranks_per_data)
+        splits |= {(num_ranks, (total - num_ranks) // of_worker) for num_ranks in all_ranks}
+    # with a larger bound the algorithm was not seen to learn
+    most_bound = max(times.point.max_staleness, config.actor.ppo.tried_staleness)
+    tried = [_with_bound(times, config.rollout, split, most_bound) for split in splits]
+    tried.sort(key=lambda it: (it.step_s, it.point.split))
+    present, advised = forecast(times, config.rollout, times.point), tried[0]
+    own = next((it for it in tried if it.point.split == times.point.split), None)
+    if own is not None and advised.step_s >= (1 - MIN_GAIN) * own.step_s:
+        advised = own
+    if advised is own and _suffices(present, own, config.rollout.admission):
+        advised = present
+    return Plan(times, ranks_per_data, total, present, advised, tried)
+
+
+def forecast(times: MeasuredTimes, config: RolloutConfig, point: OperatingPoint) -> Forecast:
+    """The forecast for a point."""
+    present, found = (_uncorrected(times, config, it) for it in (times.point, point))
+    factor = times.step_s / present.step_s
+    return Forecast(
+        point, factor * found.training_s, factor * found.generation_s, factor * found.step_s
     )
 
 
-@dataclass(frozen=True)
-class _Splits:
-    """Which numbers of ranks and of workers may be tried.
-
-    Attributes:
-        num_devices: that there are for both.
-        num_used: that the present point has.
-        of_worker: devices that a rollout worker has.
-        num_cores: as of `cores_of`: the number of ranks stays.
-        is_fixed: there is one split alone.
-        most_bound: the largest bound that may be advised.
-    """
-
-    present: OperatingPoint
-    num_devices: int
-    num_used: int
-    of_worker: int
-    ranks_per_data: int
-    num_cores: int | None
-    is_fixed: bool
-    most_bound: int
-
-    @classmethod
-    def of(
-        cls,
-        config: GRPOConfig,
-        present: OperatingPoint,
-        num_devices: int | None,
-        num_cores: int | None,
-    ) -> _Splits:
-        """Raises: ConfigError: there have to be more devices."""
-        of_worker = make_generator(config.rollout).devices[1]
-        ranks_per_data = config.actor.parallel.num_ranks // config.actor.parallel.data
-        num_used = present.num_train_workers + of_worker * present.num_rollout_workers
-        total = num_devices or num_used
-        # more ranks on the same cores gain nothing that can be foreseen, nor fewer
-        num_ranks = ranks_per_data if num_cores is None else present.num_train_workers
-        if total < num_ranks + of_worker:
-            raise ConfigError(
-                f"{total} devices are too few: {num_ranks} for training and {of_worker} for "
-                "generation are the least"
-            )
-        # where the run finds its number of workers itself there is nothing to set
-        is_fixed = num_devices is None and (
-            bool(config.rollout.autoscale.max) or (num_cores is None and shares_devices(config))
-        )
-        most_bound = max(present.max_staleness, config.actor.ppo.tried_staleness)
-        return cls(
-            present, total, num_used, of_worker, ranks_per_data, num_cores, is_fixed, most_bound
-        )
-
-    def forecasts(self, forecaster: Forecaster, bound: int) -> list[Forecast]:
-        """Forecasts of splits with that bound, the best among them; none for a fixed split."""
-        if self.is_fixed:
-            return []
-        if self.num_cores is not None:
-            num_ranks = self.present.num_train_workers
-            most_workers = min(self.num_devices - num_ranks, self.num_cores)
-            points = (
-                OperatingPoint(num_ranks, number, bound) for number in range(1, most_workers + 1)
-            )
-            return [forecaster.at(point) for point in points]
-
-        def of_split(num_ranks: int) -> Forecast:
-            num_workers = (self.num_devices - num_ranks) // self.of_worker
-            return forecaster.at(OperatingPoint(num_ranks, num_workers, bound))
-
-        most_ranks = self.num_devices - self.of_worker
-        return _searched(of_split, range(self.ranks_per_data, most_ranks + 1, self.ranks_per_data))
+def _uncorrected(times: MeasuredTimes, config: RolloutConfig, point: OperatingPoint) -> Forecast:
+    """By the equations alone."""
+    training_s = times.step_s - times.wait_s - times.train_s
+    training_s += times.train_s * times.point.num_train_workers / point.num_train_workers
+    generation_s = times.answer_s / (config.max_running_sequences * point.num_rollout_workers)
+    of_bound_s = (training_s + max(generation_s, times.group_s)) / (point.max_staleness + 1)
+    return Forecast(point, training_s, generation_s, max(training_s, generation_s, of_bound_s))
 
 
-def _tried(forecaster: Forecaster, splits: _Splits) -> list[Forecast]:
-    """Splits with a bound that holds up none of them, and the best one with all smaller bounds.
-
-    Returns: the shortest step first; without the present point if that has too many devices.
-    """
-    present = forecaster.at(splits.present)
-    tried = [present] if splits.num_devices >= splits.num_used else []
-    bound, ample = -1, max(_ample_bound(present), splits.present.max_staleness)
-    while (ample := min(ample, splits.most_bound)) > bound:
-        bound = ample
-        tried += splits.forecasts(forecaster, bound)
-        # another split may have so short steps that a group takes more of them
-        best = _best_split(tried, present)
-        ample = _ample_bound(best)
-    most = max(math.ceil(best.group_s / best.step_s) + 1, splits.present.max_staleness)
-    most = min(most, splits.most_bound)
-    tried += [forecaster.at(replace(best.point, max_staleness=bound)) for bound in range(most + 1)]
-    return sorted(set(tried), key=_step_s)
-
-
-def _advised(
-    forecaster: Forecaster, tried: Sequence[Forecast], present: Forecast, most_bound: int
+def _with_bound(
+    times: MeasuredTimes, config: RolloutConfig, split: tuple[int, int], most_bound: int
 ) -> Forecast:
-    """Little more than the smallest bound with a step that is hardly longer than the shortest one.
+    """The split with the smallest bound that hardly makes a step longer, and one to spare."""
+    found = [
+        forecast(times, config, OperatingPoint(*split, bound)) for bound in range(most_bound + 1)
+    ]
+    limit_s = SUFFICES * found[-1].step_s
+    least = sum(it.step_s > limit_s for it in found)
+    return found[min(least + SPARE_BOUND, most_bound)]
 
-    Args:
-        tried: the shortest step first.
-        most_bound: as of `_Splits`.
+
+def _suffices(present: Forecast, advised: Forecast, admission: AdmissionMode) -> bool:
+    """Whether a change of the bound would gain nothing.
+
+    A bound that is larger than it need be makes data staler where admission is eager alone.
     """
-    best = _best_split(tried, present)
-    limit_s = SUFFICES * best.step_s
-    least = min(
-        (it for it in tried if it.point.split == best.point.split and it.step_s <= limit_s),
-        key=lambda forecast: (forecast.point.max_staleness, forecast.step_s),
-    )
-    bound = min(least.point.max_staleness + SPARE_BOUND, most_bound)
-    with_spare = forecaster.at(replace(least.point, max_staleness=bound))
-    suffices = present in tried and present.step_s <= limit_s
-    suffices &= present.point.max_staleness >= bound
-    is_as_fresh = present.staleness <= with_spare.staleness + 0.1
-    return present if suffices and is_as_fresh else with_spare  # no change without a gain
-
-
-def _best_split(tried: Sequence[Forecast], present: Forecast) -> Forecast:
-    """The shortest step of the split that it is worth to have; the present one, if there is none.
-
-    Args:
-        tried: not those of a split that has too many devices.
-    """
-    best = min(tried, key=_step_s, default=present)
-    as_now = [it for it in tried if it.point.split == present.point.split]
-    own = min(as_now, key=_step_s, default=best)
-    return best if best.step_s < (1 - MIN_GAIN) * own.step_s else own
-
-
-def _step_s(forecast: Forecast) -> float:
-    return forecast.step_s
-
-
-def _ample_bound(forecast: Forecast) -> int:
-    """Nobody waits for a group that takes so many steps, even if they were half as long."""
-    return 2 * math.ceil(forecast.group_s / forecast.step_s) + 1
-
-
-def _fewer_data(
-    config: GRPOConfig, point: OperatingPoint, ranks_per_data: int, num_cores: int | None
-) -> int | None:
-    """See `Plan`.
-
-    A rank that waits for another one's core counts as training, so the steps do not tell what
-    fewer ranks would take.
-    """
-    if num_cores is None:
-        return None
-    free = num_cores - config.rollout.num_threads * point.num_rollout_workers
-    data = max(1, free // ((config.actor.num_threads or 1) * ranks_per_data))
-    return data if data * ranks_per_data < point.num_train_workers else None
+    spare = present.point.max_staleness - advised.point.max_staleness
+    return spare == 0 or (spare > 0 and admission is AdmissionMode.just_in_time)
 
 
 def shares_devices(config: GRPOConfig) -> bool:
-    """Whether training and generation use the same GPU, so that there is nothing to split."""
-    machine = this_machine()
-    if config.scheduler.type != SchedulerType.local.value or not machine.num_cuda_devices:
+    """Whether training and generation use the same cores or GPU, so that there is no split."""
+    num_devices = this_machine().num_cuda_devices
+    if config.scheduler.type != SchedulerType.local.value:
         return False
+    devices = (config.actor.device, config.rollout.device)
+    if all(resolved_device(device, num_devices) == Device.cpu for device in devices):
+        return True
     actor, generator = make_actor(config.actor), make_generator(config.rollout)
     wanted = actor.num_workers + generator.num_workers * generator.devices[1]
-    return wanted > machine.num_cuda_devices
-
-
-def _searched(of_split: Callable[[int], Forecast], numbers: Sequence[int]) -> list[Forecast]:
-    """Forecasts of some of the numbers, ever closer to the one with the shortest step.
-
-    A step gets shorter with more ranks as long as training is the bound, and longer from there on.
-    """
-    found: dict[int, Forecast] = {}
-    first, last = 0, len(numbers) - 1
-    while first <= last:
-        stride = max(1, (last - first) // NUM_LOOKS)
-        for index in {*range(first, last + 1, stride), last}:
-            if index not in found:
-                found[index] = of_split(numbers[index])
-        if stride == 1:
-            break
-        best = min(found, key=lambda index: found[index].step_s)
-        first, last = max(0, best - stride + 1), min(len(numbers) - 1, best + stride - 1)
-    return list(found.values())
-
-
-def _earlier(
-    steps: Sequence[StepMetrics],
-    config: GRPOConfig,
-    figures: Figures,
-    cores: SharedCores | None,
-) -> list[EarlierForecast]:
-    found = [f for f in all_figures(steps, config) if f.point != figures.point][-MAX_EARLIER:]
-    return [
-        EarlierForecast(source, Forecaster(source, config, cores).at(figures.point), figures.step_s)
-        for source in found
-    ]
+    return 0 < num_devices < wanted

@@ -22,7 +22,7 @@ from areal_sc.algorithms.logprobs import (
 )
 from areal_sc.config.schema import ModelHead
 from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
-from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows, spread_logprobs
+from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows
 from areal_sc.engines.rotary import rotate_rows_by_own_length
 from areal_sc.engines.training.packed_attention import (
     ATTENTION_NAME,
@@ -196,16 +196,16 @@ class PackedModel(nn.Module):
         if not self.abilities.has_linear_head:
             return self._own_logprobs(output, hidden, targets, temperatures)
         head = self.causal_lm.get_output_embeddings()
-        settings = {
-            "bias": head.bias,
-            "temperatures": temperatures,
-            "chunk_tokens": self.chunk_tokens,
-            "vocabulary": self.vocabulary,
-        }
-        if self.head_rows is not None:
-            return spread_logprobs(hidden, head.weight, targets, self.head_rows, **settings)
         return chunked_logprobs(
-            hidden, head.weight, targets, **settings, adds_gradient=self.adds_head_gradient
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            temperatures=temperatures,
+            chunk_tokens=self.chunk_tokens,
+            vocabulary=self.vocabulary,
+            adds_gradient=self.adds_head_gradient,
+            rows=self.head_rows,
         )
 
     def hidden_states(

@@ -10,7 +10,6 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -218,7 +217,6 @@ class LocalEngine(GenerationThread):
         """Counters since start, and the requests of now."""
         return {
             **self._generator.counters,
-            **asdict(self._generator.turns),
             **self._update_times,
             "update_stall_s": self._update_times["update_load_s"],
             "running_requests": self._generator.table.num_running,

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from areal_sc.engines.base import Completion
-from areal_sc.engines.busy_time import TurnSums
 from areal_sc.engines.local.attention import SlotAttention, SlotCache
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.sampling import sample
@@ -26,13 +25,12 @@ class SlotGenerator:
     Attributes:
         version: policy version of the weights.
         is_asleep: it has no weights until there are new ones, and cannot step.
-        counters, turns: what `stats()` of the engine shows.
+        counters: what `stats()` of the engine shows.
     """
 
     def __init__(self, model: LocalModel, table: SlotTable, max_context_tokens: int) -> None:
         self.version = 0
         self.is_asleep = False
-        self.turns = TurnSums()
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 "generated_tokens",
@@ -46,6 +44,7 @@ class SlotGenerator:
                 "weight_updates",
                 "steps",
                 "busy_s",
+                "answer_s",
             ),
             0,
         )
@@ -122,10 +121,8 @@ class SlotGenerator:
         counters["steps"] += 1
         spent_s = time.perf_counter() - start
         counters["busy_s"] += spent_s
-        # what an update costs is no part of a turn: it depends on how often there is one
-        recompute_s = spent_s * plan.num_recomputed_tokens / len(plan.token_ids)
-        counters["recompute_s"] += recompute_s
-        self.turns.add(int(plan.is_ready.sum()), plan.num_rows, spent_s - recompute_s)
+        counters["answer_s"] += spent_s * plan.num_rows
+        counters["recompute_s"] += spent_s * plan.num_recomputed_tokens / len(plan.token_ids)
         return finished
 
     def _forward(self, plan: StepPlan) -> tuple[Ints, npt.NDArray[np.float32]]:

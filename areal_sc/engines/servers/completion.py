@@ -140,14 +140,12 @@ class Completer:
             if request.is_truncated:
                 max_support = min(await server.max_support(request.sampling), self._vocab_size)
             while True:
-                begun = server.places.busy.begin()
                 if request.on_tokens is None:
                     whole = await server.generate(request, request.request_id, max_support)
                     part = request.extend(whole)
                     self._count(whole, part)
                 else:
-                    whole = part = await self._stream(request, max_support)
-                server.places.busy.end(begun, len(whole.token_ids))
+                    part = await self._stream(request, max_support)
                 is_wanted = not (server.is_paused or request.is_given_up)
                 if not (is_wanted and request.needs_next_piece(part)):
                     return part

@@ -309,7 +309,7 @@ class ServerEngine:
             **asdict(self._completer.counters),
             **asdict(self.times),
             "busy_s": places.busy.busy_s,
-            **asdict(places.busy.turns),
+            "answer_s": places.busy.answer_s,
             "weight_updates": self.num_updates,
             "running_requests": self._completer.num_running - places.num_waiting,
             "waiting_requests": places.num_waiting,

@@ -332,7 +332,7 @@ class ServerLife:
                 await self.client.pause(holds_requests=self.client.abilities.has_version_spans)
             else:
                 await self._end_answers()
-            self._note_pause()
+            self.is_paused = True
 
     async def sleep(self) -> None:
         """Answers all requests with what they have, and gives up weights and KV cache."""
@@ -342,15 +342,11 @@ class ServerLife:
         if not self.is_paused:
             self.num_pauses += 1
             await self.client.pause(holds_requests=False)
-            self._note_pause()
+            self.is_paused = True
         await self._end_answers()  # those that a pause has held
         with self.updating():
             await self.client.sleep()
         self.is_asleep = True
-
-    def _note_pause(self) -> None:
-        self.places.busy.stop()
-        self.is_paused = True
 
     async def wake(self) -> None:
         """It can load weights; `take_cache` follows when it has them."""
@@ -384,7 +380,6 @@ class ServerLife:
             if self.client.adapter is None:
                 await self.client.resume()
             self.is_paused = False
-            self.places.busy.go_on()
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from transformers import Qwen2Config
 
 from areal_sc.algorithms.logprobs import chunked_logprobs
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows, spread_embedding, spread_logprobs
+from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows, spread_embedding
 from areal_sc.engines.handles import make_actor
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.sizing.machine import Machine
@@ -53,15 +53,8 @@ def vocabulary(num_pieces: int) -> dict[str, Any]:
     with DeviceCounter() as of_embedding:
         spread_embedding(own, tokens, rows).sum().backward()
     with DeviceCounter() as of_ranks:
-        logprobs, entropy = spread_logprobs(
-            weight(NUM_CHUNKS),
-            own,
-            tokens,
-            rows,
-            bias=None,
-            temperatures=None,
-            chunk_tokens=1,
-            vocabulary=None,
+        logprobs, entropy = chunked_logprobs(
+            weight(NUM_CHUNKS), own, tokens, chunk_tokens=1, rows=rows
         )
         (logprobs + entropy).sum().backward()
     with DeviceCounter() as alone:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from unit.engines.fsdp.largest_tensor import LargestTensor
 
-from areal_sc.algorithms.logprobs import VocabularyPart
+from areal_sc.algorithms import logprobs
+from areal_sc.algorithms.logprobs import VocabularyPart, chunked_logprobs
 from areal_sc.algorithms.vocabulary_sums import VocabularySums
 from areal_sc.engines.fsdp import spread_vocabulary as spread
 from areal_sc.engines.training.process_group import ProcessGroup
@@ -99,15 +100,14 @@ def test_logprobs(size: int, piece_bytes: int, chunk_tokens: int) -> None:
         rank = group.rank
         hidden, bias = HIDDEN[rank].clone().requires_grad_(), BIAS.clone().requires_grad_()
         own = own_rows(WEIGHT, group)
-        logprobs, entropy = spread.spread_logprobs(
+        logprobs, entropy = chunked_logprobs(
             hidden,
             own,
             TOKENS[rank],
-            spread.SpreadRows(VOCABULARY, group, torch.float32, piece_bytes),
             bias=bias,
             temperatures=TEMPERATURES[rank],
             chunk_tokens=chunk_tokens,
-            vocabulary=None,
+            rows=spread.SpreadRows(VOCABULARY, group, torch.float32, piece_bytes),
         )
         weighed(logprobs, entropy, rank).backward()
         return [logprobs.detach(), entropy.detach(), *gradients(hidden, bias, own)]
@@ -152,15 +152,15 @@ def test_a_vocabulary_that_is_split_over_tensor_ranks(piece_bytes: int, chunk_to
         rows, tensor = group_of(tensor_rank, rows_rank), group_of(2 + rows_rank, tensor_rank)
         hidden, own = HIDDEN[rows_rank].clone().requires_grad_(), own_rows(WEIGHT[part], rows)
         bias = BIAS[part].clone().requires_grad_()
-        logprobs, entropy = spread.spread_logprobs(
+        logprobs, entropy = chunked_logprobs(
             hidden,
             own,
             TOKENS[rows_rank],
-            spread.SpreadRows(len(WEIGHT[part]), rows, torch.float32, piece_bytes),
             bias=bias,
             temperatures=TEMPERATURES[rows_rank],
             chunk_tokens=chunk_tokens,
             vocabulary=VocabularyPart(part.start, tensor.handle),
+            rows=spread.SpreadRows(len(WEIGHT[part]), rows, torch.float32, piece_bytes),
         )
         weighed(logprobs, entropy, rows_rank).backward()
         return [logprobs.detach(), entropy.detach(), *gradients(hidden, bias, own)]
@@ -185,10 +185,7 @@ def test_an_output_layer_that_is_not_trained_has_no_gradient(
         hidden = HIDDEN[group.rank].clone().requires_grad_()
         own = own_rows(WEIGHT, group).requires_grad_(False)
         rows = spread.SpreadRows(VOCABULARY, group, torch.float32, SMALL)
-        settings = {"bias": None, "temperatures": None, "chunk_tokens": 100, "vocabulary": None}
-        logprobs, entropy = spread.spread_logprobs(
-            hidden, own, TOKENS[group.rank], rows, **settings
-        )
+        logprobs, entropy = chunked_logprobs(hidden, own, TOKENS[group.rank], rows=rows)
         weighed(logprobs, entropy, group.rank).backward()
         return own.grad is None, gradients(hidden)[0]
 
@@ -212,10 +209,9 @@ def test_no_rank_ever_has_all_rows() -> None:
             own_rows(WEIGHT, group),
             spread.SpreadRows(VOCABULARY, group, torch.float32, SMALL),
         )
-        settings = {"bias": None, "temperatures": None, "chunk_tokens": 2, "vocabulary": None}
         with LargestTensor() as largest:
             hidden = spread.spread_embedding(own, tokens, rows)
-            spread.spread_logprobs(hidden, own, tokens, rows, **settings)[0].sum().backward()
+            chunked_logprobs(hidden, own, tokens, chunk_tokens=2, rows=rows)[0].sum().backward()
         return largest.count
 
     assert on_ranks(2, compute) == [6 * WIDTH, 5 * WIDTH]  # a rank's own share
@@ -223,7 +219,7 @@ def test_no_rank_ever_has_all_rows() -> None:
 
 def test_without_a_backward_pass_no_piece_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     alive, most = weakref.WeakSet[torch.Tensor](), list[int]()
-    sums_over = spread.sums_over
+    sums_over = logprobs.sums_over
 
     def watched(*arguments: Any) -> tuple[VocabularySums, torch.Tensor]:
         sums, exponentials = sums_over(*arguments)
@@ -231,16 +227,15 @@ def test_without_a_backward_pass_no_piece_is_kept(monkeypatch: pytest.MonkeyPatc
         most.append(len(alive))
         return sums, exponentials
 
-    monkeypatch.setattr(spread, "sums_over", watched)
+    monkeypatch.setattr(logprobs, "sums_over", watched)
 
     def compute(group: ProcessGroup) -> None:
         own, rows = (
             own_rows(WEIGHT, group),
             spread.SpreadRows(VOCABULARY, group, torch.float32, SMALL),
         )
-        settings = {"bias": None, "temperatures": None, "chunk_tokens": 100, "vocabulary": None}
         with torch.no_grad():
-            spread.spread_logprobs(HIDDEN[0], own, TOKENS[0], rows, **settings)
+            chunked_logprobs(HIDDEN[0], own, TOKENS[0], rows=rows)
 
     on_ranks(1, compute)
     assert len(most) == 11 // 4 + 1
