@@ -13,17 +13,16 @@ which. Each is told so, and may be run again alone.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.agents.agent import NamedAgent, as_json, reference_for
 from areal_sc.agents.command import AgentCommand
-from areal_sc.agents.process import AGENT, pack
+from areal_sc.agents.process import AGENT
 from areal_sc.agents.server import AgentServer
 from areal_sc.config.agent_settings import AgentNetwork, AgentsConfig
 from areal_sc.errors import AgentError, ConfigError, NeverWorks, WorkflowError
@@ -33,78 +32,13 @@ from areal_sc.rewards.functions import name_of, place_of_definition
 from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, to_wire
 from areal_sc.system.fork_server import ForkServer
-from areal_sc.system.own_processes import OwnProcess, OwnProcesses
+from areal_sc.system.own_processes import LOAD_TIMEOUT_S, OwnProcess, OwnProcesses
 from areal_sc.workflows.base import AgentReturn, AgentSession
-
-LOAD_TIMEOUT_S: Final = 120.0
-"""Bound of importing the agent's module, which is no part of an episode's time."""
 
 CANCEL_GRACE_S: Final = 5.0
 """An awaited agent that has not ended so long after it was cancelled has its process killed."""
 
-_LOAD: Final = 0
-"""The number of the first request to a process."""
 _SHOWN_CHARS: Final = 300
-
-
-class _AgentProcess:
-    """A process that has loaded an agent, with the calls that run in it."""
-
-    def __init__(self, process: OwnProcess) -> None:
-        self.process = process
-        self.ending: asyncio.Task[None] | None = None
-        self._answers: dict[int, asyncio.Future[list[Any]]] = {}
-        self._numbers = itertools.count(_LOAD + 1)
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
-        self._reading = asyncio.create_task(self._read())
-        self._writing = asyncio.create_task(self._write())
-
-    @property
-    def is_usable(self) -> bool:
-        return not (self.ending or self._reading.done() or self.process.is_forged)
-
-    def call(self, row: Any, session: dict[str, str]) -> tuple[int, asyncio.Future[list[Any]]]:
-        """Its number, and its answer, which is a ConnectionError if the process ends."""
-        number = next(self._numbers)
-        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        answer.add_done_callback(asyncio.Future.exception)  # maybe nobody waits for it any more
-        if self._reading.done():
-            answer.set_exception(ConnectionResetError())
-        else:
-            self._answers[number] = answer
-            self.tell("call", number, row, session)
-        return number, answer
-
-    def tell(self, *message: Any) -> None:
-        self._outbox.put_nowait(pack(list(message)))
-
-    async def stop(self) -> None:
-        """Nothing is read or written any more; what runs has ended."""
-        self._reading.cancel()
-        self._writing.cancel()
-        await asyncio.wait([self._reading, self._writing])
-
-    async def _read(self) -> None:
-        try:
-            while True:
-                kind, number, *rest = await self.process.reply()
-                if answer := self._answers.pop(number, None):
-                    answer.set_result([kind, *rest])
-                else:
-                    self.process.note_unasked()
-        except OSError:
-            pass  # it has ended
-        finally:
-            for answer in self._answers.values():
-                answer.set_exception(ConnectionResetError())
-            self._answers.clear()
-
-    async def _write(self) -> None:
-        try:
-            while True:
-                await self.process.send(await self._outbox.get())
-        except OSError:
-            pass  # whoever reads notices
 
 
 @dataclass(eq=False)
@@ -116,7 +50,6 @@ class _Crew:
         python: the interpreter that runs it, "": this one.
         is_awaited: as its process says.
         runs_beside: others in one process; None: it was not loaded yet.
-        idle: processes that wait for an episode to be alone there.
         shared: the process that the others share.
     """
 
@@ -125,8 +58,7 @@ class _Crew:
     python: str
     is_awaited: bool = False
     runs_beside: bool | None = None
-    idle: list[_AgentProcess] = field(default_factory=list)
-    shared: _AgentProcess | None = None
+    shared: OwnProcess | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def wire_of(self, row: Mapping[str, Any]) -> Any:
@@ -196,15 +128,14 @@ class AgentPool:
         self._own = OwnProcesses(
             processes,
             role=AGENT,
+            num_processes=config.num_processes,
             log_path=log_path,
             sources=sources,
             isolation=isolation,
             hides=hides,
         )
-        self._places = asyncio.Semaphore(config.num_processes)
-        self._num_taken = 0
         self._crews: dict[int, _Crew] = {}
-        self._endings: set[asyncio.Task[None]] = set()
+        self._cancels: set[asyncio.Task[None]] = set()
 
     async def run(
         self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
@@ -225,21 +156,18 @@ class AgentPool:
         crew = self._crew_of(agent)
         call = crew.wire_of(row), {"base_url": session.base_url, "api_key": session.api_key}
         if crew.runs_beside is None:
-            async with crew.starting, self._place():
+            async with crew.starting:
                 if crew.runs_beside is None:
-                    crew.idle.append(await self._start_in_place(crew))
+                    async with self._own.lent(crew, partial(self._start, crew)):
+                        pass  # it has told, and waits for an episode
         if crew.runs_beside and not is_alone:
             return await self._run_beside(crew, *call)
-        async with self._place():
-            return await self._run_alone(crew, *call)
+        return await self._run_alone(crew, *call)
 
     async def close(self) -> None:
         """Kills all processes; whatever still runs ends with an AgentError. Bounded."""
-        self._own.kill_all()
-        for crew in list(self._crews.values()):
-            for process in (*crew.idle, *filter(None, [crew.shared])):
-                await self._end(process)
-        await asyncio.gather(*self._endings)
+        await self._own.close()
+        await asyncio.gather(*self._cancels)
 
     def _crew_of(self, agent: Any) -> _Crew:
         if id(agent) not in self._crews:
@@ -255,7 +183,7 @@ class AgentPool:
             return agent.reference().to_wire(), ""
         return written_reference(agent, self._sources), ""
 
-    async def _start(self, crew: _Crew) -> _AgentProcess:
+    async def _start(self, crew: _Crew) -> OwnProcess:
         """A process that has loaded the agent.
 
         Raises: AgentError, NeverWorks, WorkerError, ConfigError: as `run`.
@@ -268,61 +196,34 @@ class AgentPool:
         except NeverWorks as error:
             raise ConfigError(f"agents.network={self.config.network}: {error}") from error
         try:
+            if process.listener is not None:
+                process.before_end = partial(self._server.leave, process.listener)
+                await self._server.serve_on(process.listener)
+            await self._load(crew, process)
+        except BaseException:
+            await self._own.end(process)
+            raise
+        return process
+
+    async def _load(self, crew: _Crew, process: OwnProcess) -> None:
+        try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                load = pack(["load", _LOAD, crew.reference])
-                kind, *rest = await process.ask(_LOAD, load)
-            if kind == "failed":
-                raise crew.never_works(rest[0])
+                kind, *rest = await process.call("load", crew.reference)[1]
         except TimeoutError:
             stacks = await self._own.stacks(process)
-            await self._own.kill(process)
             what = f"its module was not imported in {LOAD_TIMEOUT_S:g} s"
             raise crew.error(what, RejectionKind.agent_timeout, frames=stacks) from None
-        except BaseException as error:
-            await self._own.kill(process)
-            if not isinstance(error, OSError):
-                raise
-            what = f"its process ended while its module was imported ({process.child.how})"
-            log = self._own.log_path
-            raise crew.error(f"{what}; see {log}", RejectionKind.agent_died) from error
+        except ConnectionError:
+            raise await self._died(crew, process, "while its module was imported") from None
+        if kind == "failed":
+            raise crew.never_works(rest[0])
         has_session, crew.is_awaited = rest
         crew.runs_beside = has_session and crew.is_awaited
-        started = _AgentProcess(process)
-        try:
-            if process.listener is not None:
-                await self._server.serve_on(process.listener)
-        except BaseException:
-            await self._end(started)
-            raise
-        return started
-
-    @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """One of the places in which agents run alone."""
-        async with self._places:
-            self._num_taken += 1
-            try:
-                yield
-            finally:
-                self._num_taken -= 1
-
-    async def _start_in_place(self, crew: _Crew) -> _AgentProcess:
-        """Starts a process; another agent's, which waits, ends if there would be too many."""
-        while True:
-            waiting = [one for one in self._crews.values() if one.idle]
-            num_processes = self._num_taken + sum(len(one.idle) for one in waiting)
-            if num_processes <= self.config.num_processes or not waiting:
-                return await self._start(crew)
-            await self._end(waiting[0].idle.pop(0))
 
     async def _run_alone(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
-        process = crew.idle.pop() if crew.idle else await self._start_in_place(crew)
-        if not process.is_usable:  # it has ended between two episodes
-            await self._end(process)
-            process = await self._start_in_place(crew)
-        is_sound = False
-        try:
-            number, answer = process.call(row, session)
+        async with self._own.lent(crew, partial(self._start, crew)) as process:
+            process.is_spent = True
+            number, answer = process.call("call", row, session)
             await self._server.clock.wait(answer, self.config.episode_timeout_s)
             if not answer.done():
                 raise await self._late(crew, process, number, answer)
@@ -330,50 +231,47 @@ class AgentPool:
                 raise await self._died(crew, process)
             kind, told, output, has_left = answer.result()
             is_used_once = crew.runs_beside or isinstance(crew.agent, AgentCommand)
-            is_sound = not (is_used_once or has_left or process.process.is_forged)
+            process.is_spent = bool(is_used_once or has_left)
             return crew.end_of(kind, told, output)
-        finally:
-            if is_sound:
-                crew.idle.append(process)
-            else:
-                await self._end(process)
 
     async def _run_beside(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
         async with crew.starting:
             if crew.shared is None or not crew.shared.is_usable:
                 if crew.shared is not None:
-                    await self._end(crew.shared)
-                crew.shared = crew.idle.pop() if crew.idle else await self._start(crew)
+                    await self._own.end(crew.shared)
+                crew.shared = await self._own.idle_one(crew) or await self._start(crew)
             process = crew.shared
-        number, answer = process.call(row, session)
+        number, answer = process.call("call", row, session)
         try:
             await self._server.clock.wait(answer, self.config.episode_timeout_s)
             if not answer.done():
                 error = await self._late(crew, process, number, answer)
                 if not answer.done():  # the others lose their process, and are told so
-                    await self._end(process)
+                    await self._own.end(process)
                 raise error
         except asyncio.CancelledError:
-            self._begin(self._cancel(process, number, answer))
+            cancel = asyncio.create_task(self._cancel(process, number, answer))
+            self._cancels.add(cancel)
+            cancel.add_done_callback(self._cancels.discard)
             raise
         if answer.exception():
             raise await self._died(crew, process)
-        if process.process.is_forged:  # the others are told that they lose it
-            await self._end(process)
+        if process.is_forged:  # the others are told that they lose it
+            await self._own.end(process)
         kind, told, output, _ = answer.result()
         return crew.end_of(kind, told, output)
 
     async def _cancel(
-        self, process: _AgentProcess, number: int, answer: asyncio.Future[list[Any]]
+        self, process: OwnProcess, number: int, answer: asyncio.Future[list[Any]]
     ) -> None:
         """Ends a call that nobody waits for, and its process if it goes on."""
         process.tell("cancel", number)
         await asyncio.wait([answer], timeout=CANCEL_GRACE_S)
         if not answer.done():
-            await self._end(process)
+            await self._own.end(process)
 
     async def _late(
-        self, crew: _Crew, process: _AgentProcess, number: int, answer: asyncio.Future[list[Any]]
+        self, crew: _Crew, process: OwnProcess, number: int, answer: asyncio.Future[list[Any]]
     ) -> AgentError:
         """What to say of a call that takes too long, which is cancelled."""
         place, frames = "", ""
@@ -385,39 +283,17 @@ class AgentPool:
                 case ["failed", {"place": place, "frames": frames}, _, _]:
                     pass
         else:
-            frames = await self._own.stacks(process.process)
+            frames = await self._own.stacks(process)
         what = (
             f"took longer than {self.config.episode_timeout_s:g} s; make it faster, or raise "
             "agents.episode_timeout_s"
         )
         return crew.error(what, RejectionKind.agent_timeout, frames, place)
 
-    async def _died(self, crew: _Crew, process: _AgentProcess) -> AgentError:
-        """What to say of a call whose process has ended while it ran."""
-        await self._end(process, has_ended=True)
-        what = f"its process ended while it ran ({process.process.child.how})"
+    async def _died(
+        self, crew: _Crew, process: OwnProcess, when: str = "while it ran"
+    ) -> AgentError:
+        """What to say where a process has ended."""
+        await self._own.end(process)
+        what = f"its process ended {when} ({process.child.how})"
         return crew.error(f"{what}; see {self._own.log_path}", RejectionKind.agent_died)
-
-    async def _end(self, process: _AgentProcess, *, has_ended: bool = False) -> None:
-        """Returns when it has ended; goes on where whoever waits for it is cancelled.
-
-        Args:
-            has_ended: its connection says so.
-        """
-        if process.ending is None:
-            process.ending = self._begin(self._end_now(process, has_ended=has_ended))
-        await asyncio.shield(process.ending)
-
-    async def _end_now(self, process: _AgentProcess, *, has_ended: bool) -> None:
-        await process.stop()  # before its socket is closed, whose number another may get
-        try:
-            if process.process.listener is not None:
-                await self._server.leave(process.process.listener)
-        finally:
-            await (self._own.bury if has_ended else self._own.kill)(process.process)
-
-    def _begin(self, ending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(ending)
-        self._endings.add(task)
-        task.add_done_callback(self._endings.discard)
-        return task

@@ -13,14 +13,12 @@ class Isolation(StrEnum):
 
     auto: the first of the others that works.
     namespaces: processes, files, network and users of its own, made by the kernel.
-    bubblewrap: the same, made by the program `bwrap`.
     landlock: the kernel's Landlock and seccomp; as root another user, too.
     none: nothing; for rewards of your own. What a model wrote is not run.
     """
 
     auto = "auto"
     namespaces = "namespaces"
-    bubblewrap = "bubblewrap"
     landlock = "landlock"
     none = "none"
 

@@ -4,8 +4,8 @@ A thread cannot be stopped, so a reward that hangs, in a regular expression for 
 hang its worker. Here it runs in a process of its own, and passing its time limit means SIGKILL.
 
     consumes     calls of `score`
-    waits for    a process's start; then its reply, its end, or the time limit of the running call
-    unblocked by the reward process, the kernel (end of file), or the event loop's clock
+    waits for    a process that is free; then its reply, its end, or the time limit of the call
+    unblocked by another call's end, the reward process, or the event loop's clock
 
 Each process runs one call at a time, so a call's time starts when it begins to execute. A process
 that ends by itself is an infrastructure failure: its call runs once more on a fresh process. Only
@@ -19,15 +19,15 @@ CPU seconds, and passing it is a verdict.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.errors import NeverWorks, RewardError, WorkerLost, WorkflowError
+from areal_sc.errors import NeverWorks, RewardError, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import (
     DECLARATION,
@@ -40,17 +40,11 @@ from areal_sc.rewards.base import (
 )
 from areal_sc.rewards.functions import is_async, name_of, place_of_definition
 from areal_sc.rewards.on_loop import score_on_loop, took_too_long
-from areal_sc.rewards.process import pack
 from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, to_wire
 from areal_sc.system.fork_server import ForkServer
-from areal_sc.system.own_processes import OwnProcess, OwnProcesses
+from areal_sc.system.own_processes import LOAD_TIMEOUT_S, OwnProcess, OwnProcesses
 from areal_sc.system.process import num_killed_for_memory
-
-log = logging.getLogger(__name__)
-
-LOAD_TIMEOUT_S: Final = 120.0
-"""Bound of importing the user's module, which is no part of a call's time."""
 
 _MAX_ATTEMPTS: Final = 2
 _MAX_KILLS: Final = 5
@@ -60,22 +54,23 @@ _SIGNALS_OF_OTHERS: Final = frozenset(
 )
 
 
-@dataclass(eq=False)
+@dataclass
 class _RewardCall:
-    """One call of a sync reward, or of a vote, until its future is done.
+    """One call of a sync reward, or of a vote.
 
     Attributes:
-        number: that its replies name.
+        kind, argument: as the process gets them.
+        has_begun: it has a process, and is not given up when its asker is gone.
         num_ends, num_kills: processes that ended while it ran, by themselves or by others.
     """
 
-    number: int
     key: int
     name: str
     reward: RewardFunction
-    request: bytes
+    kind: str
+    argument: Any
     declaration: RewardDeclaration | None
-    verdict: asyncio.Future[Any]
+    has_begun: bool = False
     num_ends: int = 0
     num_kills: int = 0
 
@@ -83,20 +78,6 @@ class _RewardCall:
     def place(self) -> str:
         """Where the reward is defined, as of a RewardError."""
         return place_of_definition(self.reward)
-
-    def fail(self, error: Exception) -> None:
-        if not self.verdict.done():
-            self.verdict.set_exception(error)
-
-
-@dataclass(eq=False)
-class _Lanes:
-    """Calls of rewards that give up the same, and the tasks that run them, a process each."""
-
-    narrowing: Narrowing
-    waiting: asyncio.Queue[_RewardCall | None] = field(default_factory=asyncio.Queue)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    num_idle: int = 0
 
 
 class RewardPool:
@@ -132,15 +113,17 @@ class RewardPool:
             raise ValueError(
                 f"expected num_processes >= 1 and timeout_s > 0, got {num_processes}, {timeout_s}"
             )
-        self._own = OwnProcesses(
+        self._make_processes = partial(
+            OwnProcesses,
             processes,
             role="reward",
+            num_processes=num_processes,
             log_path=log_path,
             sources=sources,
             isolation=isolation,
             hides=hides,
         )
-        self._num_processes = num_processes
+        self._log_path = log_path
         self._timeout_s = timeout_s
         self._sources = sources
         self.run_code = run_code
@@ -148,15 +131,13 @@ class RewardPool:
         self._references: list[dict[str, Any]] = []
         self._keys: dict[int, int] = {}
         self._rewards: list[RewardFunction] = []  # keeps the ids in `_keys` from being reused
-        self._numbers = itertools.count()
-        self._calls: set[_RewardCall] = set()  # without a verdict
-        self._lanes: dict[Narrowing, _Lanes] = {}
-        self._broken: Exception | None = None
+        self._running: set[asyncio.Task[Any]] = set()
+        self._processes: dict[Narrowing, OwnProcesses] = {}
 
     @property
     def isolation(self) -> str | None:
         """What keeps the processes apart, "": nothing does; None: there was none yet."""
-        return self._own.isolation
+        return next((own.isolation for own in self._processes.values()), None)
 
     async def score(
         self,
@@ -198,84 +179,63 @@ class RewardPool:
         return vote
 
     async def _ask(self, reward: RewardFunction, name: str, kind: str, argument: Any) -> Any:
-        if self._broken is not None:
-            raise self._broken
-        key = self._key_of(reward)
-        number = next(self._numbers)
-        request = pack([kind, number, key, argument])
-        verdict: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         declaration: RewardDeclaration | None = getattr(reward, DECLARATION, None)
         limits = declaration if kind == "call" else None  # its number stands for no vote
-        call = _RewardCall(number, key, name, reward, request, limits, verdict)
-        self._calls.add(call)
+        call = _RewardCall(self._key_of(reward), name, reward, kind, argument, limits)
         narrowing = declaration.narrowing if declaration else Narrowing()
-        lanes = self._lanes.get(narrowing)
-        if lanes is None:
-            lanes = self._lanes[narrowing] = _Lanes(narrowing)
-        lanes.waiting.put_nowait(call)
-        if lanes.waiting.qsize() > lanes.num_idle and len(lanes.tasks) < self._num_processes:
-            lanes.tasks.append(asyncio.create_task(self._run_calls(lanes)))
+        if narrowing not in self._processes:
+            self._processes[narrowing] = self._make_processes()
+        running = asyncio.create_task(self._run(call, self._processes[narrowing], narrowing))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        running.add_done_callback(lambda it: it.cancelled() or it.exception())
         try:
-            return await verdict
-        finally:
-            self._calls.discard(call)
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            if not call.has_begun:
+                running.cancel()
+            raise
 
     async def close(self) -> None:
         """Kills all processes; calls that still run end with WorkerLost. Bounded."""
-        self._give_up(WorkerLost("the reward pool was closed"))
-        await asyncio.gather(*(task for lanes in self._lanes.values() for task in lanes.tasks))
+        for own in self._processes.values():
+            await own.close()
+        await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def _run_calls(self, lanes: _Lanes) -> None:
-        """Runs one call after the other, on one process as long as that lives."""
-        process: OwnProcess | None = None
-        try:
-            while self._broken is None:
-                lanes.num_idle += 1
-                call = await lanes.waiting.get()
-                lanes.num_idle -= 1
-                while call is not None and not call.verdict.done():  # else its asker is gone
-                    if process is not None and process.child.ended.done():  # between two calls
-                        await self._own.bury(process)
-                        process = None
-                    process = process or await self._own.start(lanes.narrowing._asdict())
-                    if not await self._attempt(process, call):
-                        process = None
-                    elif process.is_forged:
-                        await self._own.kill(process)
-                        process = None
-        except Exception as error:  # nobody awaits this task: those who ask for verdicts hear
-            self._give_up(error)
-        finally:
-            if process is not None:
-                await self._own.kill(process)
+    async def _run(self, call: _RewardCall, own: OwnProcesses, narrowing: Narrowing) -> Any:
+        """What comes of a call, on as many processes as it needs. Raises: as `score`."""
+        while True:
+            start = partial(own.start, narrowing._asdict())
+            async with own.lent("rewards", start) as process:
+                call.has_begun = True
+                with suppress(ConnectionError):
+                    return await self._attempt(own, process, call)
+                lacked_memory = num_killed_for_memory() > process.killed_before
+            self._mourn(process, call, lacked_memory)
 
-    async def _attempt(self, process: OwnProcess, call: _RewardCall) -> bool:
-        """Runs a call; False when the process has ended."""
-        try:
-            if call.key not in process.loaded:
-                number = next(self._numbers)
-                load = pack(["load", number, call.key, self._references[call.key]])
+    async def _attempt(self, own: OwnProcesses, process: OwnProcess, call: _RewardCall) -> Any:
+        """Runs a call. Raises: ConnectionError: the process has ended; else as `score`."""
+        if call.key not in process.loaded:
+            try:
                 async with asyncio.timeout(LOAD_TIMEOUT_S):
-                    kind, *rest = await process.ask(number, load)
-                if kind == "failed":
-                    what, details = rest
-                    place = details.get("place") or call.place
-                    where = "" if place in what else f" at {place}"
-                    told = f"reward {call.name} cannot be loaded in its process: {what}{where}"
-                    call.fail(NeverWorks(told))
-                    return True
-                process.loaded.add(call.key)
-            return await self._limited(process, call)
-        except TimeoutError:
-            await self._own.kill(process)
-            what = "importing its module "
-            call.fail(took_too_long(call.name, LOAD_TIMEOUT_S, what, place=call.place))
-        except ConnectionError:
-            await self._mourn(process, call, num_killed_for_memory() > process.killed_before)
-        return False
+                    reference = self._references[call.key]
+                    told = await process.call("load", call.key, reference)[1]
+            except TimeoutError:
+                process.is_spent = True
+                what = "importing its module "
+                raise took_too_long(call.name, LOAD_TIMEOUT_S, what, place=call.place) from None
+            if told[0] == "failed":
+                what, details = told[1:]
+                place = details.get("place") or call.place
+                where = "" if place in what else f" at {place}"
+                raise NeverWorks(
+                    f"reward {call.name} cannot be loaded in its process: {what}{where}"
+                )
+            process.loaded.add(call.key)
+        return await self._limited(own, process, call)
 
-    async def _limited(self, process: OwnProcess, call: _RewardCall) -> bool:
-        """Runs a call of a loaded reward under its limits; False when they have cost the process.
+    async def _limited(self, own: OwnProcesses, process: OwnProcess, call: _RewardCall) -> Any:
+        """Runs a call of a loaded reward under its limits.
 
         A declared limit counts CPU seconds, because on a busy machine anything takes long.
         """
@@ -304,39 +264,31 @@ class RewardPool:
                     may_use_s = min(declared.late_after_s, self._timeout_s / 2)
                     end_at_cpu_s(process.cpu_s() + may_use_s)
                 try:
-                    kind, *rest = await process.ask(call.number, call.request)
+                    kind, *rest = await process.call(call.kind, call.key, call.argument)[1]
                 finally:
                     last.cancel()
                     if watch is not None:
                         watch.cancel()
         except TimeoutError:
+            process.is_spent = True
             if declared is not None and is_late:
-                await self._own.kill(process)
                 self.num_late += 1
-                self._settle(call, "value", [declared.late_reward])
-            else:
-                stacks = await self._own.stacks(process)
-                await self._own.kill(process)
-                late = took_too_long(call.name, self._timeout_s, place=call.place, frames=stacks)
-                call.fail(late)
-            return False
-        self._settle(call, kind, rest)
-        return True
-
-    def _settle(self, call: _RewardCall, kind: str, rest: Sequence[Any]) -> None:
+                return declared.late_reward
+            stacks = await own.stacks(process)
+            raise took_too_long(
+                call.name, self._timeout_s, place=call.place, frames=stacks
+            ) from None
         if kind == "failed":
             what, details = rest
-            message = f"reward {call.name}: {what}"
-            call.fail(RewardError(message, **{"place": call.place, **details}))
-        elif not call.verdict.done():
-            call.verdict.set_result(rest[0])
+            raise RewardError(f"reward {call.name}: {what}", **{"place": call.place, **details})
+        return rest[0]
 
-    async def _mourn(self, process: OwnProcess, call: _RewardCall, lacked_memory: bool) -> None:
+    def _mourn(self, process: OwnProcess, call: _RewardCall, lacked_memory: bool) -> None:
         """A process has ended that the pool did not end; its second call is to blame.
 
         Args: lacked_memory: meanwhile the kernel has killed processes for lack of memory.
+        Raises: RewardError: this call is to blame.
         """
-        await self._own.bury(process)
         how, ended = process.child.how, process.child.ended
         is_killed = ended.done() and -ended.result() in _SIGNALS_OF_OTHERS and not lacked_memory
         call.num_kills += is_killed
@@ -345,24 +297,12 @@ class RewardPool:
             why = "; the kernel killed processes for lack of memory" if lacked_memory else ""
             if ended.done() and ended.result() >= 0:
                 why = ": the code ended it, as os._exit does"
-            call.fail(
-                RewardError(
-                    f"reward {call.name}: its process ended {call.num_ends + call.num_kills} times "
-                    f"while it ran ({how}{why}); see {self._own.log_path}",
-                    kind=RejectionKind.reward_process_died,
-                    place=call.place,
-                )
+            raise RewardError(
+                f"reward {call.name}: its process ended {call.num_ends + call.num_kills} times "
+                f"while it ran ({how}{why}); see {self._log_path}",
+                kind=RejectionKind.reward_process_died,
+                place=call.place,
             )
-
-    def _give_up(self, error: Exception) -> None:
-        """No call gets a verdict any more, and every process ends."""
-        self._broken = self._broken or error
-        for call in self._calls:
-            call.fail(self._broken)
-        self._own.kill_all()
-        for lanes in self._lanes.values():
-            for _ in lanes.tasks:
-                lanes.waiting.put_nowait(None)
 
     def _key_of(self, reward: RewardFunction) -> int:
         if id(reward) not in self._keys:

@@ -1,27 +1,31 @@
-"""Processes of the user's own code, as the worker sees them that starts and ends them. No torch.
+"""Killable processes of the user's own code, as the worker sees them that lends and ends them.
 
 worker: OwnProcesses ──► fork server ── fork ──► a process, kept apart by `own_code`
              ▲                                        │
              └── ready, by which layer; replies ──────┘
 
-A reply names its call, and is signed: see `replies`.
+A request is a line of JSON: what is asked, the number of the call, and more. A reply names its
+call, and is signed: see `replies`. No torch.
 
-consumes     messages of the processes
-waits for    a process's start, with a limit; its next message, for which the caller has one
-unblocked by the process, or its end
+consumes     replies of the processes
+waits for    a place; a process's start, with a limit; its reply, for which the caller has a limit
+unblocked by the process, its end, or a caller that gives its process back
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.errors import NeverWorks, WorkerStartError
+from areal_sc.errors import NeverWorks, WorkerLost, WorkerStartError
 from areal_sc.log import tell_warning
 from areal_sc.system.fork_server import Child, ForkServer
 from areal_sc.system.process import num_killed_for_memory
@@ -30,6 +34,10 @@ from areal_sc.system.replies import ReplyReader
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S: Final = 60.0
+
+LOAD_TIMEOUT_S: Final = 120.0
+"""Bound of importing the user's module, which is no part of a call's time."""
+
 _MAX_STARTS: Final = 3
 _EXIT_WAIT_S: Final = 2.0
 _FORGED: Final = (
@@ -39,26 +47,41 @@ _FORGED: Final = (
 
 
 class OwnProcess:
-    """A process of the user's code.
+    """A process of the user's code, and the calls that run in it.
 
     Args:
         name: as messages call it, `a reward process` say.
 
     Attributes:
         pid: of the process that computes, which the child may only wait for.
+        ready: its first message, which may bring the `listener`.
         loaded: keys of what its owner had it import.
         listener: a socket of its network, on which somebody has to serve it; None: it has none.
         killed_before: processes of the machine killed for lack of memory before it was started.
+        is_spent: who has it wants no further call to run in it.
+        is_over: its connection has ended, or is given up.
+        before_end: is awaited before its sockets are closed.
+        ending: ends it; None: nobody wants that yet.
     """
 
     def __init__(self, child: Child, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
         self.killed_before = num_killed_for_memory()
         self.child = child
         self.pid = child.pid
+        self.ready: asyncio.Future[list[Any]] = self._new_answer()
         self.loaded: set[int] = set()
         self.listener: socket.socket | None = None
+        self.is_spent = False
+        self.is_over = False
+        self.before_end: Callable[[], Awaitable[None]] | None = None
+        self.ending: asyncio.Task[None] | None = None
         self._replies = ReplyReader()
         self._name = name
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[list[Any]]] = {}
+        self._unsent = bytearray()
+        self._loop.add_reader(child.connection, self._receive)
 
     @property
     def is_forged(self) -> bool:
@@ -68,58 +91,36 @@ class OwnProcess:
         """
         return self._replies.is_forged
 
-    def note_unasked(self) -> None:
-        """A message has come that no call waits for: code has sent an earlier one again."""
-        self._replies.is_forged = True
+    @property
+    def is_usable(self) -> bool:
+        """Whether a further call may run in it."""
+        return not (self.is_spent or self.is_over or self.is_forged)
 
-    async def send(self, message: bytes) -> None:
-        """Raises: ConnectionError: it has ended."""
-        await asyncio.get_running_loop().sock_sendall(self.child.connection, message)
+    def call(self, kind: str, *arguments: Any) -> tuple[int, asyncio.Future[list[Any]]]:
+        """The number of a call, and its answer: a ConnectionResetError if the process ends."""
+        number, answer = next(self._numbers), self._new_answer()
+        if self.is_over:
+            answer.set_exception(ConnectionResetError())
+        else:
+            self._answers[number] = answer
+            self.tell(kind, number, *arguments)
+        return number, answer
 
-    async def ask(self, number: int, request: bytes) -> list[Any]:
-        """What it says to a request of this number. Raises: ConnectionError: it has ended."""
-        await self.send(request)
-        while True:
-            kind, of, *rest = await self.reply()
-            if of == number:
-                return [kind, *rest]
-            self.note_unasked()
+    def tell(self, *message: Any) -> None:
+        """Sends a message as soon as there is room for it; to one that has ended it is lost."""
+        if not self.is_over:
+            self._unsent += json.dumps(message).encode() + b"\n"
+            self._send()
 
-    async def ready(self) -> list[Any]:
-        """Its first message, which may bring the `listener`; it gets its key then.
-
-        Raises: ConnectionError: it has ended.
-        """
-        loop, connection = asyncio.get_running_loop(), self.child.connection
-        has_come = asyncio.Event()
-        loop.add_reader(connection, has_come.set)
-        try:
-            await has_come.wait()
-        finally:
-            loop.remove_reader(connection)
-        received, fds, _, _ = socket.recv_fds(connection, 1 << 16, 1)
-        if not received:
-            raise ConnectionResetError
-        if fds:
-            self.listener = socket.socket(fileno=fds[0])
-            self.listener.set_inheritable(False)
-        self._replies.feed(received)
-        first = await self.reply()
-        if first[0] == "ready":
-            await self.send(self._replies.new_key())
-        return first
-
-    async def reply(self) -> list[Any]:
-        """Its next message. Raises: ConnectionError: it has ended."""
-        while True:
-            for message in self._replies:
-                if message[0] != "warned":
-                    return message
-                tell_warning(message[1], self._name)
-            received = await asyncio.get_running_loop().sock_recv(self.child.connection, 1 << 16)
-            if not received:
-                raise ConnectionResetError
-            self._replies.feed(received)
+    def give_up(self) -> None:
+        """Nothing is read or written any more, before the number of its socket is another's."""
+        self.is_over = True
+        self._loop.remove_reader(self.child.connection)
+        self._loop.remove_writer(self.child.connection)
+        for answer in (self.ready, *self._answers.values()):
+            if not answer.done():
+                answer.set_exception(ConnectionResetError())
+        self._answers.clear()
 
     def cpu_s(self) -> float:
         """CPU seconds that it has used; 0 if it is gone."""
@@ -130,13 +131,66 @@ class OwnProcess:
         ticks = map(int, stat.rpartition(b")")[2].split()[11:13])
         return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
+    def _new_answer(self) -> asyncio.Future[list[Any]]:
+        answer: asyncio.Future[list[Any]] = self._loop.create_future()
+        # maybe nobody waits for it any more
+        answer.add_done_callback(lambda it: it.cancelled() or it.exception())
+        return answer
+
+    def _send(self) -> None:
+        connection = self.child.connection
+        try:
+            del self._unsent[: connection.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has ended, which `_receive` notices
+            self._unsent.clear()
+        if self._unsent:
+            self._loop.add_writer(connection, self._send)
+        else:
+            self._loop.remove_writer(connection)
+
+    def _receive(self) -> None:
+        try:
+            received, fds, _, _ = socket.recv_fds(self.child.connection, 1 << 16, 1)
+            if not received:
+                raise ConnectionResetError
+            self._replies.feed(received)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.give_up()
+            return
+        for fd in fds:
+            if self.ready.done():  # code in it has sent this
+                os.close(fd)
+            else:
+                self.listener = socket.socket(fileno=fd)
+                self.listener.set_inheritable(False)
+        for message in self._replies:
+            self._take(*message)
+
+    def _take(self, kind: str, number: Any, *rest: Any) -> None:
+        if kind == "warned":
+            tell_warning(number, self._name)
+        elif not self.ready.done():
+            self.ready.set_result([kind, number, *rest])
+            if kind == "ready":
+                self._unsent += self._replies.new_key()
+                self._send()
+        elif number not in self._answers:  # code in it has sent an earlier one again
+            self._replies.is_forged = True
+        elif not (answer := self._answers.pop(number)).done():
+            answer.set_result([kind, *rest])
+
 
 class OwnProcesses:
-    """Starts and ends processes of one role.
+    """A pool of processes of one role, which are lent, used again, replaced and ended.
 
     Args:
         source: forks them.
         role: what they compute, in one word; the target of the fork server gets it in the spec.
+        num_processes: how many are lent at a time, with those that wait for their next use.
         log_path: file that their own output is appended to.
         sources: that folder of the run, which they may read.
         isolation: `rollout.sandbox.isolation`.
@@ -151,6 +205,7 @@ class OwnProcesses:
         source: ForkServer,
         *,
         role: str,
+        num_processes: int,
         log_path: Path | str,
         sources: Path,
         isolation: str = "none",
@@ -168,8 +223,49 @@ class OwnProcesses:
             "hides": [str(path) for path in hides],
             "is_tried": False,
         }
+        self._num_processes = num_processes
+        self._places = asyncio.Semaphore(num_processes)
+        self._num_lent = 0
+        self._idle: list[tuple[Hashable, OwnProcess]] = []
         self._running: set[OwnProcess] = set()
         self._is_closed = False
+
+    @asynccontextmanager
+    async def lent(
+        self, use: Hashable, start: Callable[[], Awaitable[OwnProcess]]
+    ) -> AsyncIterator[OwnProcess]:
+        """A process for one caller alone, when there is a place for it.
+
+        Args:
+            use: one that was lent for the same goes on; one of another use ends if there would be
+                too many.
+            start: starts one, by `self.start`.
+        Raises: WorkerLost: the pool was closed. Whatever `start` raises.
+        """
+        async with self._places:
+            self._num_lent += 1
+            process = None
+            try:
+                process = await self.idle_one(use)
+                while process is None and self._idle and self._has_too_many():
+                    await self.end(self._idle.pop(0)[1])
+                process = process or await start()
+                yield process
+            finally:
+                self._num_lent -= 1
+                if process is not None and process.is_usable and not self._is_closed:
+                    self._idle.append((use, process))
+                elif process is not None:
+                    await self.end(process)
+
+    async def idle_one(self, use: Hashable) -> OwnProcess | None:
+        """Takes one out of those that wait to be lent for this use; None: there is none."""
+        while entry := next((it for it in reversed(self._idle) if it[0] == use), None):
+            self._idle.remove(entry)
+            if entry[1].is_usable:
+                return entry[1]
+            await self.end(entry[1])  # it has ended meanwhile
+        return None
 
     async def start(self, spec: Mapping[str, Any]) -> OwnProcess:
         """A new process, which is ready.
@@ -178,50 +274,65 @@ class OwnProcesses:
             spec: what it gets beside what is the same for all; `network` and `read` of a
                 `Narrowing` among it, and `port` as of `begin_apart`.
         Raises: NeverWorks: it cannot be as narrow as that says. WorkerError: several in a row
-            did not start, or the fork server is gone.
+            did not start, the fork server is gone, or the pool was closed.
         """
         num_failed = 0
-        while True:
+        while not self._is_closed:
             try:
                 return await self._start_one(spec)
             except WorkerStartError as error:
                 num_failed += 1
                 log.warning("%s_process_failed_starts=%d: %s", self._role, num_failed, error)
-                if num_failed == _MAX_STARTS or self._is_closed:
+                if num_failed == _MAX_STARTS and not self._is_closed:
                     raise
+        raise WorkerLost(f"the {self._role} pool was closed")
 
     async def stacks(self, process: OwnProcess) -> str:
         """Where its threads are; "" if it does not say."""
         return "\n".join(await self._source.stacks(process.child, self.log_path))
 
-    async def kill(self, process: OwnProcess) -> None:
-        """Ends it, and all that it has started."""
+    async def end(self, process: OwnProcess) -> None:
+        """Ends it, and all that it has started; goes on where whoever waits is cancelled."""
+        if process.ending is None:
+            has_ended = process.is_over
+            process.give_up()
+            process.ending = asyncio.create_task(self._end(process, by_itself=has_ended))
+        await asyncio.shield(process.ending)
+
+    async def close(self) -> None:
+        """Ends all, those too that are being started. Bounded."""
+        self._is_closed = True
+        for process in self._running:  # at once
+            self._source.kill(process.child)
+        await asyncio.gather(*map(self.end, list(self._running)))
+
+    def _has_too_many(self) -> bool:
+        return self._num_lent + len(self._idle) > self._num_processes
+
+    async def _end(self, process: OwnProcess, *, by_itself: bool) -> None:
+        pid, role, ended = process.child.pid, self._role, process.child.ended
         if process.is_forged:
             tell_warning(_FORGED, self._name)
-        self._source.kill(process.child)
-        self._running.discard(process)
-        process.child.connection.close()
-        if process.listener is not None:
-            process.listener.close()
-        await asyncio.wait([process.child.ended], timeout=_EXIT_WAIT_S)
-        if not process.child.ended.done():
-            log.error("%s_process pid=%d did not die of SIGKILL", self._role, process.child.pid)
-
-    async def bury(self, process: OwnProcess) -> None:
-        """Notes the end of a process whose connection has ended, and kills it if it goes on."""
-        await asyncio.wait([process.child.ended], timeout=_EXIT_WAIT_S)
-        pid, role = process.child.pid, self._role
-        if process.child.ended.done():
-            log.warning("%s_process pid=%d ended by itself: %s", role, pid, process.child.how)
-        else:
-            log.warning("%s_process pid=%d is killed: it closed its connection", role, pid)
-        await self.kill(process)
-
-    def kill_all(self) -> None:
-        """Each ends, those too that are being started; `kill` or `bury` still have to follow."""
-        self._is_closed = True
-        for process in self._running:
+        try:
+            if process.before_end is not None:
+                await process.before_end()
+        finally:
+            if by_itself:
+                await asyncio.wait([ended], timeout=_EXIT_WAIT_S)
+                if ended.done():
+                    log.warning(
+                        "%s_process pid=%d ended by itself: %s", role, pid, process.child.how
+                    )
+                else:
+                    log.warning("%s_process pid=%d is killed: it closed its connection", role, pid)
             self._source.kill(process.child)
+            self._running.discard(process)
+            process.child.connection.close()
+            if process.listener is not None:
+                process.listener.close()
+            await asyncio.wait([ended], timeout=_EXIT_WAIT_S)
+            if not ended.done():
+                log.error("%s_process pid=%d did not die of SIGKILL", role, pid)
 
     async def _start_one(self, spec: Mapping[str, Any]) -> OwnProcess:
         child = await self._source.spawn({**self._spec, **spec}, self.log_path)
@@ -231,15 +342,15 @@ class OwnProcesses:
             self._source.kill(child)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                kind, *told = await process.ready()
+                kind, *told = await process.ready
         except BaseException as error:
-            await self.kill(process)
+            await self.end(process)
             if not isinstance(error, ConnectionError | TimeoutError):
                 raise
             what = "ended at once" if isinstance(error, ConnectionError) else "was not ready"
             raise WorkerStartError(f"{self._name} {what}; see {self.log_path}") from error
         if kind == "unfit":
-            await self.kill(process)
+            await self.end(process)
             raise NeverWorks(f"{self._name} cannot be kept as it has to be: {told[0]}")
         process.pid, layer, why_not = told
         self._tell_isolation(layer, why_not)

@@ -585,11 +585,11 @@ async def test_a_process_that_begins_while_another_ends_is_heard(
 ) -> None:
     """A closed socket's number is given again: nobody may still wait for it."""
     pool, pairs = make_pool(), list[tuple[socket.socket, socket.socket]]()
-    kill = OwnProcesses.kill
+    end = OwnProcesses._end
 
-    async def kill_and_take_its_number(own: OwnProcesses, process: OwnProcess) -> None:
+    async def end_and_take_its_number(own: OwnProcesses, process: OwnProcess, **how: bool) -> None:
         fd = process.child.connection.fileno()
-        await kill(own, process)
+        await end(own, process, **how)
         while not (pairs and fd in (one.fileno() for one in pairs[-1])):
             pairs.append(socket.socketpair())
         same, other = sorted(pairs[-1], key=lambda one: one.fileno() != fd)
@@ -599,7 +599,7 @@ async def test_a_process_that_begins_while_another_ends_is_heard(
         other.send(b"heard")
         assert await asyncio.wait_for(hears, LIMIT_S) == b"heard"
 
-    monkeypatch.setattr(OwnProcesses, "kill", kill_and_take_its_number)
+    monkeypatch.setattr(OwnProcesses, "_end", end_and_take_its_number)
     await pool.run(AgentCommand(["echo", "1"]), {}, session())
     assert pairs
     for one in itertools.chain(*pairs):

@@ -464,7 +464,8 @@ async def test_a_reply_that_is_there_counts_though_the_loop_has_stood_still(
     pool = make_pool(server, tmp_path, timeout_s=100.0)
     asking = asyncio.create_task(pool.score(user.waits_for, {"gate": str(gate)}, ""))
     await asyncio.to_thread(wait_until_begun, tmp_path)
-    (process,) = pool._own._running
+    [own] = pool._processes.values()
+    (process,) = own._running
     gate.touch()
     assert select.select([process.child.connection], [], [], 30.0)[0]
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,6 @@ from typing import Final
 
 LAYERS: Final = {
     "namespaces": "user namespaces, or root that may mount",
-    "bubblewrap": "the program bwrap of 0.8 or later, and leave to use it",
     "landlock": "Linux 5.13 or later with Landlock on",
 }
 """Layer, the strongest first -> what it needs."""

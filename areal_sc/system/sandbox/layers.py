@@ -5,10 +5,7 @@ The standard library alone.
     prepare     once, in the server
     begin       in the keeper of a program, before it forks
     start       forks the process that becomes the program
-    enter       in that process, first of all: it closes what it has inherited, but for standard
-                input, output, error and descriptor 3; it may execute another program, and not come
-                back
-    confine     last of all: afterwards the process can do only what the program may
+    confine     in that process, last of all: afterwards it can do only what the program may
     pids        those of the program, for its keeper to measure
     end         nothing of the program is left, neither processes nor files
 """
@@ -25,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from areal_sc.system.sandbox import kernel
 from areal_sc.system.sandbox.system_calls import SystemCallFilter
@@ -74,7 +71,6 @@ class ProgramLayer(Protocol):
     def prepare(self) -> None: ...
     def begin(self, file_bytes: int) -> None: ...
     def start(self, become: Callable[[], None]) -> int: ...
-    def enter(self, request: dict[str, Any]) -> None: ...
     def confine(self) -> None: ...
     def num_processes_beside(self) -> int:
         """Processes that count as the program's for the kernel, and are not."""
@@ -203,9 +199,6 @@ class Namespaces:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_RDONLY
         kernel.mount("proc", "/proc", "proc", flags)
 
-    def enter(self, request: dict[str, Any]) -> None:
-        kernel.close_from(4)
-
     def confine(self) -> None:
         if self._is_root:
             kernel.become_user(*self._user)
@@ -287,9 +280,6 @@ class Landlock:
         if self._program == 0:
             become()
         return self._program
-
-    def enter(self, request: dict[str, Any]) -> None:
-        kernel.close_from(4)
 
     def confine(self) -> None:
         if self._is_root:

@@ -106,16 +106,14 @@ def keep_apart(
     """Keeps this process apart, which has one thread; it may go on as another process.
 
     Args:
-        isolation: `auto`, one of `LAYERS`, or `none`; `bubblewrap` means namespaces.
+        isolation: `auto`, one of `LAYERS`, or `none`.
         hides: folders that are not to be had.
         shows: folders within them that can be read all the same.
         keeps: the only descriptor that it needs, beside standard input, output and error.
         is_tried: a process like this one has found that the layer works; to try it takes forks.
         has_own_network: in namespaces it reaches nobody, and itself by 127.0.0.1.
     """
-    wanted = {"auto": LAYERS, "none": (), "bubblewrap": ("namespaces",)}.get(
-        isolation, (isolation,)
-    )
+    wanted = {"auto": LAYERS, "none": ()}.get(isolation, (isolation,))
     hides = [os.path.realpath(path) for path in hides]
     shows = [os.path.realpath(path) for path in shows]
     why_not = []

@@ -1,8 +1,4 @@
-"""The process that becomes a program: it gives up what it may not have, then runs the source.
-
-It imports next to nothing: the Python in bwrap gets this module as code, and begins anew for each
-program. There it finds no other module of this package.
-"""
+"""The process that becomes a program: it gives up what it may not have, then runs the source."""
 
 from __future__ import annotations
 
@@ -11,21 +7,17 @@ import builtins
 import gc
 import os
 import resource
+import signal
 import sys
+from typing import Any, Final, NoReturn
 
-TYPE_CHECKING = False  # as of `typing`; that and `signal` take as long as Python's own start
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any, Final, NoReturn
-
-    from areal_sc.system.sandbox.layers import ProgramLayer
+from areal_sc.system.sandbox import kernel
+from areal_sc.system.sandbox.layers import ProgramLayer
 
 _OPEN_FILES: Final = 128
 """More than programs need; each may be a socket with 0.2 MB in it, which no limit counts."""
 _NAME: Final = "__main__.py"
-_BOX: Final = "/box"
 _TELLING: Final = 3
-_PR_SET_DUMPABLE: Final = 4
 BEGUN: Final = b"+"
 """What the keeper gets last before the program begins."""
 
@@ -41,71 +33,34 @@ def start_program(
         telling: a pipe that gets `BEGUN` and ends when the program begins; where it cannot begin,
             the pipe gets the reason.
     """
-    import signal
-
+    folder = layer.folder
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, fd in enumerate(ends):
             os.dup2(fd, number)
         telling = os.dup2(telling, _TELLING)
-        layer.enter(request)
-    except BaseException as error:
-        _fail(error, telling)
-    _begin(request, layer.folder, layer.confine, layer.num_processes_beside())
-
-
-def run_in_bubblewrap(path: list[str], user: int, request: dict[str, Any]) -> NoReturn:
-    """What bwrap executes; standard input, output and error are the program's.
-
-    Args:
-        path: for `sys.path`, which Python has not been allowed to make itself.
-        user: whom root becomes; 0: this is not root.
-    """
-    import site
-
-    def confine() -> None:
-        os.setsid()
-        if user:
-            import ctypes
-
-            os.chown(_BOX, user, user)
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)  # with it go all capabilities
-            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # its /proc/self is its own
-
-    sys.path[:] = path
-    site.setquit()
-    _begin(request, _BOX, confine, 0 if user else 2)
-
-
-def _begin(
-    request: dict[str, Any], folder: str, confine: Callable[[], None], num_beside: int
-) -> NoReturn:
-    try:
+        kernel.close_from(_TELLING + 1)
         os.chdir(folder)
-        confine()
+        layer.confine()
         for path, content in request["files"].items():
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             with open(path, "wb") as file:
                 file.write(content)
-        limit(request["limits"], num_beside)
+        _limit(request["limits"], layer.num_processes_beside())
         # whoever prints a long number has not failed; the time that it takes is limited
         sys.set_int_max_str_digits(0)
         os.environ.update(HOME=folder, TMPDIR=folder, PYTHONINTMAXSTRDIGITS="0")
         if command := request["command"]:
-            import signal
-
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
-            os.set_inheritable(_TELLING, False)
-            os.write(_TELLING, BEGUN)
+            os.set_inheritable(telling, False)
+            os.write(telling, BEGUN)
             os.execvpe(command[0], command, os.environ)
-        os.write(_TELLING, BEGUN)
-        os.close(_TELLING)
+        os.write(telling, BEGUN)
+        os.close(telling)
     except BaseException as error:
-        _fail(error, _TELLING)
+        _fail(error, telling)
     code = 1
     try:
         code = _run(request["source"], folder)
@@ -120,11 +75,8 @@ def _fail(error: BaseException, telling: int) -> NoReturn:
         os._exit(1)
 
 
-def limit(limits: dict[str, Any], num_beside: int | None = None) -> None:
-    """Limits this process for good.
-
-    Args: num_beside: as of a layer; None: of processes there may be any number.
-    """
+def _limit(limits: dict[str, Any], num_beside: int) -> None:
+    """Limits this process for good. Args: num_beside: as of a layer."""
     for what, most in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_CPU, int(limits["time_s"]) + 1),
@@ -132,12 +84,11 @@ def limit(limits: dict[str, Any], num_beside: int | None = None) -> None:
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
         (resource.RLIMIT_CORE, 1),  # with 0 programs that collect dumps would get one
         (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_NPROC, limits["num_processes"] + (num_beside or 0)),
+        (resource.RLIMIT_NPROC, limits["num_processes"] + num_beside),
     ):
-        if what != resource.RLIMIT_NPROC or num_beside is not None:
-            _, highest = resource.getrlimit(what)
-            most = min(most, highest) if highest != resource.RLIM_INFINITY else most
-            resource.setrlimit(what, (most, most))
+        _, highest = resource.getrlimit(what)
+        most = min(most, highest) if highest != resource.RLIM_INFINITY else most
+        resource.setrlimit(what, (most, most))
 
 
 def _run(source: str, folder: str) -> int:

@@ -193,11 +193,6 @@ class SystemCallFilter:
         for command in _IOCTLS:
             self._when(_IOCTL, 1, _ins(_JEQ, command, 0, 1) + deny)
 
-    @property
-    def program(self) -> bytes:
-        """The filter as bwrap takes it; without `own_signals_alone`."""
-        return b"".join([*self._code, *_ins(_RET, _ALLOW)])
-
     def install(self) -> None:
         """On this process and its descendants, for good. It needs `drop_capabilities` before."""
         code = list(self._code)

@@ -27,7 +27,6 @@ from contextlib import suppress
 from typing import Final
 
 from areal_sc.system.sandbox import kernel
-from areal_sc.system.sandbox.bubblewrap import Bubblewrap
 from areal_sc.system.sandbox.isolation import BIND_NOW
 from areal_sc.system.sandbox.keeper import keep
 from areal_sc.system.sandbox.layers import Landlock, Namespaces, ProgramLayer, readable_paths
@@ -35,7 +34,6 @@ from areal_sc.system.sandbox.trees import children, end_descendants
 
 LAYERS: Final[dict[str, Callable[[Sequence[str]], ProgramLayer]]] = {
     "namespaces": Namespaces,
-    "bubblewrap": Bubblewrap,
     "landlock": Landlock,
 }
 

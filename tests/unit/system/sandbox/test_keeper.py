@@ -14,7 +14,7 @@ from areal_sc.system.sandbox.program import Limits
 
 
 class DyingLayer(Namespaces):
-    """Its process ends well, but before the program begins, as bwrap does that cannot fork."""
+    """Its process ends well, but before the program begins."""
 
     def begin(self, file_bytes: int) -> None:
         pass
