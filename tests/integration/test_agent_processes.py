@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import until
 
 from areal_sc.agents.agent import NamedAgent, check_in_interpreter
 from areal_sc.agents.command import AgentCommand
@@ -222,13 +223,6 @@ def slow_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """May take their time to say where they are, and to end what is cancelled."""
     monkeypatch.setattr("areal_sc.system.stacks.WAIT_S", LIMIT_S)
     monkeypatch.setattr("areal_sc.agents.pool.CANCEL_GRACE_S", LIMIT_S)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Waits for something that another process brings about."""
-    async with asyncio.timeout(LIMIT_S):
-        while not is_so():  # noqa: ASYNC110  # nothing tells of it
-            await asyncio.sleep(0.01)
 
 
 def session(key: str = "key") -> Any:

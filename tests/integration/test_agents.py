@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.scripts import agents, episodes, own_sessions
+from waiting import wait_until
 
 from areal_sc import AgentCommand, AgentWorkflow
 from areal_sc.errors import ConfigError
@@ -62,10 +62,7 @@ def test_what_an_agent_has_written_is_among_the_samples(
     settings = f"actor.path={chat_model}", "rollout.train_batch_groups=2", "rollout.group_size=2"
     with start_rollout(*settings) as rollout:
         rollout.prepare_batch(rows, AgentWorkflow(agents.does))
-        give_up_s = time.monotonic() + 60
-        while not samples.exists() or not samples.read_text().endswith("\n"):
-            assert time.monotonic() < give_up_s
-            time.sleep(0.01)
+        wait_until(lambda: samples.exists() and samples.read_text().endswith("\n"))
         first = json.loads(samples.read_text().splitlines()[0])
         assert first["output"].startswith("the model said ")
 

@@ -18,7 +18,8 @@ import pytest
 import zmq
 from integration.agents import connect_agent, launch_of
 from integration.bulk_member import BulkMember
-from integration.rpc_methods import named, until
+from integration.rpc_methods import named
+from waiting import until
 
 from areal_sc.config.loading.plain import to_plain
 from areal_sc.config.schema import Device, GRPOConfig
@@ -291,10 +292,8 @@ async def test_whatever_a_stranger_says_who_knows_the_server_it_gets_no_answer(
                 for _ in range(number % 4):
                     message[rng.randrange(len(message))] = rng.randrange(256)
                 dealer.send(message if number % 5 else rng.randbytes(number))
-            give_up_s = time.monotonic() + LIMIT_S
-            while serving.security.refused.num + serving.server.malformed.num < 300:
-                assert time.monotonic() < give_up_s
-                await asyncio.sleep(0.01)
+            refused, malformed = serving.security.refused, serving.server.malformed
+            await until(lambda: refused.num + malformed.num >= 300)
             assert not dealer.poll(0)
         assert serving.security.refused.num > 60, "the others were not understood"
         assert serving.server.newest_term.number == 0
@@ -313,10 +312,7 @@ async def test_random_bytes_at_the_port_change_nothing(keys: RunKeys) -> None:
                     stranger.sendall(noise if number % 2 else greeting + noise)
                 except OSError:
                     continue  # the server has ended the connection
-        give_up = time.monotonic() + LIMIT_S
-        while serving.security.refused.num < 300:
-            assert time.monotonic() < give_up
-            await asyncio.sleep(0.01)
+        await until(lambda: serving.security.refused.num >= 300)
         assert await call(serving, CurveClient.of_controller(keys), "member") == "done"
         assert serving.security.refused.num == 300
 
@@ -415,9 +411,7 @@ async def test_a_real_agent_and_worker_serve_their_run_alone_and_workers_what_th
                 refused = error
         assert "an earlier life of train/0" in str(refused)
         late = BulkMember(grants[2])
-        while not (pulling.is_lost and late.is_lost):
-            assert time.monotonic() < give_up_s
-            await asyncio.sleep(0.01)
+        await until(lambda: pulling.is_lost and late.is_lost)
         assert isinstance(await others.ask([]), bytes), "it is not concerned"
         for member in (pulling, others, late):
             member.close()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.test_heartbeats import LIMIT_S, is_alive, orders, scheduler_in, until
+from integration.test_heartbeats import LIMIT_S, is_alive, orders, scheduler_in
+from waiting import until
 
 from areal_sc.errors import RunFolderError, StaleTerm
 from areal_sc.fleet.fleet import Fleet

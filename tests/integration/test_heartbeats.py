@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from integration.agents import connect_agent, launch_of
 from integration.beating_agent import BLOCK, FAIL, WAIT
 from integration.cutting_proxy import cutting_proxy
+from waiting import until
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.errors import ModelError, WorkerLost
@@ -56,13 +57,6 @@ def path_of_log(run_dir: Path, name: str) -> Path:
 
 def log_of(run_dir: Path, name: str) -> str:
     return path_of_log(run_dir, name).read_text()
-
-
-async def until(is_so: Callable[[], Any]) -> None:
-    give_up = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.02)
 
 
 def orders(num_workers: int) -> list[WorkerOrder]:

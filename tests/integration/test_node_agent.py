@@ -6,18 +6,17 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
 
 import pytest
 from integration.agents import connect_agent, launch_of
 from msgspec import json
+from waiting import until
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.errors import ConfigError, NotPermitted, StaleTerm, TransportError, WorkerStartError
@@ -125,13 +124,6 @@ def files_processes(run_dir: Path) -> list[int]:
             if words in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
-
-
-async def until(is_so: Callable[[], Any]) -> None:
-    give_up = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.02)
 
 
 async def test_an_end_is_told_when_it_happens_and_others_beat_on(tmp_path: Path) -> None:
@@ -425,9 +417,6 @@ async def test_the_logs_of_workers_are_bounded_and_the_script_s_is_left_to_it(
         (logs / "controller.log").write_bytes(bytes(200_000))
         with (logs / "rollout-0-sglang-1.log").open("ab") as log:
             log.write(bytes(200_000))
-        give_up_s = time.monotonic() + LIMIT_S
-        while (logs / "rollout-0-sglang-1.log").stat().st_size:
-            assert time.monotonic() < give_up_s
-            await asyncio.sleep(0.05)
+        await until(lambda: not (logs / "rollout-0-sglang-1.log").stat().st_size)
         assert (logs / "rollout-0-sglang-1.log.1").stat().st_size == 200_000
         assert (logs / "controller.log").stat().st_size == 200_000

@@ -6,14 +6,12 @@ import io
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.run_process import (
-    LIMIT_S,
     SCRIPTS,
     TINY_YAML,
     RunProcess,
@@ -21,6 +19,7 @@ from integration.run_process import (
     open_gate,
     tiny_run,
 )
+from waiting import wait_until
 
 from areal_sc import GRPOConfig, SFTTrainer, TrainController, load_config
 from areal_sc import __main__ as program
@@ -235,10 +234,3 @@ def test_rows_are_trained_alike_with_a_pause_and_without(
     assert len(of_plain) == len(of_paused) == 40
     for name in ("loss", "grad_norm", "num_tokens"):
         assert [it.train[name] for it in of_plain] == [it.train[name] for it in of_paused]
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.05)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from integration.test_dead_ranks import LOSS, Steps, write_snapshot
 from integration.test_weight_publication import controllers
+from waiting import wait_until
 
 from areal_sc import GRPOConfig
 from areal_sc.config.schema import SchedulerConfig
@@ -68,13 +68,6 @@ class TwoNodes(LocalScheduler):
         super().close()
 
 
-def until(is_so: Callable[[], object], what: str) -> None:
-    give_up = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up, what
-        time.sleep(0.05)
-
-
 def test_ranks_begin_from_the_memory_of_their_nodes_and_from_the_disk_when_one_is_lost(
     tiny_config: Callable[..., GRPOConfig],
     tmp_path: Path,
@@ -114,7 +107,7 @@ def test_ranks_begin_from_the_memory_of_their_nodes_and_from_the_disk_when_one_i
                 assert steps.model() == expected[step]
                 in_memory = f"{actor._ranks.history.lineage}-{step + 1}"
                 found = tmp_path.glob(f"memory/*/*/snapshots-train/{in_memory}/*")
-                until(lambda: not actor._ranks.memory.is_writing, "the snapshot")
+                wait_until(lambda: not actor._ranks.memory.is_writing, "the snapshot")
                 assert {path.name for path in found} == {"rank-1.safetensors", "snapshot.json"}
 
             check(0)
@@ -124,7 +117,7 @@ def test_ranks_begin_from_the_memory_of_their_nodes_and_from_the_disk_when_one_i
             # before its end: the agent that takes its place writes there at once
             (tmp_path / "memory").rename(tmp_path / "lost")
             os.kill(scheduler.other.pid, signal.SIGKILL)
-            until(lambda: "ranks are back at version=2" in caplog.text, "the ranks")
+            wait_until(lambda: "ranks are back at version=2" in caplog.text, "the ranks")
             assert "a snapshot (memory) cannot be read" in caplog.text
             assert "ranks are back at version=2, from version=0 (disk)" in caplog.text
             assert steps.model() == expected[1]

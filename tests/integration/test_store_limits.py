@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from integration.run_process import LIMIT_S, RunProcess, assert_nothing_was_star
 from integration.scripts import episodes
 from integration.scripts.tiny_run import letter_prompts
 from safetensors.torch import load_file
+from waiting import wait_until
 
 from areal_sc import GRPOConfig, LocalGenerator, RolloutController, SingleTurnWorkflow
 from areal_sc.errors import ConfigError
@@ -143,10 +143,7 @@ async def test_the_room_of_groups_that_are_given_up_comes_back_when_they_have_en
 
 
 def wait_for_files(folder: Path, pattern: str, number: int) -> None:
-    give_up_s = time.monotonic() + LIMIT_S
-    while len(list(folder.glob(pattern))) < number:
-        assert time.monotonic() < give_up_s, f"{pattern} in {folder}: {list(folder.iterdir())}"
-        time.sleep(0.05)
+    wait_until(lambda: len(list(folder.glob(pattern))) >= number)
 
 
 def group_staleness(run: RunProcess) -> list[int]:

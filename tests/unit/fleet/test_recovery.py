@@ -13,6 +13,7 @@ from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster, SimulatedTransport
 from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedWorker
+from waiting import until
 
 from areal_sc.config.schema import Device
 from areal_sc.errors import CrashLoop, NodeLost, PeerLost, WorkerError, WorkerLost, WorkerStartError
@@ -221,8 +222,7 @@ def test_a_loss_during_a_restart_begins_another_one(tmp_path: Path) -> None:
         guarded = Guarded(cluster)
         async with guarded.started(2):
             for num_lives in (1, 2, 3):
-                while cluster.num_lives("rollout/0") < num_lives:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                await until(lambda num=num_lives: cluster.num_lives("rollout/0") >= num)
                 cluster.workers["rollout/0"].end("exit code 1")
                 assert not guarded.brought_up
             await guarded.wait_until_ready(2 * START_S)

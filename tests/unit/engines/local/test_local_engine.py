@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
+from waiting import until
 
 from areal_sc.config.schema import (
     GenerationConfig,
@@ -94,12 +95,6 @@ async def running(
             yield engine
     finally:
         await engine.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits until the engine's thread has got there; the timeout of `running` bounds it."""
-    while not condition():  # noqa: ASYNC110 - a counter of another thread
-        await asyncio.sleep(0.001)
 
 
 def tokens(number: int) -> GenerationConfig:
