@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -36,3 +37,11 @@ def wait_until(is_so: Callable[[], T], limit_s: float = LIMIT_S, what: str = "it
             return found
         time.sleep(pause_s)
     raise AssertionError(f"waited {limit_s:g} s in vain for {what}")
+
+
+def is_running(pid: int) -> bool:
+    """A zombie that nobody reaps, as in a container without init, has ended too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -16,7 +16,7 @@ from subprocess import PIPE
 import pytest
 from integration.agents import connect_agent, launch_of
 from msgspec import json
-from waiting import until
+from waiting import is_running, until
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.errors import ConfigError, NotPermitted, StaleTerm, TransportError, WorkerStartError
@@ -99,13 +99,6 @@ async def news(agent: Agent, num_ended: int = 0, hold_s: float = LIMIT_S) -> New
     )
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def workers_of(run_dir: Path) -> list[int]:
     """Processes that write to a worker's log."""
     found = []
@@ -165,12 +158,12 @@ async def test_a_worker_is_started_again_in_the_place_of_its_earlier_life(tmp_pa
         (first,) = (await launch(agent, order(0))).workers
         (second,) = (await launch(agent, order(0, life=1))).workers
         assert first.pid != second.pid
-        assert not is_alive(first.pid)
+        assert not is_running(first.pid)
         (end,) = (await news(agent)).ended
         assert end.incarnation == "i0-0"
         os.kill(second.pid, signal.SIGSTOP)  # it neither ends by itself nor hears SIGTERM
         await agent.connection.call(STOP, Stop(["i0-1", "unknown"], 0.1), timeout_s=LIMIT_S)
-        assert not is_alive(second.pid)
+        assert not is_running(second.pid)
 
 
 async def test_who_shares_a_node_sees_the_same_token_in_shared_memory(tmp_path: Path) -> None:
@@ -282,7 +275,7 @@ async def test_an_agent_joins_a_script_elsewhere_and_listens_where_that_reaches_
         await transport.close()
         joins.refuse(facts.incarnation)
         assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
-        assert not is_alive(worker.pid)
+        assert not is_running(worker.pid)
 
 
 async def test_an_agent_without_workers_stays_as_long_as_the_script_elsewhere_answers(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import until, wait_until
+from waiting import is_running, until, wait_until
 
 from areal_sc.config.sandbox_settings import SandboxConfig
 from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
@@ -266,14 +266,6 @@ def make_pool(server: ForkServer, tmp_path: Path, **settings: Any) -> RewardPool
     run_code = CodeRunner(SandboxConfig())  # no reward here runs code
     settings = {"num_processes": 1, "timeout_s": 30.0, "run_code": run_code} | settings
     return RewardPool(server, log_path=tmp_path / "reward.log", sources=tmp_path, **settings)
-
-
-def is_running(pid: int) -> bool:
-    """A zombie that nobody reaps, as in a container without init, has ended too."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def wait_until_ended(pid: int) -> None:

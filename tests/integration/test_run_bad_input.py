@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 from integration.run_process import (
     NO_ORPHANS,
-    TINY_RUN,
     assert_nothing_was_started,
     open_gate,
-    started,
     tiny_run,
 )
 from integration.scripts import agents, episodes
@@ -26,26 +24,6 @@ from areal_sc.errors import ConfigError, NeverWorks, TooManyRejections, Workflow
 from areal_sc.workflows.registry import PromptSource
 
 ROWS_A_STEP = 4 * 2
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "there is no such file"),
-        ("total_steps: [3\n", "line "),
-        ("total_steps: 3\nrun_dirr: x\n", "run_dirr"),
-    ],
-    ids=["missing", "broken", "unknown key"],
-)
-def test_an_unusable_yaml_file(tmp_path: Path, content: str | None, said: str) -> None:
-    path = tmp_path / "settings.yaml"
-    if content is not None:
-        path.write_text(content)
-    with started(tmp_path / "run", TINY_RUN, "--config", str(path)) as run:
-        assert run.wait() == 2, run.story()
-        assert str(path) in run.output
-        assert said in run.output
-        assert_nothing_was_started(run)
 
 
 def test_an_unknown_key_on_the_command_line(tmp_path: Path, tiny_model_folder: Path) -> None:
@@ -76,9 +54,6 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
 @pytest.mark.parametrize(
     ("workflow", "cause", "said"),
     [
-        (SingleTurnWorkflow(episodes.raises), "reward_error", "KeyError: 'solution'"),
-        (SingleTurnWorkflow(episodes.not_a_number), "bad_reward", "returned nan"),
-        (SingleTurnWorkflow(episodes.hangs), "reward_timeout", "took longer than 0.5 s"),
         (episodes.ReturnsNothing(), "rejected", "the workflow returned None"),
         (episodes.UnequalLengths(), "workflow_error", "fields differ in length"),
         (episodes.Tokens(65), "too_long", "65 tokens, expected at most rollout.max_context"),
@@ -94,27 +69,13 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
             "tokens of temperature 0, expected finite numbers above 0: a greedy answer",
         ),
     ],
-    ids=[
-        *(
-            "raises",
-            "NaN",
-            "hangs",
-            "None",
-            "unequal lengths",
-            "too long",
-            "many rows",
-        ),
-        *("workflow raises", "greedy"),
-    ],
+    ids=["None", "unequal lengths", "too long", "many rows", "workflow raises", "greedy"],
 )
 def test_episodes_that_are_all_rejected_end_the_run_with_their_cause(
     start_rollout: Callable[..., Any], workflow: Workflow, cause: str, said: str
 ) -> None:
-    settings = ["rollout.rejection_window=4"]
-    if cause == "reward_timeout":
-        settings.append("rollout.reward_timeout_s=0.5")
     with (
-        start_rollout(*settings) as rollout,
+        start_rollout("rollout.rejection_window=4") as rollout,
         pytest.raises(TooManyRejections, match=rf"Causes: {cause}[^,]* x\d+\.") as failure,
     ):
         rollout.prepare_batch(letter_prompts(32, seed=5), workflow)

@@ -1,17 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from builders import Clock
 
 from areal_sc.engines.busy_time import BusyTime
-
-
-class Clock:
-    """Attributes: now_s: what it shows."""
-
-    now_s = 5.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import until
+from waiting import is_running, until
 
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.system.fork_server import Child, ForkServer
@@ -118,14 +118,6 @@ async def started(
     finally:
         await server.close()
         assert not os.path.exists(f"/proc/{server.pid}"), "it is reaped"  # noqa: ASYNC240
-
-
-def is_running(pid: int) -> bool:
-    """A zombie that nobody reaps, as in a container without init, has ended too."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 async def wait_until_ended(*pids: int) -> None:
