@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import socket
 import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -299,22 +298,6 @@ async def test_whatever_a_stranger_says_who_knows_the_server_it_gets_no_answer(
         assert serving.server.newest_term.number == 0
         assert await call(serving, CurveClient.of_controller(keys), "controller") == "done"
         assert serving.served == [{"who": "controller"}]
-
-
-async def test_random_bytes_at_the_port_change_nothing(keys: RunKeys) -> None:
-    async with service(keys) as serving:
-        port = int(serving.address.rpartition(":")[2])
-        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(54, b"\0") + bytes(32)
-        for number in range(300):
-            noise = os.urandom(1 + 37 * number)
-            with socket.create_connection(("127.0.0.1", port), LIMIT_S) as stranger:
-                try:
-                    stranger.sendall(noise if number % 2 else greeting + noise)
-                except OSError:
-                    continue  # the server has ended the connection
-        await until(lambda: serving.security.refused.num >= 300)
-        assert await call(serving, CurveClient.of_controller(keys), "member") == "done"
-        assert serving.security.refused.num == 300
 
 
 # ---------------------------------------------------------------------- workers

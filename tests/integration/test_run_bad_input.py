@@ -21,7 +21,6 @@ from integration.scripts.tiny_run import letter_prompts
 from areal_sc import AgentWorkflow, SingleTurnWorkflow, Workflow
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import ConfigError, NeverWorks, TooManyRejections, WorkflowError
-from areal_sc.workflows.registry import PromptSource
 
 ROWS_A_STEP = 4 * 2
 
@@ -120,24 +119,23 @@ def test_a_dataset_that_cannot_be_read(start_rollout: Callable[..., Any]) -> Non
         rollout.prepare_batch(episodes.UnreadableRows(), SingleTurnWorkflow(episodes.right))
 
 
-@pytest.mark.parametrize(
-    ("prompts", "workflow", "said"),
-    [
-        ([], SingleTurnWorkflow(episodes.right), "is empty"),
+def test_what_cannot_be_sent_to_workers_is_refused_at_once(
+    start_rollout: Callable[..., Any],
+) -> None:
+    right = SingleTurnWorkflow(episodes.right)
+    cases: list[tuple[Any, Any, str]] = [
+        ([], right, "is empty"),
         ([{"prompt": "a="}], SingleTurnWorkflow(lambda prompt, completion: 1.0), "lambda"),
         ([{"prompt": "a="}], episodes.right, "expected an instance of areal_sc.Workflow"),
-        ([{"prompt": object()}], SingleTurnWorkflow(episodes.right), "prompt"),
-        ([{"question": "a="}] * 9, SingleTurnWorkflow(episodes.right), "no 'prompt', only"),
-    ],
-    ids=["empty dataset", "lambda", "no workflow", "no JSON", "wrong key"],
-)
-def test_what_cannot_be_sent_to_workers_is_refused_at_once(
-    start_rollout: Callable[..., Any], prompts: PromptSource, workflow: Any, said: str
-) -> None:
-    with start_rollout() as rollout, pytest.raises(WorkflowError, match=said) as refusal:
-        rollout.prepare_batch(prompts, workflow)
-    assert refusal.value.exit_code == 7
-    assert rollout.groups.ledger.num_admitted_not_rejected == 0
+        ([{"prompt": object()}], right, "prompt"),
+        ([{"question": "a="}] * 9, right, "no 'prompt', only"),
+    ]
+    with start_rollout() as rollout:
+        for prompts, workflow, said in cases:
+            with pytest.raises(WorkflowError, match=said) as refusal:
+                rollout.prepare_batch(prompts, workflow)
+            assert refusal.value.exit_code == 7
+            assert rollout.groups.ledger.num_admitted_not_rejected == 0
 
 
 def test_some_bad_rows_are_left_out_and_the_run_goes_on(start_rollout: Callable[..., Any]) -> None:

@@ -19,7 +19,6 @@ import pytest
 import torch
 from builders import engines_on, packed_rows
 from safetensors.torch import load_file
-from small_disk import small_disk
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
 from areal_sc.engines.fsdp.engine import FSDPEngine
@@ -149,21 +148,6 @@ def test_a_failed_write_is_in_its_future_and_in_the_log(
         failed.result(WAIT_S)
     assert "file/snapshot" in caplog.text
     build().load_snapshot(tmp_path / "snapshot")
-
-
-def test_a_full_disk_leaves_the_former_snapshot(build: Build, tmp_path: Path) -> None:
-    engine = build()
-    engine.begin_snapshot(tmp_path / "snapshot").result()
-    before = weights(engine)
-    train(engine, 0)
-    with small_disk():
-        failed = engine.begin_snapshot(tmp_path / "snapshot")
-        error = failed.exception(WAIT_S)
-    assert isinstance(error, CheckpointError)
-    assert "File too large" in str(error)
-    assert [path.name for path in tmp_path.glob("*snapshot*")] == ["snapshot"]
-    engine.load_snapshot(tmp_path / "snapshot")
-    assert_equal(weights(engine), before)
 
 
 def test_an_interrupted_replacement_is_made_good(build: Build, tmp_path: Path) -> None:

@@ -581,25 +581,6 @@ def test_a_saved_folder_holds_the_model_and_its_companions(
     assert all(torch.equal(loaded[name], value) for name, value in weights(engine).items())
 
 
-def test_training_goes_on_from_a_snapshot_bit_for_bit(
-    engine: FSDPEngine, model_folder: Path, tmp_path: Path
-) -> None:
-    ppo_update(engine, [make_rows(0)], step=0)
-    engine.begin_snapshot(tmp_path / "snapshot").result()
-    random_after_saving = torch.rand(3)
-    ppo_update(engine, [make_rows(1)], step=1)
-    expected = weights(engine)
-
-    other = FSDPEngine(actor_config(model_folder))
-    other.initialize(0, 1, "")
-    other.forward(make_rows(), "logprobs")
-    other.load_snapshot(tmp_path / "snapshot")
-    assert torch.equal(torch.rand(3), random_after_saving)
-    ppo_update(other, [make_rows(1)], step=1)
-    assert all(torch.equal(expected[name], value) for name, value in weights(other).items())
-    other.close()
-
-
 @pytest.mark.parametrize("kind", ["begin_save_hf", "begin_snapshot"])
 def test_a_failed_write_names_its_cause_and_leaves_the_former(
     kind: str, engine: FSDPEngine, tmp_path: Path
