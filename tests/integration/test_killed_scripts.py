@@ -14,7 +14,6 @@ from integration.run_process import SCRIPTS, RunProcess, gate_of, tiny_run
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 
 KILLED = SCRIPTS / "killed_run.py"
-LOOP = SCRIPTS / "own_loop.py"
 
 PLACES = (
     *("evaluating", "generating", "computing", "training", "trained", "sealed"),
