@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from builders import engines_on, packed_rows
 from transformers import AutoModelForCausalLM
 
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.schema import (
-    ActorConfig,
     Device,
     Dtype,
     GenerationConfig,
@@ -35,43 +34,25 @@ Build = Callable[..., FSDPEngine]
 
 @pytest.fixture
 def build(tiny_model_folder: Path) -> Iterator[Build]:
-    """Engines of one rank; they are closed at the end, unless a test has done so."""
-    engines = []
+    optimizer = OptimizerConfig(lr=1e-3, total_steps=10)
+    with engines_on(tiny_model_folder) as build_engine:
 
-    def build_engine(device: Device, dtype: Dtype, **settings: object) -> FSDPEngine:
-        config = ActorConfig(
-            path=str(tiny_model_folder),
-            device=device,
-            dtype=dtype,
-            seed=0,
-            optimizer=OptimizerConfig(lr=1e-3, total_steps=10),
-            ppo=PPOConfig(),
-            **settings,
-        )
-        engine = FSDPEngine(config)
-        engine.initialize(0, 1, "")
-        engines.append(engine)
-        return engine
+        def build_on(device: Device, dtype: Dtype, **settings: object) -> FSDPEngine:
+            return build_engine(device=device, dtype=dtype, optimizer=optimizer, **settings)
 
-    yield build_engine
-    for engine in engines:
-        engine.close()
+        yield build_on
 
 
 def random_rows(seed: int = 0) -> PackedRows:
-    generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(LENGTHS)
-    return PackedRows(
-        {
-            "input_ids": torch.randint(0, 20, (num_tokens,), generator=generator).int(),
-            "loss_mask": torch.ones(num_tokens, dtype=torch.bool),
-            "behavior_logprobs": torch.full((num_tokens,), -3.0),
-            "proximal_logprobs": torch.full((num_tokens,), -3.0),
-            "versions": torch.zeros(num_tokens, dtype=torch.int32),
-            "temperatures": torch.ones(num_tokens),
-        },
+    return packed_rows(
         LENGTHS,
-        (1.0, -0.5, 0.25),
+        seed,
+        behavior_logprobs=torch.full((num_tokens,), -3.0),
+        proximal_logprobs=torch.full((num_tokens,), -3.0),
+        versions=torch.zeros(num_tokens, dtype=torch.int32),
+        temperatures=torch.ones(num_tokens),
+        advantages=(1.0, -0.5, 0.25),
     )
 
 

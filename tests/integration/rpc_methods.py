@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
@@ -123,13 +123,6 @@ async def transport(**options: Any) -> AsyncIterator[ZmqTransport]:
 async def connected(**options: Any) -> AsyncIterator[tuple[RpcServer, Methods, RpcClient]]:
     async with serving(**options) as (server, methods, address), transport() as callers:
         yield server, methods, callers.connect(address, "train/2", LIFE)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that another task or ZMQ's thread brings about."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - nobody could set an event
-            await asyncio.sleep(0.005)
 
 
 def own_transport(client: RpcClient) -> tuple[ZmqTransport, RpcClient]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import Device, SchedulerConfig
@@ -95,13 +95,6 @@ def orders(*engines: str) -> list[WorkerOrder]:
         WorkerOrder("rollout", index, engine, {}, Device.cpu, 1)
         for index, engine in enumerate(engines)
     ]
-
-
-async def until(is_so: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-    give_up_s = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < give_up_s
-        await asyncio.sleep(0.1)
 
 
 class Conformance:

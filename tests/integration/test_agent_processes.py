@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import itertools
-import os
 import shutil
 import socket
 import sys
@@ -16,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import is_running, until
 
 from areal_sc.agents.agent import NamedAgent, check_in_interpreter
 from areal_sc.agents.command import AgentCommand
@@ -222,13 +222,6 @@ def slow_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """May take their time to say where they are, and to end what is cancelled."""
     monkeypatch.setattr("areal_sc.system.stacks.WAIT_S", LIMIT_S)
     monkeypatch.setattr("areal_sc.agents.pool.CANCEL_GRACE_S", LIMIT_S)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Waits for something that another process brings about."""
-    async with asyncio.timeout(LIMIT_S):
-        while not is_so():  # noqa: ASYNC110  # nothing tells of it
-            await asyncio.sleep(0.01)
 
 
 def session(key: str = "key") -> Any:
@@ -552,13 +545,6 @@ async def test_a_program_that_leaves_one_which_holds_its_output_has_ended(
     end = await pool.run(AgentCommand(["sh", "-c", "sleep 987655 & echo 1"]), {}, session())
     assert end.reward == 1
     await until(lambda: not is_anyone_sleeping("987655"))
-
-
-def is_running(pid: int) -> bool:
-    with suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
 
 
 async def test_a_cancelled_one_that_goes_on_is_killed(

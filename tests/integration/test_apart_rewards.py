@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from integration.other_users import USERS, told_by
 from integration.scripts import episodes
+from waiting import wait_until
 from zmq.utils import z85
 
 from areal_sc import SingleTurnWorkflow
@@ -93,10 +93,7 @@ def test_limits_and_deaths_are_told_as_without_isolation(
 def test_no_daemon_outlives_the_run(came: tuple[str, dict[str, Any]]) -> None:
     """The script's own folder is in the command line of all that it has forked."""
     _, told = came
-    give_up_s = time.monotonic() + 60
-    while left := [line for line in command_lines() if told["folder"] in line]:
-        assert time.monotonic() < give_up_s, left
-        time.sleep(0.05)
+    wait_until(lambda: not any(told["folder"] in line for line in command_lines()))
 
 
 def command_lines() -> list[str]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from integration.arena_program import ENOUGH, MIB, is_intact, lengths_of, shard_of
+from waiting import wait_until
 
 from areal_sc.errors import ShardGone
 from areal_sc.transport.shards.arena_map import ArenaMap
@@ -95,13 +95,6 @@ def holds(store: TensorStore, shard_id: str, seed: int) -> bool:
         and bytes(fields[name].values) == bytes(expected.view(torch.uint8).numpy())
         for name, expected in shard_of(seed).items()
     )
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
 
 
 def blocks_bytes(folder: ArenaFolder, incarnation: str) -> int:
@@ -288,14 +281,14 @@ def test_everything_at_once(
     for number, puller in enumerate(pullers):
         puller.start("consume", str(log), number, str(have_enough[number]))
     doomed.start("produce", str(log), 100_000, 1_000_000)
-    wait_for(lambda: log.read_bytes().count(b"t0.") > 1_000)
+    wait_until(lambda: log.read_bytes().count(b"t0.") > 1_000)
     doomed.kill()
     adopted, num_shards = successor.call("adopt")
     assert 1 <= adopted == num_shards
     successor.start("produce", str(log), 2_000_000, 1_200)
     steady.start("produce", str(log), 3_000_000, 1_200)
     produced = [successor.answer(), steady.answer()]
-    wait_for(lambda: all(path.exists() for path in have_enough))
+    wait_until(lambda: all(path.exists() for path in have_enough))
     with log.open("ab") as file:
         file.write(b"END\n")
     consumed = [puller.answer() for puller in pullers]

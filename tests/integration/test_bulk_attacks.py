@@ -21,6 +21,7 @@ import msgspec
 import pytest
 import torch
 from integration.bulk_member import BulkMember, hello_of
+from waiting import until
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk import server as server_module
@@ -96,12 +97,6 @@ def expected(num_bytes: int) -> bytes:
 def memory_mib() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / (1 << 20)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - counters have no event
-            await asyncio.sleep(0.01)
 
 
 def mutated(request: Any, rng: random.Random) -> Any:

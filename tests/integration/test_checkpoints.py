@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from builders import save_qwen2
 from integration.ranks import loaded_weights, run_program, snapshot_weights
 from integration.run_process import tiny_run
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -37,20 +36,7 @@ Results = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """On 3 ranks, most shards are uneven, and the last of each [4, 32] is empty."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=30,
-        hidden_size=32,
-        num_hidden_layers=2,
-        intermediate_size=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_qwen2(tmp_path_factory.mktemp("model"), intermediate_size=4)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import socket
 import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +17,8 @@ import pytest
 import zmq
 from integration.agents import connect_agent, launch_of
 from integration.bulk_member import BulkMember
-from integration.rpc_methods import named, until
+from integration.rpc_methods import named
+from waiting import until
 
 from areal_sc.config.loading.plain import to_plain
 from areal_sc.config.schema import Device, GRPOConfig
@@ -291,34 +291,13 @@ async def test_whatever_a_stranger_says_who_knows_the_server_it_gets_no_answer(
                 for _ in range(number % 4):
                     message[rng.randrange(len(message))] = rng.randrange(256)
                 dealer.send(message if number % 5 else rng.randbytes(number))
-            give_up_s = time.monotonic() + LIMIT_S
-            while serving.security.refused.num + serving.server.malformed.num < 300:
-                assert time.monotonic() < give_up_s
-                await asyncio.sleep(0.01)
+            refused, malformed = serving.security.refused, serving.server.malformed
+            await until(lambda: refused.num + malformed.num >= 300)
             assert not dealer.poll(0)
         assert serving.security.refused.num > 60, "the others were not understood"
         assert serving.server.newest_term.number == 0
         assert await call(serving, CurveClient.of_controller(keys), "controller") == "done"
         assert serving.served == [{"who": "controller"}]
-
-
-async def test_random_bytes_at_the_port_change_nothing(keys: RunKeys) -> None:
-    async with service(keys) as serving:
-        port = int(serving.address.rpartition(":")[2])
-        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(54, b"\0") + bytes(32)
-        for number in range(300):
-            noise = os.urandom(1 + 37 * number)
-            with socket.create_connection(("127.0.0.1", port), LIMIT_S) as stranger:
-                try:
-                    stranger.sendall(noise if number % 2 else greeting + noise)
-                except OSError:
-                    continue  # the server has ended the connection
-        give_up = time.monotonic() + LIMIT_S
-        while serving.security.refused.num < 300:
-            assert time.monotonic() < give_up
-            await asyncio.sleep(0.01)
-        assert await call(serving, CurveClient.of_controller(keys), "member") == "done"
-        assert serving.security.refused.num == 300
 
 
 # ---------------------------------------------------------------------- workers
@@ -415,9 +394,7 @@ async def test_a_real_agent_and_worker_serve_their_run_alone_and_workers_what_th
                 refused = error
         assert "an earlier life of train/0" in str(refused)
         late = BulkMember(grants[2])
-        while not (pulling.is_lost and late.is_lost):
-            assert time.monotonic() < give_up_s
-            await asyncio.sleep(0.01)
+        await until(lambda: pulling.is_lost and late.is_lost)
         assert isinstance(await others.ask([]), bytes), "it is not concerned"
         for member in (pulling, others, late):
             member.close()

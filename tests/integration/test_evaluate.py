@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.agent_forks import environment_of_scripts
 from integration.run_process import LIMIT_S, SCRIPTS
+from waiting import wait_until
 
 NUM_FREE, NUM_WAITING, NUM_SAMPLES = 5, 4, 3
 NUM_ANSWERS = (NUM_FREE + NUM_WAITING) * NUM_SAMPLES
@@ -69,11 +69,8 @@ def test_answers_outlive_the_command_and_are_judged_again(
 ) -> None:
     evaluation = Evaluation(tmp_path, tiny_model_folder)
     killed = evaluation.start("vowels")
-    give_up = time.monotonic() + LIMIT_S
-    while len(evaluation.lines()) < NUM_FREE * NUM_SAMPLES:
-        assert killed.poll() is None, killed.communicate()
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+    wait_until(lambda: killed.poll() or len(evaluation.lines()) >= NUM_FREE * NUM_SAMPLES)
+    assert killed.poll() is None, killed.communicate()
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate()
     before = evaluation.lines()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.test_heartbeats import LIMIT_S, is_alive, orders, scheduler_in, until
+from integration.test_heartbeats import LIMIT_S, orders, scheduler_in
+from waiting import is_running, until
 
 from areal_sc.errors import RunFolderError, StaleTerm
 from areal_sc.fleet.fleet import Fleet
@@ -50,7 +51,7 @@ class Left:
 
     @property
     def living(self) -> list[int]:
-        return [pid for pid in (self.agent, *self.workers) if is_alive(pid)]
+        return [pid for pid in (self.agent, *self.workers) if is_running(pid)]
 
 
 @contextmanager
@@ -81,7 +82,7 @@ def killed_script(run_dir: Path) -> Iterator[Left]:
         assert len(left.living) == 4
         yield left
     finally:
-        if is_alive(agent.pid):
+        if is_running(agent.pid):
             os.kill(agent.pid, signal.SIGKILL)
 
 
@@ -165,7 +166,7 @@ async def test_an_agent_that_does_not_answer_is_replaced(
     with killed_script(tmp_path) as left:
         os.kill(left.agent, signal.SIGSTOP)
         async with next_start(tmp_path) as fleet:
-            assert not is_alive(left.agent)
+            assert not is_running(left.agent)
             await until(lambda: left.living == [])
             await fleet.launch(orders(1), adopts=True)
             assert not fleet.members[0].is_adopted

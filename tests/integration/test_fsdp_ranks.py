@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from builders import save_qwen2
 from integration.ranks import EIGHT, check_user_losses, difference, load_program, run_ranks
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from areal_sc.transport.packed_rows import PackedRows
 
@@ -46,31 +47,14 @@ ANSWERS = {
 }
 
 
-def save_model(folder: Path, num_layers: int) -> Path:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=30,
-        hidden_size=32,
-        num_hidden_layers=num_layers,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text("{}")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), num_layers=2)
+    return save_qwen2(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def deep_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("deep_model"), num_layers=6)
+    return save_qwen2(tmp_path_factory.mktemp("deep_model"), num_hidden_layers=6)
 
 
 @pytest.fixture(scope="module")

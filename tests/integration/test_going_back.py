@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from integration.scripts.tiny_run import letter_prompts, partial
 from integration.test_dead_ranks import memory_of
+from waiting import wait_until
 
 from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, TrainController
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
@@ -24,7 +24,6 @@ TOTAL_STEPS = 5
 SNAPSHOT_STEP = 3
 DEATHS_AT = (2, 4)
 """Versions: before there is a snapshot on the disk, and after."""
-PATIENCE_S = 60.0
 
 
 def test_every_step_is_trained_once_in_the_history_that_survives(
@@ -45,12 +44,6 @@ def test_every_step_is_trained_once_in_the_history_that_survives(
             deaths.pop(0)
             lose_all_but_the_disk(actor)
         return computed
-
-    def wait_until(is_written: Callable[[], object]) -> None:
-        give_up_s = time.monotonic() + PATIENCE_S
-        while not is_written():
-            assert time.monotonic() < give_up_s, "a snapshot is not written"
-            time.sleep(0.05)
 
     def lose_all_but_the_disk(actor: TrainController) -> None:
         if actor.version > SNAPSHOT_STEP:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from integration.agents import connect_agent, launch_of
 from integration.beating_agent import BLOCK, FAIL, WAIT
 from integration.cutting_proxy import cutting_proxy
+from waiting import is_running, until
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.errors import ModelError, WorkerLost
@@ -56,13 +57,6 @@ def path_of_log(run_dir: Path, name: str) -> Path:
 
 def log_of(run_dir: Path, name: str) -> str:
     return path_of_log(run_dir, name).read_text()
-
-
-async def until(is_so: Callable[[], Any]) -> None:
-    give_up = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.02)
 
 
 def orders(num_workers: int) -> list[WorkerOrder]:
@@ -226,14 +220,14 @@ async def test_workers_of_a_killed_controller_end_also_while_their_agent_is_stop
         os.kill(agent, signal.SIGSTOP)
         controller.kill()
         controller.wait()
-        await until(lambda: not any(map(is_alive, [*pids, agent])))
+        await until(lambda: not any(map(is_running, [*pids, agent])))
         assert not list((tmp_path / "memory").iterdir())
         assert not (tmp_path / "keys.json").exists()
         assert "silent for 6 s; the fork server ends" in log_of(tmp_path, "agent/0")
     finally:
         controller.kill()
         controller.wait()
-        if agent and is_alive(agent):
+        if agent and is_running(agent):
             os.kill(agent, signal.SIGKILL)
 
 
@@ -252,22 +246,14 @@ async def test_workers_of_a_killed_controller_end_also_while_they_are_blocked(
         pids = list(map(int, pids_file.read_text().split()))
         assert len(pids) == 2
         await asyncio.sleep(2 * INTERVAL_S)  # one of them is blocked now
-        assert all(map(is_alive, pids)), "they live as long as they are asked"
+        assert all(map(is_running, pids)), "they live as long as they are asked"
         controller.kill()
         controller.wait()
-        await until(lambda: not any(map(is_alive, pids)))
+        await until(lambda: not any(map(is_running, pids)))
     finally:
         controller.kill()
         controller.wait()
     assert "no controller was heard for 6 s; ending" in log_of(tmp_path, "agent/0")
-
-
-def is_alive(pid: int) -> bool:
-    """It has not ended, also not as a zombie that nobody has waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def test_workers_that_no_controller_asks_for_end_and_the_agent_too(tmp_path: Path) -> None:
@@ -289,7 +275,7 @@ async def test_workers_that_no_controller_asks_for_end_and_the_agent_too(tmp_pat
             assert time.monotonic() < give_up
             await asyncio.sleep(0.05)
         assert await scheduler.ended_nodes() == {node: "exit code 0"}
-        assert not is_alive(worker.pid)
+        assert not is_running(worker.pid)
         assert "no controller was heard for 6 s; ending" in log_of(tmp_path, "agent/0")
         assert not list((tmp_path / "memory").iterdir())
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections import Counter
 from contextlib import ExitStack
@@ -15,7 +14,6 @@ from integration.run_process import SCRIPTS, RunProcess, gate_of, tiny_run
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 
 KILLED = SCRIPTS / "killed_run.py"
-LOOP = SCRIPTS / "own_loop.py"
 
 PLACES = (
     *("evaluating", "generating", "computing", "training", "trained", "sealed"),
@@ -69,32 +67,6 @@ def test_wherever_the_script_is_killed_nothing_is_done_twice(
     # the step whose script died between its publication and its record
     assert len(set(range(1, 9)) - set(run.steps())) <= 1
     run.wait_until_gone()
-
-
-def test_a_loop_of_ones_own_goes_on_where_it_was_killed(
-    tmp_path: Path, tiny_model_folder: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    held = "task.num_free_episodes=24"  # after three steps
-    settings = ("total_steps=6", "scheduler.orphan_timeout_s=600", held)
-    with tiny_run(run_dir, tiny_model_folder, *settings, script=LOOP) as first:
-        first.wait_until(lambda: "step=2" in first.output, "step 2")
-        first.send(signal.SIGKILL)
-        first.wait()
-        gate_of(run_dir).write_bytes(b"." * 4)
-        with tiny_run(run_dir, tiny_model_folder, *settings, script=LOOP) as second:
-            second.finish()
-    done, again = (
-        [int(number) for number in re.findall(r"^step=(\d+)$", run.output, re.MULTILINE)]
-        for run in (first, second)
-    )
-    assert again[-1] == 6
-    assert again[0] - done[-1] in (1, 2), second.story()
-    account = read_account(run_dir / "ledger", lambda group: None)
-    assert (account.rows_lost, account.trained_again, account.version) == (0, [], 6)
-    assert len(account.lineages) == 1
-    assert num_lives(run_dir, "train-0") == num_lives(run_dir, "rollout-0") == 1
-    assert not (run_dir / "logs" / "agents.log").exists()  # it has no address for agents
 
 
 def test_a_worker_that_dies_while_it_is_taken_over_is_started_again(

@@ -6,18 +6,17 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
 
 import pytest
 from integration.agents import connect_agent, launch_of
 from msgspec import json
+from waiting import is_running, until
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.errors import ConfigError, NotPermitted, StaleTerm, TransportError, WorkerStartError
@@ -100,13 +99,6 @@ async def news(agent: Agent, num_ended: int = 0, hold_s: float = LIMIT_S) -> New
     )
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def workers_of(run_dir: Path) -> list[int]:
     """Processes that write to a worker's log."""
     found = []
@@ -125,13 +117,6 @@ def files_processes(run_dir: Path) -> list[int]:
             if words in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
-
-
-async def until(is_so: Callable[[], Any]) -> None:
-    give_up = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.02)
 
 
 async def test_an_end_is_told_when_it_happens_and_others_beat_on(tmp_path: Path) -> None:
@@ -173,12 +158,12 @@ async def test_a_worker_is_started_again_in_the_place_of_its_earlier_life(tmp_pa
         (first,) = (await launch(agent, order(0))).workers
         (second,) = (await launch(agent, order(0, life=1))).workers
         assert first.pid != second.pid
-        assert not is_alive(first.pid)
+        assert not is_running(first.pid)
         (end,) = (await news(agent)).ended
         assert end.incarnation == "i0-0"
         os.kill(second.pid, signal.SIGSTOP)  # it neither ends by itself nor hears SIGTERM
         await agent.connection.call(STOP, Stop(["i0-1", "unknown"], 0.1), timeout_s=LIMIT_S)
-        assert not is_alive(second.pid)
+        assert not is_running(second.pid)
 
 
 async def test_who_shares_a_node_sees_the_same_token_in_shared_memory(tmp_path: Path) -> None:
@@ -290,7 +275,7 @@ async def test_an_agent_joins_a_script_elsewhere_and_listens_where_that_reaches_
         await transport.close()
         joins.refuse(facts.incarnation)
         assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
-        assert not is_alive(worker.pid)
+        assert not is_running(worker.pid)
 
 
 async def test_an_agent_without_workers_stays_as_long_as_the_script_elsewhere_answers(
@@ -425,9 +410,6 @@ async def test_the_logs_of_workers_are_bounded_and_the_script_s_is_left_to_it(
         (logs / "controller.log").write_bytes(bytes(200_000))
         with (logs / "rollout-0-sglang.log").open("ab") as log:
             log.write(bytes(200_000))
-        give_up_s = time.monotonic() + LIMIT_S
-        while (logs / "rollout-0-sglang.log").stat().st_size:
-            assert time.monotonic() < give_up_s
-            await asyncio.sleep(0.05)
+        await until(lambda: not (logs / "rollout-0-sglang.log").stat().st_size)
         assert (logs / "rollout-0-sglang.log.1").stat().st_size == 200_000
         assert (logs / "controller.log").stat().st_size == 200_000

@@ -8,14 +8,13 @@ import shutil
 import signal
 import socket
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from integration.run_process import tiny_run
+from waiting import until
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.errors import RunFolderError, WorkerError, WorkerStartError
@@ -63,13 +62,6 @@ def parent_of(pid: int) -> int:
 def kill(pid: int | None) -> None:
     assert pid
     os.kill(pid, signal.SIGKILL)
-
-
-async def until(is_so: Callable[[], Any]) -> None:
-    give_up = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.02)
 
 
 def scheduler_in(run_dir: Path) -> LocalScheduler:

@@ -6,14 +6,12 @@ import io
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.run_process import (
-    LIMIT_S,
     SCRIPTS,
     TINY_YAML,
     RunProcess,
@@ -21,6 +19,8 @@ from integration.run_process import (
     open_gate,
     tiny_run,
 )
+from integration.test_killed_scripts import num_lives
+from waiting import wait_until
 
 from areal_sc import GRPOConfig, SFTTrainer, TrainController, load_config
 from areal_sc import __main__ as program
@@ -142,7 +142,7 @@ def test_a_paused_run_is_ended_by_ctrl_c_and_goes_on_where_it_was(
         told("resume", second.run_dir)
 
 
-def test_a_loop_of_ones_own_stays_paused_when_it_is_killed(
+def test_a_loop_of_ones_own_stays_paused_when_it_is_killed_and_goes_on_where_it_was(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
     settings = (*SETTINGS, "total_steps=4")
@@ -162,6 +162,8 @@ def test_a_loop_of_ones_own_stays_paused_when_it_is_killed(
     account = read_account(first.run_dir / "ledger", lambda group: None)
     assert (account.rows_lost, account.trained_again, account.version) == (0, [], 4)
     assert (account.totals["rows_trained"], account.totals["rows_trained_twice"]) == (32, 0)
+    assert num_lives(first.run_dir, "train-0") == num_lives(first.run_dir, "rollout-0") == 1
+    assert not (first.run_dir / "logs" / "agents.log").exists(), "it has no address for agents"
 
 
 def test_a_run_is_scaled_from_a_shell(tmp_path: Path, tiny_model_folder: Path) -> None:
@@ -235,10 +237,3 @@ def test_rows_are_trained_alike_with_a_pause_and_without(
     assert len(of_plain) == len(of_paused) == 40
     for name in ("loss", "grad_norm", "num_tokens"):
         assert [it.train[name] for it in of_plain] == [it.train[name] for it in of_paused]
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.05)

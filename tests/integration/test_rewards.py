@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import is_running, until, wait_until
 
 from areal_sc.config.sandbox_settings import SandboxConfig
 from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
@@ -267,29 +268,15 @@ def make_pool(server: ForkServer, tmp_path: Path, **settings: Any) -> RewardPool
     return RewardPool(server, log_path=tmp_path / "reward.log", sources=tmp_path, **settings)
 
 
-def is_running(pid: int) -> bool:
-    """A zombie that nobody reaps, as in a container without init, has ended too."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def wait_until_ended(pid: int) -> None:
+    wait_until(lambda: not is_running(pid))
 
 
-def wait_until_ended(pid: int, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} still runs after {timeout_s} s"
-        time.sleep(0.01)
-
-
-def wait_until_begun(folder: Path, timeout_s: float = 30.0) -> int:
+def wait_until_begun(folder: Path) -> int:
     """The process that runs `waits_for` now."""
-    deadline = time.monotonic() + timeout_s
-    while not (begun := list(folder.glob("gate.*"))):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    begun[0].unlink()
-    return int(begun[0].suffix[1:])
+    begun, *_ = wait_until(lambda: list(folder.glob("gate.*")))
+    begun.unlink()
+    return int(begun.suffix[1:])
 
 
 def children_of(pid: int) -> list[int]:
@@ -425,9 +412,7 @@ async def test_a_killed_reward_takes_its_own_processes_along(
     pool, loop = make_pool(server, tmp_path), asyncio.get_running_loop()
     pid_file = tmp_path / "pid"
     hung = asyncio.create_task(pool.score(user.hangs_with_a_child, {"pid_file": str(pid_file)}, ""))
-    async with asyncio.timeout(60):
-        while not (pid_file.exists() and pid_file.read_text()):  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.01)
+    await until(lambda: pid_file.exists() and pid_file.read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "time", lambda: time.monotonic() + 1000.0)
         with pytest.raises(RewardError, match="took longer than 30 s"):
@@ -612,9 +597,7 @@ async def test_a_verdict_that_code_writes_to_a_descriptor_counts_for_nothing(
         assert await pool.score(reward, prompt, "") == 0.25
         if reward is user.leaves_a_writer:
             gate.touch()
-            async with asyncio.timeout(60):
-                while not written.exists():  # noqa: ASYNC110 - another process
-                    await asyncio.sleep(0.01)
+            await until(written.exists)
         assert await pool.score(user.same, {"answer": "x"}, "y") == 0.0
         assert await pool.score(user.same, {"answer": "x"}, "x") == 1.0
         assert await pool.score(user.number_of_process, {}, "") != before

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from integration.router_process import LIMIT_S, RouterProcess, router_process
 from integration.test_router import ASKED, CHAT, KEYS, RUN, Run, running
+from waiting import until
 
 from areal_sc.agents import claims
 from areal_sc.agents import router as router_module
@@ -45,10 +46,7 @@ async def offered(run: Run, *names: str, **limits: float) -> AsyncIterator[list[
         )
         for name in names
     ]
-    async with asyncio.timeout(LIMIT_S):
-        # their loops have no word for it
-        while any(not run.servers[it]._claims._offers for it in names):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: all(run.servers[it]._claims._offers for it in names))
     try:
         yield waits
     finally:

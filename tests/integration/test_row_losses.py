@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import SMALL
 from integration.ranks import EIGHT, load_program, run_ranks, save_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -33,16 +34,7 @@ MESHES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = Qwen2Config(
-        vocab_size=30,
-        hidden_size=32,
-        num_hidden_layers=2,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
+    config = Qwen2Config(**SMALL, tie_word_embeddings=True)
     return Path(save_model(tmp_path_factory.mktemp("model"), config))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from integration.run_process import PATIENT, SCRIPTS, tiny_run
+from waiting import wait_until
 
 from areal_sc import OnlineWorkflow
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
@@ -39,10 +40,8 @@ class Outside:
     """An agent outside, which knows `agents.json` alone."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path, give_up_s = run_dir / "agents.json", time.monotonic() + LIMIT_S
-        while not self.path.exists():
-            assert time.monotonic() < give_up_s, "there is no address"
-            time.sleep(0.02)
+        self.path = run_dir / "agents.json"
+        wait_until(self.path.exists)
         told = json.loads(self.path.read_text())
         self.url, self.key = told["url"].removesuffix("/v1"), told["key"]
 
@@ -70,14 +69,7 @@ class Outside:
 
     def claimed(self, num: int) -> list[dict[str, Any]]:
         """So many, as soon as they are admitted."""
-        found, give_up_s = list[dict[str, Any]](), time.monotonic() + LIMIT_S
-        while len(found) < num:
-            assert time.monotonic() < give_up_s, f"{len(found)} episodes"
-            if episode := self.claim():
-                found.append(episode)
-            else:
-                time.sleep(0.05)
-        return found
+        return [wait_until(self.claim) for _ in range(num)]
 
     def ask(self, episode: dict[str, Any], text: str = "a=") -> tuple[int, Any]:
         body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
@@ -193,11 +185,12 @@ def test_nobody_comes_for_long_and_the_run_waits(
         for episode in others:
             assert outside.ask(episode)[0] == 200
             assert outside.end(episode, "reward", {"reward": 1.0})[0] == 200
-        give_up_s = time.monotonic() + LIMIT_S
-        while (told := outside.end(left, "reward", {"reward": "x"})) == (400, "invalid_reward"):
-            assert time.monotonic() < give_up_s
-            time.sleep(0.05)
-        assert told == (410, "session_lost")
+
+        def refusal() -> tuple[int, Any] | None:
+            told = outside.end(left, "reward", {"reward": "x"})
+            return told if told != (400, "invalid_reward") else None
+
+        assert wait_until(refusal) == (410, "session_lost")
 
     limits = "rollout.group_timeout_s=1", "agents.idle_timeout_s=10"
     settings = f"actor.path={chat_model}", "rollout.group_size=2", *limits

@@ -123,10 +123,7 @@ def test_what_a_run_shares_on_its_node_goes_with_it_or_with_the_next_run(
 
 
 def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_folder: Path) -> None:
-    """All at a step that never ends: Ctrl-C twice; one in a terminal; SIGTERM, once.
-
-    And a second run in a folder.
-    """
+    """All at a step that never ends: Ctrl-C twice; one in a terminal; SIGTERM, once."""
     limits = {"alone": 100, "foreground": 0, "terminated": 1}
     with ExitStack() as stack:
         alone, foreground, terminated = (
@@ -142,9 +139,7 @@ def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_fol
         )
         for run in (alone, foreground, terminated):
             run.wait_for_step(2)
-        second = stack.enter_context(tiny_run(tmp_path / "alone", tiny_model_folder, ENDLESS))
-        assert second.wait() == 3
-        assert f"process {alone.pid} is running in it" in second.output
+
         alone.send(signal.SIGINT)
         alone.wait_until(lambda: "Ctrl-C again stops now" in alone.output, "the answer")
         alone.send(signal.SIGINT)
@@ -285,17 +280,6 @@ def test_an_exception_in_the_users_loop_leaves_no_orphan(
         assert failed.state is State.failed
         assert "LookupError: nothing is known about version 1" in failed.text
         run.wait_until_gone()
-
-
-def test_two_runs_at_a_time_in_two_folders_finish(tmp_path: Path, tiny_model_folder: Path) -> None:
-    with (
-        tiny_run(tmp_path / "a", tiny_model_folder) as first,
-        tiny_run(tmp_path / "b", tiny_model_folder, "rollout.num_workers=2") as second,
-    ):
-        for run in (first, second):
-            run.finish()
-            assert run.summary()["num_rows_trained"] == 3 * ROWS_A_STEP
-            run.wait_until_gone()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import os
 import shutil
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 from recorded_groups import MEBI, add_span, played, trajectory
+from waiting import until
 
 from areal_sc import SingleTurnWorkflow
 from areal_sc.config.schema import Device, RecordsConfig, SchedulerConfig
@@ -75,13 +75,6 @@ from areal_sc.workflows.registry import SourceReader, SourceRegistry
 LIMIT_S = 60.0
 NO_SERVICE_S = 1.0
 TOKEN = "0123456789ab"
-
-
-async def until(is_so: Callable[[], object]) -> None:
-    give_up = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.05)
 
 
 @dataclass

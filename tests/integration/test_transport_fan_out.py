@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import zmq
-from integration.rpc_methods import LIFE, Methods, named, serving, transport, until
+from integration.rpc_methods import LIFE, Methods, named, serving, transport
 from integration.rpc_process import server_process
+from waiting import until
 
 from areal_sc.errors import (
     IncarnationMismatch,

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from integration.rpc_process import (
     held_bytes,
     server_process,
 )
+from waiting import until
 
 from areal_sc.errors import PeerLost, RpcTimeout
 from areal_sc.transport.rpc.codec import (
@@ -53,12 +54,6 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
     with server_process(tmp_path) as made:
         yield made
         assert made.process.poll() is None, f"the server ended: {made.log}"
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110 - nobody could set an event
-            await asyncio.sleep(0.05)
 
 
 def most_lines(began_s: float) -> float:

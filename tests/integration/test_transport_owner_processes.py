@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from waiting import until
 
 from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import PeerSilent, ShardGone
@@ -166,8 +167,7 @@ async def test_a_stopped_owner_is_given_up_unless_it_goes_on(goes_on: bool) -> N
                 await asyncio.sleep(0)
             owner.process.send_signal(signal.SIGSTOP)
             [connection] = bulk._connections.values()
-            while not connection.trouble:  # noqa: ASYNC110 - until its silence is noticed
-                await asyncio.sleep(0.01)
+            await until(lambda: connection.trouble)  # its silence is noticed
             assert not pull.done()
             if goes_on:
                 owner.process.send_signal(signal.SIGCONT)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from integration.bulk_member import BulkMember
 from msgspec.structs import replace
+from waiting import until
 
 from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import MetadataError, ProtocolError, RpcTimeout, ServerBusy, ShardGone
@@ -506,12 +507,6 @@ async def test_strangers_replays_and_captured_sessions_get_nothing() -> None:
         assert await bystander.ask(GOOD) == content
         bystander.close()
         elsewhere.close()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - counters have no event
-            await asyncio.sleep(0.001)
 
 
 def forge_answers(monkeypatch: pytest.MonkeyPatch, forge: Callable[[bytes], bytes]) -> None:

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from integration.cutting_proxy import CuttingProxy, cutting_proxy
-from integration.rpc_methods import LIFE, Methods, named, serving, transport, until
+from integration.rpc_methods import LIFE, Methods, named, serving, transport
+from waiting import until
 
 from areal_sc.errors import PeerLost, RpcTimeout
 from areal_sc.transport.rpc.client import RpcClient

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import zmq
-from integration.rpc_methods import LIFE, connected, named, own_transport, serving, transport, until
+from integration.rpc_methods import LIFE, connected, named, own_transport, serving, transport
+from waiting import until
 
 from areal_sc.errors import (
     IncarnationMismatch,

@@ -9,7 +9,8 @@ import socket
 
 import pytest
 import zmq
-from integration.rpc_methods import LIFE, connected, named, serving, transport, until
+from integration.rpc_methods import LIFE, connected, named, serving, transport
+from waiting import until
 
 from areal_sc.errors import PeerLost, ProtocolError, RpcTimeout, TransportError
 from areal_sc.transport.rpc.client import RpcClient

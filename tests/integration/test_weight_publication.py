@@ -31,7 +31,6 @@ from areal_sc.controller.weights.weight_sources import WeightSources
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import LEAVE_WEIGHT_GROUP, WEIGHT_RANKS, WeightRanks
 
-METHODS = ("pull", "collective", "disk")
 PROMPTS = letter_prompts(16, seed=3)
 WORKFLOW = SingleTurnWorkflow(by_letters)
 
@@ -63,7 +62,7 @@ def train_step(actor: TrainController, rollout: RolloutController) -> dict[str, 
 @pytest.mark.parametrize(
     ("method", "mesh", "is_far"),
     [
-        *((method, "{data: 1}", False) for method in METHODS),
+        ("pull", "{data: 1}", False),
         ("pull", "{data: 2}", False),
         ("disk", "{data: 2}", False),
         ("collective", "{data: 1, tensor: 2}", False),

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.slurm.conftest import LIMIT_S, Cluster, place_of_its_own, started
+from integration.slurm.conftest import Cluster, place_of_its_own, started
+from waiting import wait_until
 
 OBSERVER = Path(__file__).with_name("observer.py")
 
@@ -51,10 +51,7 @@ class RayHosts:
     def boot(self, node: str) -> None:
         """Returns when the host is a node of the cluster again."""
         self.hosts.host("boot", node)
-        give_up_s = time.monotonic() + LIMIT_S
-        while self.ask("nodes").count(node) != 1:
-            assert time.monotonic() < give_up_s
-            time.sleep(0.1)
+        wait_until(lambda: self.ask("nodes").count(node) == 1)
 
     def left_overs(self) -> list[str]:
         """What runs have left: in Ray, and on its nodes."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from integration.ray.conftest import RayHosts
 from integration.run_process import open_gate, tiny_run
-from integration.scheduler_conformance import until
 from integration.slurm.test_lost_hosts import ROWS_A_STEP, STEPS_A_BYTE, RunOnHosts
+from waiting import until
 
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.records.metrics_log import History

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from integration.ray.conftest import RayHosts
-from integration.scheduler_conformance import LIMIT_S, Conformance, Lent, environment, until
+from integration.scheduler_conformance import LIMIT_S, Conformance, Lent, environment
 from integration.slurm.conftest import NODES
 from integration.slurm.test_scheduler_conformance import ORPHANS_S, started
+from waiting import until
 
 from areal_sc import make_scheduler
 from areal_sc.config.ray_settings import RayConfig

@@ -10,12 +10,6 @@ from integration.sglang.policies import Answers, Generating
 NUM_TRIES = 5
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """The limit of the test bounds it."""
-    while not condition():  # noqa: ASYNC110 - a counter of the engine
-        await asyncio.sleep(0.02)
-
-
 def generating_on(num_running: Callable[[], Awaitable[float]]) -> Generating:
     """Starts answers, and waits until the servers themselves run them, past their first tokens.
 

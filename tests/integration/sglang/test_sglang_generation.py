@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar
 
 import pytest
+from builders import NumberTokenizer
 from integration.sglang.policies import MAX_CONTEXT, VOCAB_SIZE, Generating, Policies
 
 from areal_sc.config.schema import GenerationConfig
@@ -17,15 +17,6 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)
-
-
-class Numbers:
-    """As much of a tokenizer as stop strings need: token 12 is `12,`."""
-
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return "".join(f"{token}," for token in token_ids)
 
 
 def tokens(number: int, **settings: float) -> GenerationConfig:
@@ -98,14 +89,14 @@ async def test_a_string_ends_an_answer(
     engine: ServerEngine, policies: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In whichever of the pieces that servers are asked for it is complete."""
-    monkeypatch.setattr(engine, "tokenizer", Numbers())
+    monkeypatch.setattr(engine, "tokenizer", NumberTokenizer())
     prompt, sampling = [4, 5, 7], tokens(200, temperature=0.0)
     free = await engine.generate(prompt, sampling)
     for end in (3, 65, 131):  # the second one lies in two pieces
-        sampling.stop = [Numbers().decode(free.token_ids[end - 3 : end])[:-1]]
+        sampling.stop = [NumberTokenizer().decode(free.token_ids[end - 3 : end])[:-1]]
         stopped = await engine.generate(prompt, sampling)
-        texts = (Numbers().decode(free.token_ids[:n]) for n in range(201))
-        assert sampling.stop[0] in Numbers().decode(stopped.token_ids)
+        texts = (NumberTokenizer().decode(free.token_ids[:n]) for n in range(201))
+        assert sampling.stop[0] in NumberTokenizer().decode(stopped.token_ids)
         length = next(n for n, text in enumerate(texts) if sampling.stop[0] in text)
         assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:length], "stop")
         policies.check(prompt, stopped)

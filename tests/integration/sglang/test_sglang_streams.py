@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
+from builders import NumberTokenizer
 from integration.sglang.policies import Policies
-from integration.sglang.test_sglang_generation import Numbers, tokens
+from integration.sglang.test_sglang_generation import tokens
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.servers.engine import ServerEngine
@@ -36,11 +37,11 @@ async def test_what_is_told_is_the_answer(
 async def test_a_string_ends_a_stream(
     engine: ServerEngine, policies: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "tokenizer", Numbers())
+    monkeypatch.setattr(engine, "tokenizer", NumberTokenizer())
     prompt, sampling, told = [4, 5, 7], tokens(200, temperature=0.0), list[int]()
     free = await engine.generate(prompt, sampling)
-    sampling.stop = [Numbers().decode(free.token_ids[67:70])[:-1]]
-    texts = (Numbers().decode(free.token_ids[:n]) for n in range(201))
+    sampling.stop = [NumberTokenizer().decode(free.token_ids[67:70])[:-1]]
+    texts = (NumberTokenizer().decode(free.token_ids[:n]) for n in range(201))
     length = next(n for n, text in enumerate(texts) if sampling.stop[0] in text)
     stopped = await engine.generate(prompt, sampling, on_tokens=told.extend)
     assert told == stopped.token_ids == free.token_ids[:length]

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from integration.agent_forks import Fork, environment_of_scripts, start_script
 from integration.scheduler_conformance import environment
+from waiting import wait_until
 
 from areal_sc.schedulers.join_server import JoinServer
 
@@ -65,13 +65,13 @@ class Cluster:
         self._wait_for(NODES, {"idle"})
 
     def _wait_for(self, nodes: Sequence[str], states: set[str]) -> None:
-        give_up_s, words = time.monotonic() + LIMIT_S, ["sinfo", "-h", "-N", "-p", "debug"]
-        while not states.issuperset(self.run(*words, "-n", ",".join(nodes), "-o", "%T").split()):
-            assert time.monotonic() < give_up_s, (
-                f"{self.run('sinfo', '-N', '-o', '%N %T')}\n"
-                f"{self.run('squeue', '-o', '%i %T %r %N %M')}"
-            )
-            time.sleep(0.1)
+        words = ["sinfo", "-h", "-N", "-p", "debug", "-n", ",".join(nodes), "-o", "%T"]
+        try:
+            wait_until(lambda: states.issuperset(self.run(*words).split()))
+        except AssertionError as error:
+            error.add_note(self.run("sinfo", "-N", "-o", "%N %T"))
+            error.add_note(self.run("squeue", "-o", "%i %T %r %N %M"))
+            raise
 
     @contextmanager
     def without(self, node: str) -> Iterator[None]:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from integration.agent_forks import Fork
 from integration.slurm.conftest import NODES, Cluster, running_script
-from integration.slurm.test_slurm_scheduler import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import until
 
 from areal_sc.controller.ledger.group_lives import group_lives
 from areal_sc.controller.ledger.ledger_account import read_account

@@ -19,11 +19,11 @@ from integration.scheduler_conformance import (
     Lent,
     environment,
     orders,
-    until,
 )
 from integration.slurm.conftest import NODES, Cluster
 from integration.test_node_recovery import processes
 from msgspec import json
+from waiting import until
 
 from areal_sc import make_scheduler
 from areal_sc.config.schema import SchedulerConfig, TransportConfig

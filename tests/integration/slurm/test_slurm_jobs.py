@@ -11,9 +11,9 @@ from integration.slurm.test_slurm_scheduler import (
     config_of,
     is_served,
     opened,
-    until,
     with_gpus,
 )
+from waiting import until
 
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import Device

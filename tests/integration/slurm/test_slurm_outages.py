@@ -20,8 +20,9 @@ from typing import Final
 import pytest
 from integration.run_process import RunProcess, open_gate, tiny_run
 from integration.slurm.conftest import LIMIT_S, SCRIPT, Cluster
-from integration.slurm.test_slurm_scheduler import config_of, is_served, opened, until
+from integration.slurm.test_slurm_scheduler import config_of, is_served, opened
 from integration.slurm.test_slurm_takeover import busy
+from waiting import until
 
 from areal_sc.schedulers.slurm import commands
 

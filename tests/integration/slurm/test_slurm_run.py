@@ -14,7 +14,7 @@ import pytest
 from integration.agent_forks import Fork
 from integration.run_process import LETTER_SORT, REPOSITORY, open_gate, tiny_run
 from integration.slurm.conftest import NODES, Cluster, running_script
-from integration.slurm.test_slurm_scheduler import until
+from waiting import until
 
 
 @pytest.mark.slow

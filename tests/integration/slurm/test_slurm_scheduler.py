@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from integration.agents import connect_agent
 from integration.slurm.conftest import LIMIT_S, NODES, Cluster
+from waiting import until
 
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig
@@ -50,13 +51,6 @@ async def opened(config: SchedulerConfig) -> AsyncIterator[SlurmScheduler]:
         yield scheduler
     finally:
         await asyncio.to_thread(scheduler.close)
-
-
-async def until(is_so: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-    give_up_s = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < give_up_s
-        await asyncio.sleep(0.1)
 
 
 async def is_served(scheduler: SlurmScheduler, facts: NodeFacts) -> bool:

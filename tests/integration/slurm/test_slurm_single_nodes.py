@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from integration.run_process import SCRIPTS, RunProcess, tiny_run
 from integration.slurm.conftest import Cluster
-from integration.slurm.test_slurm_scheduler import config_of, is_served, opened, until
+from integration.slurm.test_slurm_scheduler import config_of, is_served, opened
 from integration.slurm.test_slurm_takeover import busy, script, settings_of, state_of
+from waiting import until
 
 from areal_sc.config.placement import Purpose
 from areal_sc.config.slurm_settings import RolloutNodes, TrainNodes

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from integration.scheduler_conformance import environment
 from integration.slurm.conftest import LIMIT_S, SCRIPT, Cluster
-from integration.slurm.test_slurm_scheduler import config_of, is_served, opened, until
+from integration.slurm.test_slurm_scheduler import config_of, is_served, opened
+from waiting import until
 
 from areal_sc.run.run_owner import Owner
 

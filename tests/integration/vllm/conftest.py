@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
+import waiting
 from integration.sglang.policies import MAX_CONTEXT, Generating, Policies
-from integration.sglang.running_answers import generating_on, wait_until
+from integration.sglang.running_answers import generating_on
 
 from areal_sc.config.schema import Device, Dtype, RolloutConfig, WeightUpdateConfig
 from areal_sc.config.server_settings import VLLMConfig
@@ -89,7 +90,7 @@ async def doomed(rollout_config: RolloutConfig, tmp_path: Path) -> AsyncIterator
 @pytest.fixture
 def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
     """Waits for a condition."""
-    return wait_until
+    return waiting.until
 
 
 @pytest.fixture

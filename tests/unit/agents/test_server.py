@@ -7,7 +7,7 @@ import io
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ import aiohttp
 import chat_templates as templates
 import pytest
 from scripted_engine import ScriptedEngine, check_trained, engine_for
+from waiting import until
 
 from areal_sc.agents.http import MAX_NESTING
 from areal_sc.agents.server import MAX_BODY_BYTES, AgentServer, OpenSession
@@ -60,12 +61,6 @@ async def post(
     sent = io.BytesIO(raw)
     async with client.post("chat/completions", data=sent, headers=headers) as response:
         return response.status, await response.json()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def events(text: str) -> list[Any]:

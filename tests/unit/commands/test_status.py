@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from builders import OPENS_RUN, running_python
 
 from areal_sc import __main__ as program
 from areal_sc.errors import CommandError
@@ -35,14 +36,6 @@ from areal_sc.system.process import machine_id
 from areal_sc.trainer.failure import run_script
 
 NOW = time.time()
-OWNER = """
-import sys, time
-from areal_sc.run.run_folder import RunFolder
-folder = RunFolder(sys.argv[1])
-folder.open(config_text="")
-print("open", flush=True)
-time.sleep(600)
-"""
 
 
 def status_of(pid: int, *, age_s: float = 1.0, quiet_s: float = 2.0) -> RunStatus:
@@ -76,17 +69,8 @@ def status_of(pid: int, *, age_s: float = 1.0, quiet_s: float = 2.0) -> RunStatu
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has the folder `run`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout
-        assert process.stdout.readline() == "open\n"
+    with running_python(OPENS_RUN, tmp_path / "run", says="open") as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 @pytest.fixture

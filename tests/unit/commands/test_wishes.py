@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from builders import OPENS_RUN, running_python
 
 from areal_sc import __main__ as program
 from areal_sc.commands import pause, resume, scale, wishing
@@ -40,14 +39,6 @@ from areal_sc.run.wishes import (
 )
 from areal_sc.system.process import machine_id
 
-OWNER = """
-import sys, time
-from areal_sc.run.run_folder import RunFolder
-folder = RunFolder(sys.argv[1])
-folder.open(config_text="")
-print("open", flush=True)
-time.sleep(600)
-"""
 PAUSE, SCALE = PauseWish(1000.0, "me"), ScaleWish(3, "a1", "me")
 
 
@@ -72,17 +63,8 @@ def folder(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def owner(folder: RunFolder) -> Iterator[int]:
     """A process that has the folder, and hears nothing."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(folder.path)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout
-        assert process.stdout.readline() == "open\n"
+    with running_python(OPENS_RUN, folder.path, says="open") as process:
         yield process.pid
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def tell(folder: RunFolder, status: RunStatus) -> None:

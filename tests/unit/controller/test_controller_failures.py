@@ -33,9 +33,6 @@ from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.calls import UPDATE_WEIGHTS
 
-HEARTBEATS_S = 5 * (2.0 + 0.25) + 2.0
-"""Five missed pings of two seconds, a poll after each, and the interval before the first."""
-
 
 async def fails_within(seconds: float, call: Awaitable[Any], expected: type[Exception]) -> Any:
     """The exception that the call ends with, in that much virtual time at most."""
@@ -79,44 +76,6 @@ def test_the_loss_of_an_idle_worker_counts_too() -> None:
             assert len(idle) == 2
             idle[0].end("exit code 1")
             await fails_within(1.0, waiting, WorkerLost)
-
-    run_virtual(scenario())
-
-
-def test_the_last_lines_of_a_lost_workers_log_come_with_the_error() -> None:
-    async def scenario() -> None:
-        async with slow_run().started() as run:
-            await asyncio.sleep(1.0)
-            log = run.cluster.run_dir / "logs" / "rollout-2.log"
-            log.parent.mkdir()
-            log.write_text("one\ntwo\n")
-            run.cluster.workers["rollout/2"].end("exit code 1")
-            error = await fails_within(3.0, run.step(), WorkerLost)
-            assert error.log_tail == ("one", "two")
-
-    run_virtual(scenario())
-
-
-def test_a_worker_that_hangs_is_lost_after_its_missed_heartbeats() -> None:
-    async def scenario() -> None:
-        async with slow_run().started() as run:
-            run.cluster.workers["rollout/0"].is_hung = True
-            error = await fails_within(HEARTBEATS_S, run.step(), WorkerLost)
-            assert "rollout/0 missed 5 heartbeats of 2 s" in str(error)
-
-    run_virtual(scenario())
-
-
-def test_a_worker_that_hangs_for_a_moment_is_not_lost() -> None:
-    async def scenario() -> None:
-        async with TrainingRun(Settings()).started() as run:
-            worker = run.cluster.workers["rollout/0"]
-            for _ in range(5):
-                worker.is_hung = True
-                await asyncio.sleep(7.0)  # three pings
-                worker.is_hung = False
-                await asyncio.sleep(7.0)
-            await run.step()
 
     run_virtual(scenario())
 

@@ -10,6 +10,7 @@ from simulation.faulty_cluster import FaultyCluster
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
+from waiting import until
 
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.controller.standstill import Standstill
@@ -24,9 +25,7 @@ LONG_S = 2000.0
 
 
 async def until_still(run: TrainingRun) -> None:
-    # there is no event for it: people look at the status, too
-    while not run.rollout.standstill.is_held or run.rollout._status().num_running:  # noqa: ASYNC110
-        await asyncio.sleep(1.0)
+    await until(lambda: run.rollout.standstill.is_held and not run.rollout._status().num_running)
 
 
 def test_a_paused_run_computes_nothing_and_no_limit_passes() -> None:

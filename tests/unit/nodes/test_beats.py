@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 from msgspec import msgpack
+from waiting import until
 
 from areal_sc.nodes import beats
 from areal_sc.nodes.beats import Beats
@@ -95,9 +96,5 @@ async def test_an_agent_that_does_not_read_stops_nobody() -> None:
 
 async def until_turned(beating: Beats, times: int) -> None:
     """The thread goes on asking for turns."""
-    give_up = time.monotonic() + LIMIT_S
-    turns = {beating._turn_ns}
-    while len(turns) <= times:
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.01)
-        turns.add(beating._turn_ns)
+    turns = set[int]()
+    await until(lambda: turns.add(beating._turn_ns) or len(turns) > times)

@@ -18,6 +18,7 @@ from aiohttp import ClientError, ClientResponse, ClientSession, CookieJar, web
 from ledger_history import History, a_run
 from page_runs import tokenizer
 from recorded_groups import add_span, played, recorder_of, trajectory
+from waiting import until
 
 from areal_sc.__main__ import main
 from areal_sc.errors import ArealError
@@ -444,13 +445,11 @@ async def test_a_command_ends_with_the_page(
     address = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
     async with ClientSession(address, headers={"Origin": address}) as session:
         asked = asyncio.create_task(control(session, '{"what": "stop"}'))
-        while not pid.exists():  # noqa: ASYNC110, another process makes it
-            await asyncio.sleep(0.01)
+        await until(pid.exists)
         await server.close()
         with suppress(ClientError):  # if it has ended before it was answered
             assert (await asked)[0] == 409
-        while psutil.pid_exists(int(pid.read_text())):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: not psutil.pid_exists(int(pid.read_text())))
 
 
 async def test_a_run_is_asked_for_one_thing_at_a_time(

@@ -127,6 +127,13 @@ def test_a_teacher_of_another_tokenizer_is_refused(
         check_models(load(f"teacher.path={tmp_path / 'nowhere'}"))
 
 
+def test_a_model_that_cannot_be_spread_over_its_ranks_is_refused(
+    load: Callable[..., GRPOConfig],
+) -> None:
+    with pytest.raises(ConfigError, match=r"actor\.parallel\.tensor: expected a divisor"):
+        check_models(load("actor.parallel.tensor=3"))
+
+
 def test_a_reward_model_needs_a_score(
     load: Callable[..., GRPOConfig], tiny_model_folder: Path
 ) -> None:

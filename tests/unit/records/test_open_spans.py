@@ -5,16 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 from recorded_groups import recorder_of
+from waiting import wait_until
 
 from areal_sc.records.reading import spans, unended
 from areal_sc.records.spans import RecordedSpan
 
-LIMIT_S = 60.0
 HUNG = """
 import sys, time
 from pathlib import Path
@@ -30,13 +29,6 @@ with recorder.span("update", version=7), recorder.span("all-reduce"):
 """
 
 
-def until(is_so: Callable[[], object]) -> None:
-    give_up = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
-
-
 def kinds(run: Path) -> list[str]:
     return [span.kind for span in unended(run)]
 
@@ -45,7 +37,7 @@ def test_a_killed_process_leaves_what_it_was_doing(tmp_path: Path) -> None:
     began = time.time()
     process = subprocess.Popen([sys.executable, "-c", HUNG, str(tmp_path)])
     try:
-        until(lambda: "all-reduce" in kinds(tmp_path))
+        wait_until(lambda: "all-reduce" in kinds(tmp_path))
     finally:
         process.kill()
         process.wait()
@@ -61,12 +53,12 @@ def test_a_killed_process_leaves_what_it_was_doing(tmp_path: Path) -> None:
 def test_what_has_ended_is_not_told(tmp_path: Path) -> None:
     with closing(recorder_of(tmp_path, process="train/0")) as recorder:
         with recorder.span("update"):
-            until(lambda: kinds(tmp_path) == ["update"])
-        until(lambda: not kinds(tmp_path))
+            wait_until(lambda: kinds(tmp_path) == ["update"])
+        wait_until(lambda: not kinds(tmp_path))
         recorder.find_open = lambda until: [
             RecordedSpan(process="train/0", kind=kind, began=until, took_s=0.0) for kind in "ab"
         ]
-        until(lambda: kinds(tmp_path) == ["a", "b"])
+        wait_until(lambda: kinds(tmp_path) == ["a", "b"])
     assert kinds(tmp_path) == []
     assert [span.kind for span in spans(tmp_path)] == ["update"]
 

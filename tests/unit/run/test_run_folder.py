@@ -9,13 +9,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders import OPENS_RUN, running_python
 
 from areal_sc.errors import RunFolderError
 from areal_sc.run.agent_files import AgentFile
@@ -44,33 +43,9 @@ def run_once(path: Path, *, snapshot: bool = False, finish: bool = False) -> Non
     folder.close()
 
 
-HOLD_LOCK = """
-import sys, time
-from areal_sc.run.run_folder import RunFolder
-folder = RunFolder(sys.argv[1])
-folder.open(config_text="seed: 0\\n")
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-@contextmanager
-def lock_holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+def lock_holder(path: Path) -> AbstractContextManager[subprocess.Popen[str]]:
     """Another process that has the folder open."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD_LOCK, str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-    )
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    return running_python(OPENS_RUN, path, says="open")
 
 
 def test_new_folder(path: Path) -> None:
@@ -401,20 +376,9 @@ time.sleep(60)
 """
 
 
-@contextmanager
-def agent_of(path: Path) -> Iterator[subprocess.Popen[str]]:
+def agent_of(path: Path) -> AbstractContextManager[subprocess.Popen[str]]:
     """A process that says that it is an agent of the folder's run."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", AGENT, str(path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == "listens\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    return running_python(AGENT, path, says="listens")
 
 
 @pytest.mark.parametrize("snapshot", [True, False])
@@ -545,11 +509,8 @@ with replace_file(Path(sys.argv[1])) as file:
 
 
 def killed_while_it_writes(target: Path) -> None:
-    command = [sys.executable, "-c", WRITES_FOR_EVER, str(target)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
-        assert process.stdout.readline() == "begun\n"
-        process.kill()
+    with running_python(WRITES_FOR_EVER, target, says="begun"):
+        pass
 
 
 def test_what_was_being_written_at_a_kill_goes(path: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from areal_sc.errors import WorkerLost
 from areal_sc.run import status_board
@@ -51,12 +52,9 @@ def status(path: Path) -> RunStatus:
     return found
 
 
-def until(path: Path, is_so: Callable[[RunStatus], object]) -> RunStatus:
-    give_up = time.monotonic() + LIMIT_S
-    while not is_so(found := status(path)):
-        assert time.monotonic() < give_up, found
-        time.sleep(0.02)
-    return found
+def status_with(path: Path, is_so: Callable[[RunStatus], object]) -> RunStatus:
+    """The first one of which something is true."""
+    return wait_until(lambda: found if is_so(found := status(path)) else None)
 
 
 def follow(board: StatusBoard, loop: asyncio.AbstractEventLoop, role: RoleStatus) -> None:
@@ -71,13 +69,13 @@ def test_it_is_there_at_once_and_stays_fresh_without_any_news(
 ) -> None:
     first = status(path)
     assert (first.orphan_timeout_s, first.end) == (300.0, None)
-    until(path, lambda s: s.written > first.written + 1.0)
+    status_with(path, lambda s: s.written > first.written + 1.0)
 
 
 def test_what_changes_is_written_soon_and_is_progress(board: StatusBoard, path: Path) -> None:
     before = status(path).progressed
     board.note_phases([Phase("start-up", 1.0), Phase("training", 2.0, 3, 9, "steps")])
-    found = until(path, lambda s: s.phases)
+    found = status_with(path, lambda s: s.phases)
     assert [phase.name for phase in found.phases] == ["start-up", "training"]
     assert found.progressed > before
 
@@ -95,15 +93,15 @@ def test_an_event_loop_that_stands_still_shows_by_the_age_of_what_it_said(
     board: StatusBoard, path: Path, loop: asyncio.AbstractEventLoop
 ) -> None:
     follow(board, loop, RoleStatus(0.0, 7))
-    said = until(path, lambda s: s.roles).roles["rollout"]
+    said = status_with(path, lambda s: s.roles).roles["rollout"]
     assert said.version == 7
     go_on = threading.Event()
     loop.call_soon_threadsafe(go_on.wait, LIMIT_S)
     try:
-        found = until(path, lambda s: s.written > s.roles["rollout"].looked + 1.0)
+        found = status_with(path, lambda s: s.written > s.roles["rollout"].looked + 1.0)
     finally:
         go_on.set()
-    until(path, lambda s: s.roles["rollout"].looked > found.written)
+    status_with(path, lambda s: s.roles["rollout"].looked > found.written)
 
 
 def test_a_controller_that_ends_leaves_what_it_knew_but_no_workers(
@@ -111,13 +109,13 @@ def test_a_controller_that_ends_leaves_what_it_knew_but_no_workers(
 ) -> None:
     worker = WorkerStatus("rollout/0", "ready", 1, "host", "a1", 0.0, 0)
     follow(board, loop, RoleStatus(0.0, 7, workers=[worker]))
-    until(path, lambda s: s.roles and s.roles["rollout"].workers)
+    status_with(path, lambda s: s.roles and s.roles["rollout"].workers)
 
     async def leave() -> None:
         board.leave("rollout")
 
     asyncio.run_coroutine_threadsafe(leave(), loop).result(20)
-    found = until(path, lambda s: not s.roles["rollout"].workers)
+    found = status_with(path, lambda s: not s.roles["rollout"].workers)
     assert found.roles["rollout"].version == 7
 
 
@@ -157,4 +155,4 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_may_come_back(
     (told,) = caplog.records  # which file was missing, depends on the moment
     assert told.getMessage().startswith(f"{path} is not written any more: [Errno 2]")
     away.rename(path.parent)
-    until(path, lambda s: s.written > time.time() - 1.0)
+    status_with(path, lambda s: s.written > time.time() - 1.0)

@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import is_running, until
 
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.system.fork_server import Child, ForkServer
@@ -120,19 +120,8 @@ async def started(
         assert not os.path.exists(f"/proc/{server.pid}"), "it is reaped"  # noqa: ASYNC240
 
 
-def is_running(pid: int) -> bool:
-    """A zombie that nobody reaps, as in a container without init, has ended too."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 async def wait_until_ended(*pids: int) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline, f"one of {pids} still runs after {LIMIT_S} s"
-        await asyncio.sleep(0.01)
+    await until(lambda: not any(map(is_running, pids)))
 
 
 def has_pending_signals(pid: int) -> bool:
@@ -142,10 +131,7 @@ def has_pending_signals(pid: int) -> bool:
 
 async def wait_until_taken(pid: int) -> None:
     """No signal is left that the process has not answered."""
-    deadline = time.monotonic() + LIMIT_S
-    while has_pending_signals(pid):
-        assert time.monotonic() < deadline, f"{pid} has not answered after {LIMIT_S} s"
-        await asyncio.sleep(0.001)
+    await until(lambda: not has_pending_signals(pid))
 
 
 def children_of(pid: int) -> list[int]:

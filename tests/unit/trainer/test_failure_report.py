@@ -8,13 +8,13 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread
 
 import pytest
 from rich.console import Console
+from waiting import wait_until
 
 from areal_sc.errors import (
     ArealError,
@@ -354,10 +354,7 @@ def test_a_closed_terminal_ends_the_script(does: str) -> None:
     try:
         assert os.read(terminal, 100).startswith(b"ready")
         os.close(terminal)
-        give_up = time.monotonic() + 60
-        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            assert time.monotonic() < give_up
-            time.sleep(0.02)
+        wait_until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
     finally:
         os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]

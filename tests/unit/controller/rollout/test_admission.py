@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, mean
 
 import pytest
+from builders import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,14 +19,6 @@ from areal_sc.errors import ConfigError
 
 BATCH = 16
 GROUP_SIZE = 4
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def make(

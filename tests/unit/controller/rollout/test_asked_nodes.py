@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 from simulation.behavior import Behavior
@@ -11,6 +10,7 @@ from simulation.elastic_cluster import ElasticCluster
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
+from waiting import until
 
 from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.controller.rollout.scaling import LOOK_S
@@ -40,12 +40,6 @@ class ElasticRun(TrainingRun):
         """Names of those that are for rollout workers."""
         return [node.name for node in self.cluster._now[1:]]
 
-    async def until(self, is_so: Callable[[], object]) -> None:
-        give_up_s = self.cluster.now_s + 60.0
-        while not is_so():
-            assert self.cluster.now_s < give_up_s
-            await asyncio.sleep(LOOK_S)
-
 
 class ThreeToCome(ElasticCluster):
     num_first = 4
@@ -67,12 +61,12 @@ def test_a_run_begins_with_the_first_node_and_the_others_join_singly() -> None:
             assert [states[f"rollout/{i}"] for i in (1, 2, 3)] == ["starting"] * 3
             assert len(status.agents) == 1
             run.cluster.asked["asked-1"].set()
-            await run.until(lambda: len(run.living) == 2)
+            await until(lambda: len(run.living) == 2)
             for _ in range(3):
                 await run.step(checks_business=False)
             run.cluster.asked["asked-0"].set()
             run.cluster.asked["asked-2"].set()
-            await run.until(lambda: len(run.living) == 4)
+            await until(lambda: len(run.living) == 4)
             for _ in range(6):
                 await run.step(checks_business=False)
             await run.check_end()
@@ -113,7 +107,7 @@ def test_more_workers_than_places_get_nodes_which_are_given_back_with_the_last_o
             assert run.living == ["rollout/0"]
             for event in run.cluster.asked.values():
                 event.set()
-            await run.until(lambda: len(run.living) == 3)
+            await until(lambda: len(run.living) == 3)
             for _ in range(3):
                 await run.step(checks_business=False)
             await run.rollout.scale_async(1)
@@ -147,7 +141,7 @@ def test_a_node_that_is_on_its_way_is_asked_for_once_and_withdrawn_first() -> No
             assert [member.name for member in run.rollout.fleet.members] == ["rollout/0"]
             await run.rollout.scale_async(2)
             run.cluster.asked["asked-1"].set()
-            await run.until(lambda: len(run.living) == 2)
+            await until(lambda: len(run.living) == 2)
             assert run.cluster.given_back == ["asked-0"]
             await run.step()
 
@@ -170,7 +164,7 @@ def test_what_cannot_be_had_is_refused_and_nothing_of_it_stays() -> None:
             assert run.rollout.num_workers == 1
             await run.rollout.scale_async(2)
             run.cluster.asked["asked-1"].set()
-            await run.until(lambda: len(run.living) == 2)
+            await until(lambda: len(run.living) == 2)
             await run.step()
 
     run_virtual(play())
@@ -183,7 +177,7 @@ def test_workers_leave_all_the_same_when_more_are_refused() -> None:
         async with run.started():
             await run.rollout.scale_async(2)
             run.cluster.asked["asked-0"].set()
-            await run.until(lambda: len(run.living) == 2)
+            await until(lambda: len(run.living) == 2)
             step = asyncio.create_task(run.step(checks_business=False))
             await asyncio.sleep(5.0)
             await run.rollout.scale_async(1)
@@ -193,7 +187,7 @@ def test_workers_leave_all_the_same_when_more_are_refused() -> None:
             await step
             for _ in range(3):
                 await run.step(checks_business=False)
-            await run.until(lambda: len(run.living) == 1)
+            await until(lambda: len(run.living) == 1)
 
     run_virtual(play())
 
@@ -218,13 +212,13 @@ def test_one_that_dies_is_replaced_and_dropped_if_its_worker_was_to_leave() -> N
             await run.rollout.scale_async(3)
             for event in run.cluster.asked.values():
                 event.set()
-            await run.until(lambda: len(run.living) == 3)
+            await until(lambda: len(run.living) == 3)
             await run.step(checks_business=False)
             run.cluster.lose_machine("asked-0")
-            await run.until(lambda: len(run.living) == 2)
-            await run.until(lambda: len(run.living) == 3)
+            await until(lambda: len(run.living) == 2)
+            await until(lambda: len(run.living) == 3)
             assert run.cluster.given_back == []
-            await run.until(lambda: all(it.life.is_up for it in run.rollout._workers.set.states))
+            await until(lambda: all(it.life.is_up for it in run.rollout._workers.set.states))
             await run.rollout.scale_async(2)
             run.cluster.lose_machine("asked-1")
             for _ in range(5):  # its rows are trained, or generated again
@@ -307,7 +301,7 @@ def test_however_long_another_machine_takes_the_run_waits_for_it(machine: str) -
             began_s = run.cluster.now_s
             run.cluster.lose_machine(machine)
             if machine == "generator":
-                await run.until(lambda: not run.rollout._workers.set.states[0].life.is_up)
+                await until(lambda: not run.rollout._workers.set.states[0].life.is_up)
             for _ in range(4):
                 await run.step(checks_business=False)
             assert run.cluster.now_s > began_s + LONG_S

@@ -10,6 +10,7 @@ import pytest
 from simulation.settings import Settings, configs
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
+from waiting import until
 
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.controller.train.train_controller import TrainController
@@ -79,9 +80,7 @@ def test_an_update_that_was_given_up_is_joined_by_the_same_one_alone() -> None:
             batch = run.actor.compute_advantages(batch)
             call = critic.update_async(batch, "cross_entropy", advances=False)
             given_up = asyncio.create_task(call)
-            # a worker tells nobody that it has begun
-            while not run.cluster.workers["ref/0"].operations.noted:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until(lambda: run.cluster.workers["ref/0"].operations.noted)
             given_up.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await given_up

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
+from builders import engines_on, packed_rows
 
 from areal_sc.algorithms.loss_tokens import LossTokens
-from areal_sc.config.schema import ActorConfig, Device, Dtype, OptimizerConfig
+from areal_sc.config.schema import Dtype, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.loss_scale import LossScale
-from areal_sc.engines.training.rank_engine import RankEngine
 from areal_sc.errors import ModelError
-from areal_sc.transport.packed_rows import PackedRows
 
 LENGTHS = (9, 14, 5, 11)
 Build = Callable[..., FSDPEngine]
@@ -33,31 +33,12 @@ class SmallLoss:
 
 @pytest.fixture
 def build(tiny_model_folder: Path) -> Iterator[Build]:
-    """Engines of one rank on the CPU."""
-    engines: list[RankEngine] = []
-
-    def build_engine(dtype: Dtype, folder: Path = tiny_model_folder) -> FSDPEngine:
-        config = ActorConfig(
-            path=str(folder),
-            device=Device.cpu,
-            dtype=dtype,
-            optimizer=OptimizerConfig(lr=1e-3, total_steps=10, weight_decay=0.01),
-        )
-        engine = FSDPEngine(config)
-        engines.append(engine)
-        engine.initialize(0, 1, "")
-        return engine
-
-    yield build_engine
-    for engine in engines:
-        engine.close()
+    optimizer = OptimizerConfig(lr=1e-3, total_steps=10, weight_decay=0.01)
+    with engines_on(tiny_model_folder) as build_engine:
+        yield lambda dtype, *path: build_engine(*path, dtype=dtype, optimizer=optimizer)
 
 
-def rows(seed: int = 0) -> PackedRows:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, 20, (sum(LENGTHS),), generator=generator).int()
-    fields = {"input_ids": ids, "loss_mask": torch.ones(len(ids), dtype=torch.bool)}
-    return PackedRows(fields, LENGTHS)
+rows = functools.partial(packed_rows, LENGTHS)
 
 
 def masters(engine: FSDPEngine) -> dict[str, torch.Tensor]:

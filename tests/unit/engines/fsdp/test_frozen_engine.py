@@ -8,23 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from builders import engines_on, packed_rows
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
 from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.handles import make_actor
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_folder import ModelShape
-from areal_sc.transport.packed_rows import PackedRows
 
-ROWS = PackedRows(
-    {
-        "input_ids": torch.arange(3, 12, dtype=torch.int32),
-        "loss_mask": torch.tensor([0, 1, 1, 1, 0, 1, 1, 1, 1], dtype=torch.bool),
-    },
-    (4, 5),
-)
+ROWS = packed_rows((4, 5))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # without FSDP, and with it
@@ -33,19 +26,15 @@ def test_a_frozen_engine_computes_the_same_and_has_no_optimizer(
 ) -> None:
     random_model(vocab_size=30).save_pretrained(tmp_path)
     computed = []
-    for is_frozen in (False, True):
-        config = ActorConfig(path=str(tmp_path), device="cpu", dtype=dtype, is_frozen=is_frozen)
-        engine = FSDPEngine(config)
-        engine.initialize()
-        try:
+    with engines_on(tmp_path) as build:
+        for is_frozen in (False, True):
+            engine = build(dtype=dtype, is_frozen=is_frozen)
             computed.append(engine.forward(ROWS, "logprobs"))
             has_optimizer = bool(engine._optimizer.moments())
             assert has_optimizer is not is_frozen
             if is_frozen:
                 with pytest.raises(ConfigError, match="is frozen"):
                     engine.update([ROWS], CROSS_ENTROPY, step=0)
-        finally:
-            engine.close()
     assert torch.equal(*computed)
 
 

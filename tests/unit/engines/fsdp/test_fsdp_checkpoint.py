@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -16,16 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from builders import engines_on, packed_rows
 from safetensors.torch import load_file
-from small_disk import small_disk
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
-from areal_sc.config.schema import ActorConfig, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.snapshot_model import export_snapshot
 from areal_sc.engines.training.snapshot_index import FORMAT
 from areal_sc.errors import CheckpointError
-from areal_sc.transport.packed_rows import PackedRows
 
 LENGTHS = (6, 3, 8)
 WAIT_S = 60.0
@@ -40,39 +39,12 @@ def model_folder(random_model: Callable[..., Any], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def build(model_folder: Path) -> Iterator[Build]:
-    engines = []
-
-    def build_engine(path: Path = model_folder, **settings: Any) -> FSDPEngine:
-        config = ActorConfig(
-            path=str(path),
-            device="cpu",
-            max_tokens_per_micro_batch=32,
-            seed=0,
-            optimizer=OptimizerConfig(lr=1e-2, total_steps=10),
-            **settings,
-        )
-        engine = FSDPEngine(config)
-        engine.initialize(0, 1, "")
-        engines.append(engine)
-        return engine
-
-    yield build_engine
-    for engine in engines:
-        engine.close()
-
-
-def rows(seed: int) -> PackedRows:
-    generator = torch.Generator().manual_seed(seed)
-    num_tokens = sum(LENGTHS)
-    fields = {
-        "input_ids": torch.randint(30, (num_tokens,), generator=generator).int(),
-        "loss_mask": torch.ones(num_tokens, dtype=torch.bool),
-    }
-    return PackedRows(fields, LENGTHS)
+    with engines_on(model_folder) as build_engine:
+        yield functools.partial(build_engine, max_tokens_per_micro_batch=32)
 
 
 def train(engine: FSDPEngine, step: int) -> None:
-    engine.update([rows(step)], CROSS_ENTROPY, step=step)
+    engine.update([packed_rows(LENGTHS, step)], CROSS_ENTROPY, step=step)
 
 
 def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
@@ -176,21 +148,6 @@ def test_a_failed_write_is_in_its_future_and_in_the_log(
         failed.result(WAIT_S)
     assert "file/snapshot" in caplog.text
     build().load_snapshot(tmp_path / "snapshot")
-
-
-def test_a_full_disk_leaves_the_former_snapshot(build: Build, tmp_path: Path) -> None:
-    engine = build()
-    engine.begin_snapshot(tmp_path / "snapshot").result()
-    before = weights(engine)
-    train(engine, 0)
-    with small_disk():
-        failed = engine.begin_snapshot(tmp_path / "snapshot")
-        error = failed.exception(WAIT_S)
-    assert isinstance(error, CheckpointError)
-    assert "File too large" in str(error)
-    assert [path.name for path in tmp_path.glob("*snapshot*")] == ["snapshot"]
-    engine.load_snapshot(tmp_path / "snapshot")
-    assert_equal(weights(engine), before)
 
 
 def test_an_interrupted_replacement_is_made_good(build: Build, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from builders import save_qwen2
 from small_disk import small_disk
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from areal_sc.algorithms.losses import LossTokens, Metric, Metrics
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
@@ -39,19 +40,9 @@ LENGTHS = (7, 2, 12, 5, 9, 1)
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        intermediate_size=24,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = save_qwen2(tmp_path_factory.mktemp("model"), **sizes, **heads)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
@@ -588,25 +579,6 @@ def test_a_saved_folder_holds_the_model_and_its_companions(
     assert [path.name for path in folder.parent.iterdir()] == ["final"]
     loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     assert all(torch.equal(loaded[name], value) for name, value in weights(engine).items())
-
-
-def test_training_goes_on_from_a_snapshot_bit_for_bit(
-    engine: FSDPEngine, model_folder: Path, tmp_path: Path
-) -> None:
-    ppo_update(engine, [make_rows(0)], step=0)
-    engine.begin_snapshot(tmp_path / "snapshot").result()
-    random_after_saving = torch.rand(3)
-    ppo_update(engine, [make_rows(1)], step=1)
-    expected = weights(engine)
-
-    other = FSDPEngine(actor_config(model_folder))
-    other.initialize(0, 1, "")
-    other.forward(make_rows(), "logprobs")
-    other.load_snapshot(tmp_path / "snapshot")
-    assert torch.equal(torch.rand(3), random_after_saving)
-    ppo_update(other, [make_rows(1)], step=1)
-    assert all(torch.equal(expected[name], value) for name, value in weights(other).items())
-    other.close()
 
 
 @pytest.mark.parametrize("kind", ["begin_save_hf", "begin_snapshot"])

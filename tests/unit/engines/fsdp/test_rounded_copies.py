@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from builders import packed_rows
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -90,15 +91,8 @@ def mean_logprob(tokens: LossTokens) -> tuple[torch.Tensor, dict[str, torch.Tens
 
 
 def rows() -> PackedRows:
-    generator = torch.Generator().manual_seed(1)
-    num_tokens = sum(LENGTHS)
-    ids = torch.randint(0, 20, (num_tokens,), generator=generator).int()
     is_trained = torch.cat([torch.arange(length) > 0 for length in LENGTHS])
-    return PackedRows(
-        {"input_ids": ids, "loss_mask": is_trained},
-        LENGTHS,
-        (1.0,) * len(LENGTHS),
-    )
+    return packed_rows(LENGTHS, 1, loss_mask=is_trained, advantages=(1.0,) * len(LENGTHS))
 
 
 def test_an_update_is_that_of_a_plain_loop(tiny_model_folder: Path) -> None:

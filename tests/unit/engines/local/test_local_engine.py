@@ -10,12 +10,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from builders import NumberTokenizer
 from transformers import PreTrainedModel
+from waiting import until
 
 from areal_sc.config.schema import (
     GenerationConfig,
@@ -38,18 +40,6 @@ TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
 TIMEOUT_S = 60.0
 MAX_CONTEXT = 4096
 ENDLESS = GenerationConfig(max_new_tokens=4000)  # some seconds: a test ends it
-
-
-class Tokenizer:
-    """As much of a tokenizer as the engine needs."""
-
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
-
-    def __init__(self, eos_token_id: int | None = None) -> None:
-        self.eos_token_id = eos_token_id
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return "".join(f"{token}," for token in token_ids)
 
 
 @pytest.fixture
@@ -87,19 +77,13 @@ async def running(
             **settings,
         }
     )
-    engine = LocalEngine(config, (model, Tokenizer(eos_token_id)))
+    engine = LocalEngine(config, (model, NumberTokenizer(eos_token_id)))
     await engine.start()
     try:
         async with asyncio.timeout(TIMEOUT_S):
             yield engine
     finally:
         await engine.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits until the engine's thread has got there; the timeout of `running` bounds it."""
-    while not condition():  # noqa: ASYNC110 - a counter of another thread
-        await asyncio.sleep(0.001)
 
 
 def tokens(number: int) -> GenerationConfig:
@@ -504,7 +488,7 @@ async def test_an_engine_that_was_not_started_says_so(
     long_model: Callable[..., PreTrainedModel],
 ) -> None:
     config = RolloutConfig(path="", max_context_tokens=64, seed=0)
-    engine = LocalEngine(config, (long_model(), Tokenizer()))
+    engine = LocalEngine(config, (long_model(), NumberTokenizer()))
     with pytest.raises(WorkerError, match="not been started"):
         await engine.generate([1], tokens(1))
     await engine.close()

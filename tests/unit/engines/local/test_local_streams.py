@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from builders import NumberTokenizer
 from transformers import PreTrainedModel
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
@@ -20,23 +21,13 @@ ENDLESS = GenerationConfig(max_new_tokens=4000)  # some seconds: something ends 
 Models = Callable[..., PreTrainedModel]
 
 
-class Tokenizer:
-    """As much of a tokenizer as the engine needs."""
-
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
-    eos_token_id = None
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return "".join(f"{token}," for token in token_ids)
-
-
 @asynccontextmanager
 async def running(random_model: Models) -> AsyncIterator[LocalEngine]:
     config = RolloutConfig(
         path="", max_running_sequences=4, max_context_tokens=MAX_CONTEXT, max_prefill_tokens=64
     )
     model = random_model(max_position_embeddings=MAX_CONTEXT)
-    tokenizer: Any = Tokenizer()
+    tokenizer: Any = NumberTokenizer()
     engine = LocalEngine(config, (model, tokenizer))
     await engine.start()
     try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
+from builders import NumberTokenizer
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -15,15 +16,6 @@ from areal_sc.engines.servers.places import Places
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import EngineFailed, PeerLost
-
-
-class Numbers:
-    """As much of a tokenizer as stop strings need: token 12 is `12,`."""
-
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return "".join(f"{token}," for token in token_ids)
 
 
 class Server:
@@ -62,7 +54,7 @@ class Asked:
 
     def __init__(self, server: Server, max_new_tokens: int, *stops: str) -> None:
         self.server = server
-        tokenizer: Any = Numbers()
+        tokenizer: Any = NumberTokenizer()
         self.request = CompletionRequest(
             prompt=[7],
             sampling=GenerationConfig(),

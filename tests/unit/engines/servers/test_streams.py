@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from unit.engines.servers.test_pieces import Numbers
+from builders import NumberTokenizer
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -73,7 +73,7 @@ class Asked:
 
     def __init__(self, server: Any, max_new_tokens: int, *stops: str) -> None:
         self.server = server
-        tokenizer: Any = Numbers()
+        tokenizer: Any = NumberTokenizer()
         self.told: list[int] = []
         self.request = CompletionRequest(
             prompt=[7],

@@ -14,6 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from waiting import wait_until
 
 from areal_sc.config.server_settings import ServersConfig
 from areal_sc.engines.servers.process import (
@@ -48,13 +49,6 @@ def start() -> Iterator[Callable[[str], int]]:
         process.wait()
 
 
-def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def ticks(pid: int) -> int:
     state = read_process(pid)
     assert state
@@ -81,7 +75,7 @@ def test_one_that_computes_is_busy_for_a_while(start: Callable[[str], int]) -> N
     pid = start(COMPUTE)
     activity = Activity(pid, [pid])
     activity.note_answer()
-    until(lambda: not activity.idle())
+    wait_until(lambda: not activity.idle())
     assert verdict(1.0, activity) is None
     assert verdict(6.0, activity) is None
     assert verdict(61.0, activity) == "hung"
@@ -111,16 +105,16 @@ def test_one_that_waits_for_a_compiler_is_not_hung(start: Callable[[str], int]) 
     assert verdict(6.0, activity) == "hung"
     os.kill(pid, signal.SIGUSR1)
     try:
-        until(lambda: len(session_members(pid)) == 2)
+        wait_until(lambda: len(session_members(pid)) == 2)
         settle(pid)
-        until(lambda: activity.is_building(0.5))
+        wait_until(lambda: activity.is_building(0.5))
         activity.note_answer()
         assert activity.idle() == [pid]
         assert verdict(61.0, activity) is None
         assert verdict(LIMITS.start_timeout_s, activity) == "hung"
     finally:
         kill_session(pid)
-    until(lambda: not activity.is_building(0.5))
+    wait_until(lambda: not activity.is_building(0.5))
 
 
 def test_one_idle_rank_among_busy_ones_is_hung(start: Callable[[str], int]) -> None:
@@ -129,7 +123,7 @@ def test_one_idle_rank_among_busy_ones_is_hung(start: Callable[[str], int]) -> N
     settle(idle)
     activity = Activity(busy, [busy, idle])
     activity.note_answer()
-    until(lambda: activity.idle() == [idle])
+    wait_until(lambda: activity.idle() == [idle])
     assert verdict(6.0, activity) == "hung"
 
 
@@ -138,7 +132,7 @@ def test_one_that_is_stopped_is_hung_even_in_an_update(start: Callable[[str], in
     activity = Activity(pid, [pid])
     activity.note_answer()
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: pid in activity.stopped())
+    wait_until(lambda: pid in activity.stopped())
     assert verdict(6.0, activity, is_updating=True) == "hung"
     assert verdict(1.0, activity) is None
 
@@ -147,7 +141,7 @@ def test_one_whose_process_ended_is_dead(start: Callable[[str], int]) -> None:
     pid = start(SLEEP)
     activity = Activity(pid, [pid])
     os.kill(pid, signal.SIGKILL)
-    until(lambda: read_process(pid) is None)  # also before it is reaped
+    wait_until(lambda: read_process(pid) is None)  # also before it is reaped
     assert verdict(0.0, activity) == "dead"
 
 
@@ -159,14 +153,14 @@ def test_a_server_elsewhere_is_judged_by_its_silence() -> None:
 
 def test_a_session_is_found_and_killed_whole(start: Callable[[str], int]) -> None:
     leader = start(f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{SLEEP}'])")
-    until(lambda: len(session_members(leader)) == 2)
+    wait_until(lambda: len(session_members(leader)) == 2)
     members = session_members(leader)
     commands = [Path(f"/proc/{pid}/cmdline") for pid in members]
     # between its fork and the program that it becomes the child has the leader's arguments
-    until(lambda: len({command.read_bytes() for command in commands}) == 2)
+    wait_until(lambda: len({command.read_bytes() for command in commands}) == 2)
     assert find_by_title(leader, "scheduler") == [leader]  # by its argument
     kill_session(leader)
-    until(lambda: not any(read_process(pid) for pid in members))
+    wait_until(lambda: not any(read_process(pid) for pid in members))
 
 
 class Server:
@@ -286,10 +280,10 @@ def test_only_what_the_own_processes_map_is_shared_by_them(start: Callable[[str]
     sessions = [start(program.format(name)) for name in names]
     try:
         for session, name in zip(sessions, names, strict=True):
-            until(lambda session=session: bool(mapped_files(session, LOADS)))
+            wait_until(lambda session=session: bool(mapped_files(session, LOADS)))
             assert mapped_files(session, LOADS) == {Path(name)}
         kill_session(sessions[0])
-        until(lambda: not session_members(sessions[0]))
+        wait_until(lambda: not session_members(sessions[0]))
         assert mapped_files(sessions[0], LOADS) == set()
     finally:
         for name in names:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from builders import engines_on, packed_rows
 from safetensors.torch import load_file
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
@@ -24,15 +25,8 @@ from areal_sc.engines.training.adapters.lora import LoraLinear, add_adapters, lo
 from areal_sc.errors import CheckpointError, ConfigError, ModelError
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_folder import read_model_shape
-from areal_sc.transport.packed_rows import PackedRows
 
-ROWS = PackedRows(
-    {
-        "input_ids": torch.arange(3, 12, dtype=torch.int32),
-        "loss_mask": torch.tensor([0, 1, 1, 1, 0, 1, 1, 1, 1], dtype=torch.bool),
-    },
-    (4, 5),
-)
+ROWS = packed_rows((4, 5))
 Build = Callable[..., FSDPEngine]
 
 
@@ -40,19 +34,9 @@ Build = Callable[..., FSDPEngine]
 def build(random_model: Callable[..., Any], tmp_path: Path) -> Iterator[Build]:
     """Engines on one model, with a large learning rate."""
     random_model(vocab_size=30).save_pretrained(tmp_path / "model")
-    engines = []
-
-    def build_engine(lora: LoraConfig, **settings: Any) -> FSDPEngine:
-        path, optimizer = str(tmp_path / "model"), OptimizerConfig(lr=1e-2)
-        config = ActorConfig(path=path, device="cpu", lora=lora, optimizer=optimizer, **settings)
-        engine = FSDPEngine(config)
-        engines.append(engine)
-        engine.initialize()
-        return engine
-
-    yield build_engine
-    for engine in engines:
-        engine.close()
+    optimizer = OptimizerConfig(lr=1e-2)
+    with engines_on(tmp_path / "model") as build_engine:
+        yield lambda lora, **settings: build_engine(lora=lora, optimizer=optimizer, **settings)
 
 
 def train(engine: FSDPEngine, num_steps: int = 3) -> None:

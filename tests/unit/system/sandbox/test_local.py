@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import until
 
 from areal_sc.config.sandbox_settings import Isolation, SandboxConfig
 from areal_sc.errors import ConfigError, SandboxError
@@ -43,10 +44,8 @@ def server_pid(sandbox: LocalSandbox) -> int:
 
 async def wait_for_descendants(pid: int, least: int, most: int = 99) -> list[int]:
     """The processes under this one, once they are so many."""
-    async with asyncio.timeout(60):
-        while not least <= len(found := descendants(pid)) <= most:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return found
+    await until(lambda: least <= len(descendants(pid)) <= most)
+    return descendants(pid)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
+from waiting import until
 
 from areal_sc.errors import ProtocolError, TransportError
 from areal_sc.transport.bulk.messages import HEAD
@@ -65,12 +66,6 @@ async def pair(sink: Sink) -> AsyncIterator[tuple[MessageStream, Sink]]:
         sender.close()
         receiver.close()
         listener.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - a sink has no event
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("place_bytes", [1000, 70_000, 1 << 30])

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import re
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 import zmq
+from waiting import until
 
 from areal_sc.errors import TransportError
 from areal_sc.transport.security.curve import CurveClient, CurveServer
@@ -86,13 +86,6 @@ async def answer(dealer: zmq.Socket[bytes], word: bytes) -> bytes:
     dealer.send(word)
     assert await asyncio.to_thread(dealer.poll, LIMIT_S * 1000), "no answer"
     return dealer.recv()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.01)
 
 
 def controller(keys: RunKeys) -> Callable[[zmq.Socket[bytes]], None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import Clock
 
 from areal_sc.errors import MetadataError, ProtocolError, ShardGone, TransportError
 from areal_sc.transport.shards.arena_map import LOOK_AGAIN_S, ArenaMap, MappedShard
@@ -21,14 +22,6 @@ from areal_sc.transport.shards.memory_folder import ArenaFolder
 from areal_sc.transport.shards.store import TensorStore
 
 PAGE = 4096
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @dataclass

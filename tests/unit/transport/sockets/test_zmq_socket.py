@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
+from waiting import until
 
 from areal_sc.errors import PeerLost
 from areal_sc.transport.sockets.zmq_socket import FRAME_BYTES, RECEIVES_PER_TURN, AsyncSocket, Frame
@@ -36,12 +37,6 @@ class Inbox:
     async def holds(self, count: int) -> list[list[bytes]]:
         await until(lambda: len(self.messages) >= count)
         return self.messages
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - nobody could set an event
-            await asyncio.sleep(0.001)
 
 
 async def pair(
