@@ -104,7 +104,7 @@ def make_plan(
     Returns: None: there are too few steps at the present point, or they tell too little.
     Raises: ConfigError: there have to be more devices.
     """
-    times = measured_times(steps, config.rollout)
+    times = measured_times(steps)
     if times is None:
         return None
     of_worker = make_generator(config.rollout).devices[1]

@@ -8,8 +8,6 @@ from itertools import pairwise, takewhile
 from statistics import fmean
 from typing import Final
 
-from areal_sc.config.schema import RolloutConfig
-from areal_sc.engines.handles import make_generator
 from areal_sc.records.metrics import StepMetrics
 
 MIN_STEPS: Final = 8
@@ -68,7 +66,7 @@ class MeasuredTimes:
     group_s: float
 
 
-def measured_times(steps: Sequence[StepMetrics], config: RolloutConfig) -> MeasuredTimes | None:
+def measured_times(steps: Sequence[StepMetrics]) -> MeasuredTimes | None:
     """Times at the operating point of the last step.
 
     Returns: None: its steps are too few, or workers have not counted what they did.
@@ -83,7 +81,7 @@ def measured_times(steps: Sequence[StepMetrics], config: RolloutConfig) -> Measu
     group_times = [step.group_time_s for step in newest if step.group_time_s is not None]
     if len(newest) < MIN_STEPS or not point.num_train_workers or not group_times:
         return None
-    busy, answer_s = busy_share(newest, config), [new_s for new_s, _ in _added(newest, "answer_s")]
+    busy, answer_s = busy_share(newest), [new_s for new_s, _ in _added(newest, "answer_s")]
     if not busy or not any(answer_s):
         return None
     return MeasuredTimes(
@@ -99,11 +97,10 @@ def measured_times(steps: Sequence[StepMetrics], config: RolloutConfig) -> Measu
     )
 
 
-def busy_share(steps: Sequence[StepMetrics], config: RolloutConfig) -> float | None:
+def busy_share(steps: Sequence[StepMetrics]) -> float | None:
     """Share of the time after the first step in which a server had answers; None: unknown."""
     added = _added(steps, "busy_s")
     servers_s = sum(step.step_time_s * step.num_rollout_workers for _, step in added)
-    servers_s *= make_generator(config).num_servers
     return min(1.0, sum(busy_s for busy_s, _ in added) / servers_s) if servers_s else None
 
 

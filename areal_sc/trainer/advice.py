@@ -71,7 +71,7 @@ class Adviser:
         steps = [*self._newest]
         spent_s = sum(step.step_time_s for step in steps[1:])
         wait_share = sum(step.wait_s for step in steps[1:]) / spent_s
-        known = busy_share(steps, self._config.rollout)
+        known = busy_share(steps)
         busy = 1.0 if known is None else known
         if wait_share > MAX_WAIT_SHARE:
             waits = f"the trainer waits for episodes {percent(wait_share)} of the time"

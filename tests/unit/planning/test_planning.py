@@ -65,7 +65,7 @@ def make_steps(make_step: MakeStep) -> MakeSteps:
 
 
 def times_of(steps: Sequence[StepMetrics]) -> MeasuredTimes:
-    times = measured_times(steps, config_of().rollout)
+    times = measured_times(steps)
     assert times is not None
     return times
 
@@ -118,16 +118,15 @@ def test_the_times_are_those_of_the_present_point(make_steps: MakeSteps) -> None
 
 
 def test_steps_that_tell_too_little(make_steps: MakeSteps) -> None:
-    rollout = config_of().rollout
-    assert measured_times([], rollout) is None
-    assert measured_times(make_steps(range(1, MIN_STEPS)), rollout) is None
+    assert measured_times([]) is None
+    assert measured_times(make_steps(range(1, MIN_STEPS))) is None
     unknown = [replace(step, counters={}) for step in make_steps(range(1, 41))]
-    assert measured_times(unknown, rollout) is None
+    assert measured_times(unknown) is None
     of_no_group = make_steps(range(1, 41), group_time_s=None)
-    assert measured_times(of_no_group, rollout) is None
+    assert measured_times(of_no_group) is None
     # the point was changed just now: the one before is not the present one
     changed = make_steps(range(41, 44), max_staleness=2)
-    assert measured_times([*make_steps(range(1, 41)), *changed], rollout) is None
+    assert measured_times([*make_steps(range(1, 41)), *changed]) is None
 
 
 def test_counters_that_begin_anew_are_left_out(make_steps: MakeSteps) -> None:
