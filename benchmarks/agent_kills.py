@@ -122,7 +122,12 @@ def play(agents: str, folder: Path, memory: Path, arguments: Any) -> report.Metr
         "inside" if served else agents,
         *("--config", "configs/tool_use.yaml", f"run_dir={run_dir}"),
         *(f"total_steps={arguments.steps}", "task.warm_up_steps=100"),
-        *("rollout.num_workers=2", "rollout.train_batch_groups=8", "rollout.group_size=4", "evaluation.every_steps=0"),
+        *(
+            "rollout.num_workers=2",
+            "rollout.train_batch_groups=8",
+            "rollout.group_size=4",
+            "evaluation.every_steps=0",
+        ),
         *("rollout.rejection_window=1000000", "agents.idle_timeout_s=4"),
         *("scheduler.heartbeat_interval_s=0.5", "scheduler.hung_after_s=20"),
         *("checkpoint.every_steps=5", f"transport.shared_memory={memory}"),

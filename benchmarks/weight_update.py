@@ -70,9 +70,7 @@ def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
     return statistics.median(times)
 
 
-def update(
-    run: Controllers, method: WeightUpdateMethod, memory: torch.Tensor
-) -> report.Metrics:
+def update(run: Controllers, method: WeightUpdateMethod, memory: torch.Tensor) -> report.Metrics:
     """Publishes the next version, and waits until all servers use it; times are means over them.
 
     Args:

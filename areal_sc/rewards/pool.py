@@ -43,6 +43,7 @@ from areal_sc.rewards.on_loop import score_on_loop, took_too_long
 from areal_sc.rewards.process import pack
 from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, to_wire
+from areal_sc.system.deaths import Deaths
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.own_processes import OwnProcess, OwnProcesses
 from areal_sc.system.process import num_killed_for_memory
@@ -52,9 +53,9 @@ log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S: Final = 120.0
 """Bound of importing the user's module, which is no part of a call's time."""
 
-_MAX_ATTEMPTS: Final = 2
-_MAX_KILLS: Final = 5
-"""Most kills of a call from outside: a reward that sends itself such a signal must end, too."""
+_MAX_ENDS: Final = 1
+_MAX_KILLS: Final = 4
+"""Kills from outside that a call survives: a reward may send itself such a signal, and must end."""
 _SIGNALS_OF_OTHERS: Final = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
 )
@@ -66,7 +67,7 @@ class _RewardCall:
 
     Attributes:
         number: that its replies name.
-        num_ends, num_kills: processes that ended while it ran, by themselves or by others.
+        ends, kills: of processes while it ran, by themselves or by others.
     """
 
     number: int
@@ -76,8 +77,8 @@ class _RewardCall:
     request: bytes
     declaration: RewardDeclaration | None
     verdict: asyncio.Future[Any]
-    num_ends: int = 0
-    num_kills: int = 0
+    ends: Deaths = field(default_factory=lambda: Deaths(_MAX_ENDS))
+    kills: Deaths = field(default_factory=lambda: Deaths(_MAX_KILLS))
 
     @property
     def place(self) -> str:
@@ -339,15 +340,17 @@ class RewardPool:
         await self._own.bury(process)
         how, ended = process.child.how, process.child.ended
         is_killed = ended.done() and -ended.result() in _SIGNALS_OF_OTHERS and not lacked_memory
-        call.num_kills += is_killed
-        call.num_ends += not is_killed
-        if call.num_ends >= _MAX_ATTEMPTS or call.num_kills >= _MAX_KILLS:
+        pause_s = (call.kills if is_killed else call.ends).note()
+        num_ends = call.ends.number + call.kills.number
+        if pause_s is not None:
+            await asyncio.sleep(pause_s)
+        else:
             why = "; the kernel killed processes for lack of memory" if lacked_memory else ""
             if ended.done() and ended.result() >= 0:
                 why = ": the code ended it, as os._exit does"
             call.fail(
                 RewardError(
-                    f"reward {call.name}: its process ended {call.num_ends + call.num_kills} times "
+                    f"reward {call.name}: its process ended {num_ends} times "
                     f"while it ran ({how}{why}); see {self._own.log_path}",
                     kind=RejectionKind.reward_process_died,
                     place=call.place,
