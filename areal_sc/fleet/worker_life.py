@@ -52,11 +52,7 @@ from typing import Final
 from areal_sc.errors import WorkerError
 from areal_sc.fleet.events import UnitEvent, UnitLeft, UnitLost, UnitServes, UnitSilent, Wished
 from areal_sc.nodes.spec import WorkerOrder
-
-FIRST_PAUSE_S: Final = 0.5
-LONGEST_PAUSE_S: Final = 30.0
-_MAX_DOUBLINGS: Final = 32
-"""More than it takes to reach the longest pause; a float holds 2 to this power."""
+from areal_sc.system.deaths import Deaths
 
 
 class LifeState(StrEnum):
@@ -220,28 +216,6 @@ class EndRun:
 
 
 Output = StartUnit | EndStart | EndRun | UnitEvent
-
-
-@dataclass
-class Deaths:
-    """Deaths in a row, without anything useful in between.
-
-    Args:
-        max_in_row: the next one is the last. 0: the first one is.
-    """
-
-    max_in_row: int
-    number: int = 0
-
-    def note(self, *, is_final: bool = False) -> float | None:
-        """One more death; returns the pause before the next start, or None: there is none."""
-        self.number += 1
-        if is_final or self.number > self.max_in_row:
-            return None
-        if self.number == 1:
-            return 0.0
-        num_doublings = min(self.number - 2, _MAX_DOUBLINGS)
-        return float(min(FIRST_PAUSE_S * 2.0**num_doublings, LONGEST_PAUSE_S))
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ import asyncio
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -42,13 +42,14 @@ from areal_sc.rewards.functions import is_async, name_of, place_of_definition
 from areal_sc.rewards.on_loop import score_on_loop, took_too_long
 from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, to_wire
+from areal_sc.system.deaths import Deaths
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.own_processes import LOAD_TIMEOUT_S, OwnProcess, OwnProcesses
 from areal_sc.system.process import num_killed_for_memory
 
-_MAX_ATTEMPTS: Final = 2
-_MAX_KILLS: Final = 5
-"""Most kills of a call from outside: a reward that sends itself such a signal must end, too."""
+_MAX_ENDS: Final = 1
+_MAX_KILLS: Final = 4
+"""Kills from outside that a call survives: a reward may send itself such a signal, and must end."""
 _SIGNALS_OF_OTHERS: Final = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
 )
@@ -61,7 +62,7 @@ class _RewardCall:
     Attributes:
         kind, argument: as the process gets them.
         has_begun: it has a process, and is not given up when its asker is gone.
-        num_ends, num_kills: processes that ended while it ran, by themselves or by others.
+        ends, kills: of processes while it ran, by themselves or by others.
     """
 
     key: int
@@ -71,8 +72,8 @@ class _RewardCall:
     argument: Any
     declaration: RewardDeclaration | None
     has_begun: bool = False
-    num_ends: int = 0
-    num_kills: int = 0
+    ends: Deaths = field(default_factory=lambda: Deaths(_MAX_ENDS))
+    kills: Deaths = field(default_factory=lambda: Deaths(_MAX_KILLS))
 
     @property
     def place(self) -> str:
@@ -211,7 +212,7 @@ class RewardPool:
                 with suppress(ConnectionError):
                     return await self._attempt(own, process, call)
                 lacked_memory = num_killed_for_memory() > process.killed_before
-            self._mourn(process, call, lacked_memory)
+            await self._mourn(process, call, lacked_memory)
 
     async def _attempt(self, own: OwnProcesses, process: OwnProcess, call: _RewardCall) -> Any:
         """Runs a call. Raises: ConnectionError: the process has ended; else as `score`."""
@@ -283,7 +284,7 @@ class RewardPool:
             raise RewardError(f"reward {call.name}: {what}", **{"place": call.place, **details})
         return rest[0]
 
-    def _mourn(self, process: OwnProcess, call: _RewardCall, lacked_memory: bool) -> None:
+    async def _mourn(self, process: OwnProcess, call: _RewardCall, lacked_memory: bool) -> None:
         """A process has ended that the pool did not end; its second call is to blame.
 
         Args: lacked_memory: meanwhile the kernel has killed processes for lack of memory.
@@ -291,14 +292,16 @@ class RewardPool:
         """
         how, ended = process.child.how, process.child.ended
         is_killed = ended.done() and -ended.result() in _SIGNALS_OF_OTHERS and not lacked_memory
-        call.num_kills += is_killed
-        call.num_ends += not is_killed
-        if call.num_ends >= _MAX_ATTEMPTS or call.num_kills >= _MAX_KILLS:
+        pause_s = (call.kills if is_killed else call.ends).note()
+        num_ends = call.ends.number + call.kills.number
+        if pause_s is not None:
+            await asyncio.sleep(pause_s)
+        else:
             why = "; the kernel killed processes for lack of memory" if lacked_memory else ""
             if ended.done() and ended.result() >= 0:
                 why = ": the code ended it, as os._exit does"
             raise RewardError(
-                f"reward {call.name}: its process ended {call.num_ends + call.num_kills} times "
+                f"reward {call.name}: its process ended {num_ends} times "
                 f"while it ran ({how}{why}); see {self._log_path}",
                 kind=RejectionKind.reward_process_died,
                 place=call.place,

@@ -25,6 +25,7 @@ from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import agent_environment, start_beside, wait_or_kill
+from areal_sc.system.deaths import Deaths
 from areal_sc.system.process import exit_text, heard_from
 from areal_sc.transport.security.passes import Passes
 from areal_sc.transport.sockets.interface import Interface
@@ -62,8 +63,8 @@ class FilesBeside:
         self._address = ""
         self._one_starts = threading.Lock()
         self._news = threading.Event()  # of passes, or of the end of the process
-        self._is_closed = False
-        self._num_deaths = 0
+        self._closed = threading.Event()
+        self._deaths = Deaths(MAX_DEATHS)
 
     def address(self) -> str:
         """Where it serves; starts it, if it does not. Blocks.
@@ -71,7 +72,7 @@ class FilesBeside:
         Raises: WorkerStartError: it does not come up.
         """
         with self._one_starts:
-            if self._is_closed:
+            if self._closed.is_set():
                 raise WorkerStartError("no files are served: the scheduler is closed")
             if self._process is None:
                 self._start()
@@ -80,25 +81,26 @@ class FilesBeside:
     def close(self) -> None:
         """Nobody needs files any more."""
         with self._one_starts:
-            self._is_closed = True
+            self._closed.set()
             self._end()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Starts it again, if it dies."""
         process.wait()
         with self._one_starts:
-            if self._is_closed or self._process is not process:
+            if self._closed.is_set() or self._process is not process:
                 return
             logger.error(
                 "the process that serves files ended with %s", exit_text(process.returncode)
             )
             self._end()
-            self._num_deaths += 1
-            if self._num_deaths <= MAX_DEATHS:
-                try:
-                    self._start()
-                except WorkerStartError as error:
-                    logger.error("%s", error)
+            pause_s = self._deaths.note()
+        if pause_s is None or self._closed.wait(pause_s):
+            return
+        try:
+            self.address()
+        except WorkerStartError as error:
+            logger.error("%s", error)
 
     def _tell(self, process: subprocess.Popen[bytes], news: threading.Event) -> None:
         """Which passes are void: before it serves, and whenever there are more; until its end.

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from areal_sc.errors import NeverWorks, WorkerLost, WorkerStartError
 from areal_sc.log import tell_warning
+from areal_sc.system.deaths import Deaths
 from areal_sc.system.fork_server import Child, ForkServer
 from areal_sc.system.process import num_killed_for_memory
 from areal_sc.system.replies import ReplyReader
@@ -276,15 +277,16 @@ class OwnProcesses:
         Raises: NeverWorks: it cannot be as narrow as that says. WorkerError: several in a row
             did not start, the fork server is gone, or the pool was closed.
         """
-        num_failed = 0
+        deaths = Deaths(_MAX_STARTS - 1)
         while not self._is_closed:
             try:
                 return await self._start_one(spec)
             except WorkerStartError as error:
-                num_failed += 1
-                log.warning("%s_process_failed_starts=%d: %s", self._role, num_failed, error)
-                if num_failed == _MAX_STARTS and not self._is_closed:
+                pause_s = deaths.note()
+                log.warning("%s_process_failed_starts=%d: %s", self._role, deaths.number, error)
+                if pause_s is None and not self._is_closed:
                     raise
+                await asyncio.sleep(pause_s or 0.0)
         raise WorkerLost(f"the {self._role} pool was closed")
 
     async def stacks(self, process: OwnProcess) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from areal_sc.fleet.worker_life import Deaths, Life, LifeState
+from areal_sc.fleet.worker_life import Life, LifeState
+from areal_sc.system.deaths import Deaths
 
 
 def serving_life() -> Life:

@@ -37,6 +37,7 @@ from areal_sc.run.agents_file import AgentsFile
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import agent_environment
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.system.deaths import Deaths
 from areal_sc.system.durable import own_file
 from areal_sc.system.process import SAYS, exit_text
 from areal_sc.system.waiting import first_of
@@ -162,18 +163,21 @@ class RunAddress:
 
     async def _keep(self) -> None:
         """Tells the process where workers are, and starts it again if it dies."""
-        num_deaths, began_s = 0, time.monotonic()
+        deaths, began_s = Deaths(MAX_DEATHS), time.monotonic()
         while (process := self._process) is not None:
             await first_of(process.wait(), self._changed.wait())
             if process.returncode is not None:
-                now_s = time.monotonic()
-                num_deaths = num_deaths + 1 if now_s - began_s < LONG_LIFE_S else 1
-                began_s = now_s
                 how = exit_text(process.returncode)
                 logger.error("the process of the run's address ended with %s", how)
-                if num_deaths > MAX_DEATHS:
-                    raise WorkerStartError(f"the run's address was lost {num_deaths} times: {how}")
-                await self._start(self._bound)
+                if time.monotonic() - began_s >= LONG_LIFE_S:
+                    deaths.number = 0
+                if (pause_s := deaths.note()) is None:
+                    what = f"the run's address was lost {deaths.number} times: {how}"
+                    raise WorkerStartError(what)
+                await asyncio.sleep(pause_s)
+                began_s = time.monotonic()
+                if self._process is process:  # it was not closed meanwhile
+                    await self._start(self._bound)
                 continue
             self._changed.clear()
             await self._look()

@@ -17,6 +17,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -409,9 +410,7 @@ class ServerClient:
         if self._session.closed:
             raise PeerLost(f"{self.url} was given up")
         try:
-            async with self._session.request(
-                method, self.url + path, json=body, timeout=timeout
-            ) as response:
+            async with await self._ask(method, path, body, timeout) as response:
                 self._answers.add(response)
                 try:
                     yield response
@@ -426,6 +425,21 @@ class ServerClient:
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise PeerLost(f"no answer from {self.url}{path}: {reason}") from error
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        limits: aiohttp.ClientTimeout,
+    ) -> aiohttp.ClientResponse:
+        ask = partial(self._session.request, method, self.url + path, json=body, timeout=limits)
+        try:
+            return await ask()
+        except aiohttp.ClientOSError as error:
+            if not isinstance(error.__cause__, aiohttp.ClientConnectionResetError):
+                raise
+            return await ask()  # the server had closed an idle connection: it has got nothing
 
 
 def reason_of(answer: Any) -> str:

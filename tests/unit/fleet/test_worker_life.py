@@ -10,8 +10,6 @@ from areal_sc.config.schema import Device
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.fleet.events import UnitLeft, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.worker_life import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
     Built,
     Closed,
     Died,
@@ -38,6 +36,7 @@ from areal_sc.fleet.worker_life import (
     Wanted,
 )
 from areal_sc.nodes.spec import WorkerOrder
+from areal_sc.system.deaths import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 A = "rollout/0"
 B = "rollout/1"

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -111,6 +112,30 @@ async def test_a_connection_that_ends() -> None:
         async with serving(handler) as client:
             with pytest.raises(PeerLost):
                 await client.probe(timeout_s=60.0)
+
+
+async def test_an_idle_connection_that_the_server_has_closed_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing was sent on it, so that the request may be sent again, whatever it asks for."""
+    async with serving(answering(200, {"success": True})) as client:
+        whole, num_asked = client._session.request, 0
+
+        async def ask(*arguments: Any, **named: Any) -> Any:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked == 1:
+                closed = aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+                raise aiohttp.ClientOSError(None, "Can not write request body") from closed
+            if num_asked == 3:
+                raise aiohttp.ClientOSError(None, "no route")
+            return await whole(*arguments, **named)
+
+        monkeypatch.setattr(client._session, "request", ask)
+        await client.begin_update()
+        assert num_asked == 2
+        with pytest.raises(PeerLost, match="no route"):
+            await client.begin_update()
 
 
 async def test_a_client_that_was_closed() -> None:
