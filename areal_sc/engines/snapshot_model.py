@@ -67,7 +67,7 @@ def export_snapshot(
         index = msgspec.structs.replace(index, shapes=shapes)
         # an interrupt closes the files before it waits for the writer, which so comes to its end
         with opened_files(snapshot, ranks) as files:
-            check_same_model(files, index, wanted, type(causal_lm).__name__, None)
+            check_same_model(files, index, wanted, type(causal_lm).__name__)
 
             def values(name: str) -> torch.Tensor:
                 known = first[id(causal_lm.get_parameter(name))]  # tied ones are there once

@@ -27,7 +27,6 @@ from areal_sc.engines.training.snapshot_index import SnapshotIndex, StoredFile, 
 from areal_sc.engines.training.snapshots import (
     Placed,
     TrainedState,
-    check_same_model,
     copy_state,
     count_updates,
     opened_files,
@@ -124,22 +123,21 @@ class KeptStates:
                     name: torch.empty(its.box.sizes, dtype=its.dtype, device="meta")
                     for name, its in given.items()
                 }
+                buffer.mkdir(parents=True, exist_ok=True)
                 is_pinned = values.device.type == "cuda"
                 shared = SharedBuffer(path, wanted | random_state(), is_pinned=is_pinned)
                 self._buffers[path] = shared
             return self._buffers[path].tensors[tensor]
 
         try:
-            buffer.mkdir(parents=True, exist_ok=True)
             for earlier in buffer.glob(f"rank-{rank}-of-*.json"):
                 earlier.unlink()
             copy_state(state, given, room)
+            starts = {it: tensor.box.starts for it, tensor in given.items()}
+            stored = StoredFile(self._buffers[path].num_bytes, checksum=0, starts=starts)
+            optimizer = state.optimizer
             index = SnapshotIndex(
-                state.architecture,
-                state.optimizer.num_updates,
-                {name: tuple(tensor.shape) for name, tensor in placed.items()},
-                (_stored(self._buffers[path], given),),
-                state.optimizer.loss_scale,
+                state.architecture, optimizer.num_updates, {}, (stored,), optimizer.loss_scale
             )
             self._index_path(buffer, name).write_bytes(index.encode())
         except FAILURES as error:
@@ -156,7 +154,6 @@ class KeptStates:
         self._writer.wait()
         group, state = self._writer.group, self._state
         what = f"cannot read {name} in {folder}"
-        placed = state.tensors()
 
         def find() -> tuple[str, SnapshotIndex]:
             for number in ("0", "1"):
@@ -168,18 +165,11 @@ class KeptStates:
         found = group.together(what, find)
         number, own = found[group.rank]
         index = replace(own, files=tuple(it.files[0] for _, it in found))
-        near, buffer = group.neighbours, folder / number
-
-        def check() -> None:
-            needed = {name: tensor.box for name, tensor in placed.items()}
-            with opened_files(buffer, near) as files:
-                check_same_model(files, index, placed, state.architecture, needed)
 
         def read() -> None:
-            with opened_files(buffer, near) as files:
+            with opened_files(folder / number, group.neighbours) as files:
                 read_state(files, index, state, group.rank)
 
-        group.together(what, check)
         group.together(what, read)
         count_updates(state, index)
 
@@ -205,8 +195,3 @@ class KeptStates:
                 name for name, box in own.items() if all(one.get(name) != box for one in before)
             }
         return self._names_here
-
-
-def _stored(buffer: SharedBuffer, given: Mapping[str, Placed]) -> StoredFile:
-    starts = {name: tensor.box.starts for name, tensor in given.items()}
-    return StoredFile(buffer.num_bytes, checksum=0, starts=starts)

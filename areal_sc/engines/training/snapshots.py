@@ -319,21 +319,14 @@ def check_same_model(
     index: SnapshotIndex,
     placed: Mapping[str, Placed],
     architecture: str,
-    needed: Mapping[str, Box] | None = None,
 ) -> None:
     """Compares the files with the engine.
 
-    Args:
-        needed: boxes of tensors that have to be in them, maybe empty ones; None: whole tensors.
     Raises: ValueError: tensors differ.
     """
-    whole = {name: Box.whole(shape) for name, shape in index.shapes.items()}
-    boxes = {n: box for n, box in (whole if needed is None else needed).items() if box.numel}
-    stored = {n: _describe_stored(files, index, n, box) for n, box in boxes.items()}
+    stored = {name: _describe_stored(files, index, name) for name in index.shapes}
     own = {
-        name: f"{dtype_code(tensor.dtype)} {list(tensor.shape)}"
-        for name, tensor in placed.items()
-        if needed is None or name in boxes
+        name: f"{dtype_code(tensor.dtype)} {list(tensor.shape)}" for name, tensor in placed.items()
     }
     differences = [
         f"{name} is {stored.get(name, 'absent')} in the snapshot and "
@@ -350,10 +343,10 @@ def check_same_model(
         )
 
 
-def _describe_stored(files: Mapping[int, Any], index: SnapshotIndex, name: str, needed: Box) -> str:
+def _describe_stored(files: Mapping[int, Any], index: SnapshotIndex, name: str) -> str:
     """Dtype and shape of a tensor whose parts are in the ranks' files.
 
-    Raises: ValueError: the parts are not what is needed of it.
+    Raises: ValueError: the parts are not the whole tensor.
     """
     shape = index.shapes[name]
     whole, parts = Box.whole(shape), list(_stored_boxes(files, index, name))
@@ -361,18 +354,11 @@ def _describe_stored(files: Mapping[int, Any], index: SnapshotIndex, name: str, 
         len(box.starts) == len(box.sizes) == len(shape) and (not shape or box.common(whole) == box)
         for _, box in parts
     )
-    if not parts or not is_inside or (shape and _num_common(parts, needed) != needed.numel):
-        raise ValueError(
-            f"the parts of {name} are not {list(needed.sizes)} values of a tensor of {list(shape)}"
-        )
+    num_values = sum(box.numel for _, box in parts)  # no parts overlap
+    if not parts or not is_inside or (shape and num_values != whole.numel):
+        raise ValueError(f"the parts of {name} are not a tensor of {list(shape)}")
     dtypes = {file.get_slice(name).get_dtype() for file, _ in parts}
     return f"{' and '.join(sorted(dtypes))} {list(shape)}"
-
-
-def _num_common(parts: Iterable[tuple[Any, Box]], needed: Box) -> int:
-    """Values that parts of a tensor, none of which overlap, have of a box."""
-    common = (box.common(needed) for _, box in parts)
-    return sum(box.numel for box in common if box is not None)
 
 
 def random_state() -> State:
