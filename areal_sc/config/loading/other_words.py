@@ -145,6 +145,8 @@ the script gives prompts: load_prompts(...); `task` is for settings of its own, 
     dataset_name dataset_path prompt_data input_key label_key prompt_key max_samples
     shuffle_dataset filter_overlong_prompts system_prompt prompt_template
 the optimizer is AdamW = optim optimizer.type optimizer_type
+records.keep says which answers are kept; `python -m areal_sc samples RUN_DIR --groups N` shows
+    the best and the worst of N prompts a step = samples. rollout.samples.
 the script gives the chat template its arguments: SingleTurnWorkflow(...,
     chat_template_arguments={...}), not a setting = enable_thinking apply_chat_template
     chat_template chat_template_kwargs
