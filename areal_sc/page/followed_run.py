@@ -274,7 +274,8 @@ class FollowedRun:
 
     @property
     def model_folders(self) -> list[Path]:
-        """Where the run's model may be: as given, seen from the run folder, and as it was saved."""
+        """Where the tokenizer may be: in the run folder, and with the run's model, which may be as
+        given, seen from the run folder, and as it was saved."""
         settings = self._settings()[0]
         path, run_dir = settings.get("actor.path", ""), settings.get("run_dir", "")
         model = None
@@ -285,7 +286,7 @@ class FollowedRun:
             # from where the script was started, which is not known here, both are seen
             beside = self.folder.path / os.path.relpath(path, run_dir)
             folders.insert(0, Path(os.path.normpath(beside)))
-        return folders
+        return [self.folder.path, *folders]
 
     def _dtype(self) -> Dtype:
         name = self._settings()[0].get("actor.dtype", "")

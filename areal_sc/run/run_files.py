@@ -8,6 +8,7 @@ summary.json     written last: the run is finished
 status.json      what the run does now, for `python -m areal_sc status`
 metrics.jsonl    one line a training step
 records/         rows with all their tokens, and what each process did when: see `record_files`
+tokenizer.json   of the model that generates: with it the tokens of the records become text
 histories/       where each trained model is: see `controller.model_place`
 ledger/          the journal of every group's life: what was trained, when, and only once
 learning_curve.png, model/
@@ -58,6 +59,7 @@ class RunFiles:
         self.begun_path = self.path / "begun.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.records = self.path / "records"
+        self.tokenizer_path = self.path / "tokenizer.json"
         self.summary_path = self.path / "summary.json"
         self.tracker_id_path = self.path / "tracker_id"
         self.learning_curve_path = self.path / "learning_curve.png"

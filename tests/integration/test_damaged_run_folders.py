@@ -40,7 +40,7 @@ from areal_sc.trainer.run import Run
 NEWEST = 4
 SECOND = "step-000003"
 UNREAD = (
-    *("agents", "keys.json", "logs", "model", "sources", "status.json"),
+    *("agents", "keys.json", "logs", "model", "tokenizer.json", "sources", "status.json"),
     *("histories", "records", "tensorboard"),
 )
 """Written anew, appended to, for people to read, or for who takes ranks over; their damages are

@@ -148,6 +148,8 @@ the script gives prompts: load_prompts(...); `task` is for settings of its own, 
 rows stay until their step is complete: a step is repeated from its own snapshot alone
     (checkpoint.memory_snapshots) = keep_rows_steps
 the optimizer is AdamW = optim optimizer.type optimizer_type
+records.keep says which answers are kept; `python -m areal_sc samples RUN_DIR --groups N` shows
+    the best and the worst of N prompts a step = samples. rollout.samples.
 the script gives the chat template its arguments: SingleTurnWorkflow(...,
     chat_template_arguments={...}), not a setting = enable_thinking apply_chat_template
     chat_template chat_template_kwargs

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -47,6 +48,7 @@ from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import RunFolderError, WorkerError
 from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.hub import cached_model
 from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.run.run_folder import RunFolder
@@ -55,6 +57,8 @@ from areal_sc.run.run_status import RoleStatus
 from areal_sc.run.wishes import RunWishes
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
+from areal_sc.system.durable import write_atomic
+from areal_sc.system.os_errors import os_errors_as
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
 
@@ -148,9 +152,11 @@ class RolloutController(WeightsReader):
     async def start_async(self) -> None:
         """Starts the workers and builds the engine in each.
 
-        Raises: WorkerStartError, ModelError: with the worker's own words.
+        Raises: WorkerStartError, ModelError: with the worker's own words. RunFolderError: the
+            tokenizer cannot be written to the run folder.
         """
         common_of(self.scheduler).needs.add(self._needs)
+        await self._runtime.disk.run(partial(_keep_tokenizer, self._folder, self.config))
         if self._adopts:
             self._workers.is_tracked.clear()
         first, spares = await self._scaling.first_orders(adopts=self._adopts)
@@ -419,3 +425,18 @@ class RolloutController(WeightsReader):
     state = blocking(state_async)
     go_back = blocking(go_back_async)
     account = blocking(account_async)
+
+
+def _keep_tokenizer(folder: RunFolder, config: RolloutConfig) -> None:
+    """Copies the model's tokenizer to the run folder, where who reads the records finds it. Blocks.
+
+    Raises: RunFolderError: it cannot be written.
+    """
+    try:
+        model = cached_model(config.path, config.revision)
+        content = None if model is None else (model / folder.tokenizer_path.name).read_bytes()
+    except (OSError, ValueError):  # the workers say what is wrong with the model, if anything is
+        return
+    if content is not None:
+        with os_errors_as(RunFolderError, f"cannot write {folder.tokenizer_path}"):
+            write_atomic(folder.tokenizer_path, content)

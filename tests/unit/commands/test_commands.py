@@ -222,8 +222,7 @@ def run_dir(tmp_path: Path) -> Path:
     """Two steps; in the last one, three groups, of which the last two have equal rewards."""
     with RunFolder(tmp_path / "run") as folder:
         folder.open(config_text="seed: 1\n")
-    (folder.path / "model").mkdir()
-    tokenizer().save(str(folder.path / "model" / "tokenizer.json"))
+    tokenizer().save(str(folder.tokenizer_path))
     recorder = recorder_of(folder.path)
     texts = [[("one", 0.5)], [("mean", 0.5), ("bad", 0.0), ("good", 1.0)], [("left", 0.5)]]
     for number, answers in enumerate([*texts, [("same", 1.0)] * 2, [("late", 1.0)]]):
@@ -310,9 +309,9 @@ def test_samples_that_are_not_there_are_an_error(run_dir: Path, capsys: Told) ->
     assert "no samples of step 7, only of steps from 1 to 2" in capsys.readouterr().err
     assert call("samples", run_dir / "nowhere") == 2
     assert "nowhere; expected that of a run" in capsys.readouterr().err
-    (run_dir / "model" / "tokenizer.json").unlink()
+    (run_dir / "tokenizer.json").unlink()
     assert call("samples", run_dir) == 2
-    assert f"no tokenizer.json in {run_dir}/model" in capsys.readouterr().err
+    assert f"no tokenizer.json in {run_dir}, {run_dir}/model" in capsys.readouterr().err
     shutil.rmtree(run_dir / "records")
     assert call("samples", run_dir) == 2
     assert "has not begun its first training step" in capsys.readouterr().err

@@ -208,10 +208,10 @@ async def test_the_tokenizer_is_found_from_the_run_folder(
     folder.config_path.write_text("run_dir: runs/run\nactor:\n  path: runs/warm\n")
     run = FollowedRun(folder.path, "run", tmp_path / "cache")
     assert run.recorded_rows(recorded_query({}), 0, 1)["has_texts"]
-    folders = [str(tmp_path / "warm"), str(folder.path / "model")]
+    folders = [str(folder.path), str(tmp_path / "warm"), str(folder.path / "model")]
     assert run.about()["model_folders"] == folders
     folder.config_path.write_text("actor:\n  path: runs/no--name-of-the-hub\n")
-    assert run.about()["model_folders"] == [str(folder.path / "model")]
+    assert run.about()["model_folders"] == [str(folder.path), str(folder.path / "model")]
 
 
 async def test_answers_are_what_the_files_say(session: ClientSession, folder: RunFolder) -> None:

@@ -28,7 +28,7 @@ from areal_sc.records.blocks import RecordBlock, block, read_blocks, read_body
 from areal_sc.records.reading import rows, spans, trace_events, trained_rows
 from areal_sc.records.record_files import Series, record_files
 from areal_sc.records.recorded_calls import RecordedCall, RecordedMessage
-from areal_sc.records.recorded_rows import RecordedRejection, unpack_group
+from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection, unpack_group
 from areal_sc.records.spans import LOST
 
 
@@ -172,23 +172,25 @@ def test_with_none_best_and_worst_of_some_groups_are_written_and_nothing_else(
         (0, 3, 0.0),
         (4, 0, 0.5),
     ]
-    (file,) = (tmp_path / "records").iterdir()
-    with file.open("rb") as opened:
-        blocks = [*read_blocks(opened.fileno(), 0, file.stat().st_size)]
-    groups = [unpack_group(it.head) for it in blocks if isinstance(it, RecordBlock)]
-    assert [it.mean_reward for it in groups] == [0.55, 0.5]
-    assert advantages_by({})(groups[0]) == [None, None]
+    for file, mean in zip(record_files(tmp_path / "records"), (0.55, 0.5), strict=True):
+        group = only_group(file.path)
+        assert group.mean_reward == mean
+        assert set(advantages_by({})(group)) == {None}
 
 
 def test_what_an_episode_wrote_is_recorded(tmp_path: Path) -> None:
     recorder = recorder_of(tmp_path)
     recorder.add_group(played(1, [replace(trajectory(1), output="x" * 5000)]))
     recorder.close()
-    (file,) = (tmp_path / "records").iterdir()
-    with file.open("rb") as opened:
-        (found,) = read_blocks(opened.fileno(), 0, file.stat().st_size)
+    (file,) = record_files(tmp_path / "records")
+    assert "[... 3000 characters ...]" in only_group(file.path).rows[0].output
+
+
+def only_group(path: Path) -> RecordedGroup:
+    with path.open("rb") as opened:
+        (found,) = read_blocks(opened.fileno(), 0, path.stat().st_size)
     assert isinstance(found, RecordBlock)
-    assert "[... 3000 characters ...]" in unpack_group(found.head).rows[0].output
+    return unpack_group(found.head)
 
 
 def test_the_oldest_unremarkable_rows_go_first(tmp_path: Path) -> None:

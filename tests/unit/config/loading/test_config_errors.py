@@ -35,6 +35,10 @@ WriteYaml = Callable[..., Path]
             "did you mean rollout.max_staleness?",
         ),
         (
+            "samples.show=true",
+            "override samples.show=true: unknown setting samples.show; records.keep says which",
+        ),
+        (
             "rolout.num_workers=2",
             "override rolout.num_workers=2: unknown setting rolout.num_workers; "
             "did you mean rollout.num_workers?",
