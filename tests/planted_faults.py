@@ -142,12 +142,12 @@ def generated_positions(of: Callable[[torch.Tensor, int], torch.Tensor]) -> Call
 
 def seen_entries(of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
     """Args: of: of the distances [..., L] to entries of the cache, and which of them are seen."""
-    original = attention._is_seen
+    original = attention.is_seen
 
     def is_seen(entries: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
         return of(positions[..., None] - entries, original(entries, positions, window))
 
-    return lambda: patch.object(attention, "_is_seen", is_seen)
+    return lambda: patch.object(attention, "is_seen", is_seen)
 
 
 @contextmanager

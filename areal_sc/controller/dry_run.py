@@ -33,7 +33,8 @@ from areal_sc.rejection import Rejection
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.running import CodeRunner
 from areal_sc.sizing.machine import resolved_device, this_machine
-from areal_sc.sizing.model_folder import ModelShape, read_model_shape
+from areal_sc.sizing.model_context import known_shape
+from areal_sc.sizing.model_folder import ModelShape
 from areal_sc.sizing.worker_plan import RunPlan
 from areal_sc.sources.prompts import Prompts
 from areal_sc.system.fork_server import ForkServer
@@ -92,8 +93,8 @@ def look_at_model(
 
 
 def _tell_memory(role: str, handle: TrainHandle) -> None:
-    folder = cached_model(handle.config.path, handle.config.revision)
-    shape, machine = read_model_shape(folder) if folder else None, this_machine()
+    shape = known_shape(handle.config.path, handle.config.revision)
+    machine = this_machine()
     kind, _ = handle.devices
     is_cpu = resolved_device(kind, machine.num_cuda_devices, "actor.device") == Device.cpu
     plans = [

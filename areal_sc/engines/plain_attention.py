@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,14 +31,51 @@ class AttentionRule:
         return self.softcap is None and self.sinks is None
 
 
+def is_seen(entries: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[..., L] bool: which `entries` [L] a token at each of `positions` [...] attends to."""
+    last = positions[..., None]
+    is_before = entries <= last
+    return is_before if window is None else is_before & (entries > last - window)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: AttentionRule,
+    mask: Callable[[], torch.Tensor],
+    *,
+    is_at_start: bool = True,
+) -> torch.Tensor:
+    """[B, H, Q, D_value] causal attention by the kernel where that knows the rule, else by scores.
+
+    Args:
+        query, key, value: as `attend_by_scores`.
+        mask: gives its `is_seen`; not asked where the kernel knows that by itself.
+        is_at_start: query n sees the entries until its own, which is entry n.
+    """
+    if not rule.is_plain:
+        return attend_by_scores(query, key, value, mask(), rule)
+    length = key.shape[2]
+    is_masked = not is_at_start or (rule.window is not None and length > rule.window)
+    return attend_by_kernel(
+        query,
+        key,
+        value,
+        scale=rule.scale,
+        mask=mask() if is_masked else None,
+        is_causal=length > 1 and not is_masked,
+    )
+
+
 def attend_by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    is_seen: torch.Tensor | None,
-    is_causal: bool,
     scale: float,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
 ) -> torch.Tensor:
     """[B, H, Q, D_value] by a kernel that does not store scores.
 
@@ -45,18 +83,21 @@ def attend_by_kernel(
     nor masks. Torch would compute the scores of whole rows then, [B, H, Q, L] in each layer, and
     keep them; with one key head a query head it has another kernel.
 
-    Args: as `attend_by_scores`; is_seen: None: all, or with `is_causal` those before.
+    Args:
+        query, key, value: as `attend_by_scores`.
+        mask: its `is_seen`, or what is added to the scores; None: each query sees all entries, or
+            with `is_causal` those before.
     """
     has_few_heads = query.shape[1] != key.shape[1]
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    if has_few_heads and query.device.type != "cpu" and not (is_half and is_seen is None):
+    if has_few_heads and query.device.type != "cpu" and not (is_half and mask is None):
         key, value = with_all_heads(key, query), with_all_heads(value, query)
         has_few_heads = False
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=is_seen,
+        attn_mask=mask,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=has_few_heads,

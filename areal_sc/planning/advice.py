@@ -11,9 +11,9 @@ Steps are trained beside the generation of later batches, so a step takes as lon
 the two. The last term is the bound's. A group begins when the step that is b before its own begins,
 at the earliest, and is trained when it has ended: b + 1 steps take as long as both together.
 
-So answers are taken to last as long however many of them a server runs, which is nearly so while
-reading the weights takes most of its time. All three are multiplied by what makes the present point
-as it was measured.
+So all that the ranks do is taken to be divided among them, and answers to last as long however many
+of them a server runs, which is nearly so while reading the weights takes most of its time. All
+three are multiplied by what makes the present point as it was measured.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ from areal_sc.config.schema import GRPOConfig, WeightUpdateMethod
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.config.transport_settings import AUTO, MIN_ROOM_BYTES
 from areal_sc.errors import ConfigError
-from areal_sc.preflight.plan import plan_ranks, shape_of
+from areal_sc.preflight.plan import plan_ranks
 from areal_sc.run.run_folder import RunFolder
+from areal_sc.sizing.model_context import num_parameters
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, format_bytes
 from areal_sc.system.process import max_more_tasks, open_files_advice
 from areal_sc.transport.shards.memory_folder import (
@@ -162,9 +163,7 @@ class DiskPlan:
         num_snapshots = 0
         if every := checkpoint.every_steps:  # a new one is whole before the oldest one goes
             num_snapshots = min(checkpoint.keep + 1, -(-total // every))
-        shape = shape_of(config.actor)
-        num_parameters = (shape and shape.num_parameters) or 0
-        model_bytes = num_parameters * DTYPE_BYTES[config.actor.dtype]
+        model_bytes = num_parameters(config.actor) * DTYPE_BYTES[config.actor.dtype]
         num_models = -(-total // (checkpoint.export_every_steps or total))  # the final one, too
         num_models += _KEPT_MODELS if checkpoint.keep_best else 0
         parts = {

@@ -15,11 +15,11 @@ from areal_sc.config.schema import ActorConfig, GRPOConfig
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
-from areal_sc.hub import cached_model
 from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE, NodeFacts, WorkerOrder
 from areal_sc.schedulers.base import Node, placed
 from areal_sc.sizing.machine import Machine, this_machine
-from areal_sc.sizing.model_folder import ModelShape, read_model_shape
+from areal_sc.sizing.model_context import known_shape
+from areal_sc.sizing.model_folder import ModelShape
 from areal_sc.sizing.worker_plan import HOST, RunPlan, WorkerPlan, format_bytes
 
 _LESS: Final = {
@@ -81,7 +81,7 @@ def plan_ranks(model: ActorConfig) -> list[WorkerPlan]:
 
     Raises: ModelError: the model folder exists and cannot be read.
     """
-    handle, shape = make_actor(model), shape_of(model) or ModelShape()
+    handle, shape = make_actor(model), known_shape(model.path, model.revision) or ModelShape()
     ranks = range(handle.num_workers)
     return [it for rank in ranks for it in handle.plan_worker(rank, shape, ["cpu"], Machine())]
 
@@ -98,7 +98,7 @@ def unchecked_plans(
         ModelError: the model folder exists and cannot be read.
     """
     models = {TRAIN_ROLE: config.actor, **further_models(config)}
-    shapes = {role: shape_of(model) for role, model in models.items()}
+    shapes = {role: known_shape(it.path, it.revision) for role, it in models.items()}
     placed_on = [Node(_facts_of(node), Path(), purpose=node.purpose) for node in nodes]
 
     def workers_of(
@@ -158,15 +158,6 @@ def _bytes_of_copies(config: GRPOConfig, trainers: Sequence[Sequence[WorkerPlan]
         return [0] * len(trainers)
     on_nodes = [sum(worker.store_bytes for worker in workers) for workers in trainers]
     return [0 if on_node == sum(on_nodes) else sum(on_nodes) for on_node in on_nodes]
-
-
-def shape_of(model: ActorConfig) -> ModelShape | None:
-    """The sizes of a model; None: it is not there yet.
-
-    Raises: ModelError: its folder exists and cannot be read.
-    """
-    folder = cached_model(model.path, model.revision)
-    return read_model_shape(folder) if folder else None
 
 
 def _check_fits(result: RunPlan, node: str, actor: TrainHandle, generator: GeneratorHandle) -> None:

@@ -10,9 +10,8 @@ from areal_sc.config.loading.presets import preset_warnings
 from areal_sc.config.ppo_settings import KLEstimator
 from areal_sc.config.schema import GRPOConfig, RolloutEngine
 from areal_sc.errors import ModelError
-from areal_sc.hub import cached_model, local_model
 from areal_sc.preflight.idle_settings import ScriptFacts, idle_settings
-from areal_sc.sizing.model_folder import read_model_shape
+from areal_sc.sizing.model_context import known_shape, num_parameters
 from areal_sc.sizing.worker_plan import format_bytes
 
 SMALL_MODEL_PARAMETERS = 1_000_000_000
@@ -90,24 +89,22 @@ def _step_warnings(config: GRPOConfig) -> Iterator[str]:
 
 def _engine_warnings(config: GRPOConfig) -> Iterator[str]:
     """A model that the embedded engine takes, and is not made for."""
-    rollout, shape = config.rollout, None
+    rollout, number = config.rollout, 0
     if rollout.engine == RolloutEngine.local:
-        with suppress(ModelError):  # it is not there yet
-            shape = read_model_shape(local_model(rollout.path, rollout.revision))
-    num_parameters = (shape and shape.num_parameters) or 0
-    if num_parameters > SMALL_MODEL_PARAMETERS:
+        with suppress(ModelError):  # it is being written
+            number = num_parameters(rollout)
+    if number > SMALL_MODEL_PARAMETERS:
         yield (
             f"rollout.engine=local is made for small models, and {rollout.path} has "
-            f"{num_parameters / 1e9:.1f} billion parameters: sglang or vllm generate far faster"
+            f"{number / 1e9:.1f} billion parameters: sglang or vllm generate far faster"
         )
 
 
 def _attention_warnings(config: GRPOConfig) -> Iterator[str]:
     """A model whose attention keeps the scores of whole rows."""
     actor, shape = config.actor, None
-    with suppress(ModelError):  # it is not there yet
-        folder = cached_model(actor.path, actor.revision)
-        shape = read_model_shape(folder) if folder else None
+    with suppress(ModelError):  # it is being written
+        shape = known_shape(actor.path, actor.revision)
     limits = config.rollout.max_context_tokens, actor.max_tokens_per_micro_batch
     row_tokens = min(filter(None, limits))
     num_bytes = shape.layer.score_bytes(row_tokens) if shape and shape.layer else 0

@@ -15,14 +15,14 @@ from typing import Final
 
 from areal_sc.config.fields import shared_settings, value_at
 from areal_sc.config.further_models import further_models
-from areal_sc.config.schema import ActorConfig, Device, GRPOConfig, RolloutEngine
+from areal_sc.config.schema import Device, GRPOConfig, RolloutEngine
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.config.transport_settings import AUTO, MIN_ROOM_BYTES
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES
 from areal_sc.preflight.checks import check_config
-from areal_sc.preflight.plan import plan_ranks, shape_of
+from areal_sc.preflight.plan import plan_ranks
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
-from areal_sc.sizing.model_context import take_context
+from areal_sc.sizing.model_context import known_shape, num_parameters, take_context
 from areal_sc.sizing.store_room import max_group_bytes
 from areal_sc.sizing.worker_plan import DTYPE_BYTES
 
@@ -48,7 +48,7 @@ def complete_config(
     """
     take_context(config, generates=generates)
     warnings = check_config(config, count_devices, generates=generates, may_have_more=True)
-    if shape_of(config.actor) is None:
+    if known_shape(config.actor.path, config.actor.revision) is None:
         return warnings
     transport = config.transport
     if generates and transport.shared_memory == AUTO and not transport.shared_memory_bytes:
@@ -77,17 +77,17 @@ def _slow_seconds(
 ) -> dict[str, float]:
     """Setting -> what slow hardware takes for the largest model, or for a batch of full rows."""
     actor, rollout = config.actor, config.rollout
-    num_parameters = max(map(_num_parameters, (actor, *further_models(config).values())))
+    largest = max(map(num_parameters, (actor, *further_models(config).values())))
 
     def pass_s(device: Device) -> float:
         """A forward pass of one token takes so long."""
         is_known = device != Device.auto or config.scheduler.type != SchedulerType.local
         kind = resolved_device(device, 1 if is_known else count_devices())
-        return 2 * num_parameters / _OPERATIONS_PER_S[kind]
+        return 2 * largest / _OPERATIONS_PER_S[kind]
 
     num_tokens = rollout.train_batch_groups * rollout.group_size * rollout.episode_tokens
-    of_weights = num_parameters * DTYPE_BYTES[actor.dtype] / _BYTES_PER_S
-    of_state = num_parameters * (1 + ADAM_STATES) * FLOAT32_BYTES / _BYTES_PER_S
+    of_weights = largest * DTYPE_BYTES[actor.dtype] / _BYTES_PER_S
+    of_state = largest * (1 + ADAM_STATES) * FLOAT32_BYTES / _BYTES_PER_S
     of_step = _PASSES * pass_s(actor.device) * num_tokens / actor.parallel.num_ranks
     limits = {
         "transport.call_timeout_s": of_weights + of_step,
@@ -102,11 +102,6 @@ def _slow_seconds(
     limits["rollout.group_timeout_s"] = 2 * config.agents.episode_timeout_s  # one may run again
     of_pulls = ("transport.pull_timeout_s", "weight_update.step_timeout_s")
     return limits | dict.fromkeys(of_pulls, of_weights)
-
-
-def _num_parameters(model: ActorConfig) -> int:
-    shape = shape_of(model)
-    return (shape and shape.num_parameters) or 0
 
 
 def _put(config: GRPOConfig, key: str, value: float) -> None:

@@ -1,18 +1,32 @@
-"""Lengths of rows that follow from the model, or from each other, unless they are set."""
+"""What is known of a model, and lengths of rows that follow from it, unless they are set."""
 
 from __future__ import annotations
 
 from areal_sc.config.further_models import FURTHER_MODELS
-from areal_sc.config.schema import ActorConfig, GRPOConfig
+from areal_sc.config.schema import ActorConfig, GRPOConfig, RolloutConfig
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model
-from areal_sc.sizing.model_folder import read_model_shape
+from areal_sc.sizing.model_folder import ModelShape, read_model_shape
+
+
+def known_shape(path: str, revision: str = "") -> ModelShape | None:
+    """The sizes of a model; None: it is not on this machine yet.
+
+    Raises: ModelError: its folder exists and cannot be read.
+    """
+    folder = cached_model(path, revision)
+    return read_model_shape(folder) if folder else None
+
+
+def num_parameters(model: ActorConfig | RolloutConfig) -> int:
+    """Parameters of a model; 0: they are not known. Raises: as `known_shape`."""
+    shape = known_shape(model.path, model.revision)
+    return (shape and shape.num_parameters) or 0
 
 
 def known_context(path: str, revision: str = "") -> int | None:
     """The longest sequence of a model; None: it is not on this machine, or does not say."""
-    folder = cached_model(path, revision)
-    shape = read_model_shape(folder) if folder else None
+    shape = known_shape(path, revision)
     return shape.max_context_tokens if shape else None
 
 

@@ -10,14 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from areal_sc.engines.local.slots import PrefillChunk, StepPlan
-from areal_sc.engines.plain_attention import AttentionRule, attend_by_kernel, attend_by_scores
+from areal_sc.engines.plain_attention import (
+    AttentionRule,
+    attend,
+    attend_by_kernel,
+    attend_by_scores,
+    is_seen,
+)
 from areal_sc.errors import ModelError
 
 ATTENTION_NAME = "areal_sc_slots"
@@ -131,7 +137,7 @@ class SlotAttention:
         self._num_attentions = 0
         self._write_tokens: torch.Tensor | None = None
         self._entries: dict[int, torch.Tensor] = {}  # by heads of keys
-        self._is_seen: dict[int | None, torch.Tensor] = {}  # by window
+        # by window: 0 at the entries that each row's last token attends to, else -inf, [N, 1, 1, L]
         self._bias: dict[int | None, torch.Tensor] = {}
         self._batches = [_ChunkBatch(chunks, positions.device) for chunks in _batches(plan.chunks)]
 
@@ -151,9 +157,11 @@ class SlotAttention:
         if num_heads not in self._entries:
             self._entries[num_heads] = self._written_entries(num_heads)
         if rule.window not in self._bias:
-            self._is_seen[rule.window] = is_seen = self._seen_by_last(rule.window)
-            bias = torch.zeros(is_seen.shape, dtype=query.dtype, device=is_seen.device)
-            self._bias[rule.window] = bias.masked_fill_(~is_seen, -torch.inf)
+            entries = torch.arange(self._length, device=query.device)
+            of_last = self._positions[-self._num_rows :]
+            seen = is_seen(entries, of_last, rule.window)[:, None, None]
+            bias = torch.zeros(seen.shape, dtype=query.dtype, device=seen.device)
+            self._bias[rule.window] = bias.masked_fill_(~seen, -torch.inf)
         self._store(keys, key, self._entries[num_heads])
         self._store(values, value, self._entries[num_heads])
         packed = query[0].transpose(0, 1)  # [T, H, D]
@@ -175,11 +183,6 @@ class SlotAttention:
         heads = rows[:, None] * num_heads + torch.arange(num_heads, device=device)
         return (heads * self._cache.capacity + positions[:, None]).flatten()
 
-    def _seen_by_last(self, window: int | None) -> torch.Tensor:
-        """[N, 1, 1, L] bool, which entries each row's last token attends to."""
-        entries = torch.arange(self._length, device=self._positions.device)
-        return _is_seen(entries, self._positions[-self._num_rows :], window)[:, None, None, :]
-
     def _store(self, table: torch.Tensor, new: torch.Tensor, entries: torch.Tensor) -> None:
         """Writes [1, H_kv, T, D] to the rows' entries."""
         packed = new[0].transpose(0, 1)
@@ -198,19 +201,14 @@ class SlotAttention:
         """One query a row: [N, H, D] -> [N, H, D_value]."""
         n, length = self._num_rows, self._length
         num_heads, num_kv_heads = query.shape[1], keys.shape[1]
-        if not rule.is_plain:
-            entries = (keys[:n, :, :length], values[:n, :, :length])
-            is_seen = self._is_seen[rule.window]
-            return attend_by_scores(query[:, :, None], *entries, is_seen, rule)[:, :, 0]
+        entries = (keys[:n, :, :length], values[:n, :, :length])
         bias = self._bias[rule.window]
+        if not rule.is_plain:
+            return attend_by_scores(query[:, :, None], *entries, bias == 0, rule)[:, :, 0]
         grouped = query.reshape(n, num_kv_heads, num_heads // num_kv_heads, -1)
         if query.dtype != torch.float32 or query.is_cuda:
             mask = bias.expand(n, 1, grouped.shape[2], length)
-            attended = F.scaled_dot_product_attention(
-                *(grouped, keys[:n, :, :length], values[:n, :, :length]),
-                attn_mask=mask,
-                scale=rule.scale,
-            )
+            attended = attend_by_kernel(grouped, *entries, mask=mask, scale=rule.scale)
             return attended.reshape(n, num_heads, -1)
         # for single queries on a CPU, batched products take 0.75 of the fused kernel's time
         flat_keys = keys[:n].flatten(0, 1)[:, :length]
@@ -253,17 +251,8 @@ class _ChunkBatch:
         """Fills the chunks' tokens in `output` [T, H, D_value]."""
         queries = query[self._queries].transpose(1, 2)
         entries = (keys[self._rows, :, : self._length], values[self._rows, :, : self._length])
-        if rule.is_plain:
-            is_causal = self._is_at_start and (rule.window is None or self._length <= rule.window)
-            attended = attend_by_kernel(
-                queries,
-                *entries,
-                is_seen=None if is_causal else self._mask(rule.window),
-                is_causal=is_causal,
-                scale=rule.scale,
-            )
-        else:
-            attended = attend_by_scores(queries, *entries, self._mask(rule.window), rule)
+        mask = partial(self._mask, rule.window)
+        attended = attend(queries, *entries, rule, mask, is_at_start=self._is_at_start)
         attended = attended.transpose(1, 2).flatten(0, 1)
         output.index_copy_(0, self._targets, attended[self._real])
 
@@ -271,15 +260,8 @@ class _ChunkBatch:
         """[S, 1, Q, L] bool, which entries each query attends to."""
         if window not in self._masks:
             entries = torch.arange(self._length, device=self._positions.device)
-            self._masks[window] = _is_seen(entries, self._positions, window)[:, None]
+            self._masks[window] = is_seen(entries, self._positions, window)[:, None]
         return self._masks[window]
-
-
-def _is_seen(entries: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    """[..., L] bool: which `entries` [L] a token at each of `positions` [...] attends to."""
-    distance = positions[..., None] - entries
-    is_before = distance >= 0
-    return is_before if window is None else is_before & (distance < window)
 
 
 def _batches(chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:

@@ -22,12 +22,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from areal_sc.engines.plain_attention import (
-    AttentionRule,
-    attend_by_kernel,
-    attend_by_scores,
-    with_all_heads,
-)
+from areal_sc.engines.plain_attention import AttentionRule, attend, is_seen, with_all_heads
 from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.sequence_parallel import SequencePart
@@ -276,16 +271,8 @@ def _causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
     """[B, H, L, D] within each batch entry."""
-    length = query.shape[2]
-    mask = None
-    if not rule.is_plain or (rule.window is not None and length > rule.window):
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        mask = mask if rule.window is None else mask.triu(1 - rule.window)
-    if not rule.is_plain:
-        assert mask is not None
-        return attend_by_scores(query, key, value, mask, rule)
-    is_causal = mask is None and length > 1
-    return attend_by_kernel(query, key, value, is_seen=mask, is_causal=is_causal, scale=rule.scale)
+    places = torch.arange(query.shape[2], device=query.device)
+    return attend(query, key, value, rule, lambda: is_seen(places, places, rule.window))
 
 
 @functools.cache

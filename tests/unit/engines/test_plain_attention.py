@@ -43,5 +43,5 @@ def test_a_gpu_never_stores_the_scores_of_whole_rows(
     query = torch.empty(1, HEADS, LENGTH, WIDTH, dtype=dtype, device=device)
     few = query[:, :KEY_HEADS]
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=device) if is_masked else None
-    attend_by_kernel(query, few, few, is_seen=mask, is_causal=not is_masked, scale=1.0)
+    attend_by_kernel(query, few, few, scale=1.0, mask=mask, is_causal=not is_masked)
     assert asked == [(KEY_HEADS if has_few_heads else HEADS, has_few_heads)]

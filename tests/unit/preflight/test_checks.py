@@ -512,7 +512,7 @@ def test_the_embedded_engine_says_that_it_is_for_small_models(
     engine: str, num_parameters: int, is_warned: bool, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = ModelShape(num_parameters=num_parameters)
-    monkeypatch.setattr("areal_sc.preflight.settings_warnings.read_model_shape", lambda path: shape)
+    monkeypatch.setattr("areal_sc.sizing.model_context.read_model_shape", lambda path: shape)
     warnings = check_config(load(f"rollout.engine={engine}"), lambda: 0)
     texts = [w for w in warnings if w.startswith("rollout.engine=local is made for small models")]
     assert len(texts) == is_warned
