@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import select
 import socket as tcp
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
 import zmq
+from waiting import until
 
 from areal_sc.errors import PeerLost, TransportError
 from areal_sc.transport.sockets import hub as hub_module
@@ -20,12 +20,11 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class Recorder:
-    """A peer that writes down what it hears, and how much it had heard when that ended."""
+    """A peer that writes down what it hears."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.life: list[str] = []
-        self.num_heard_until_end = 0
 
     def on_message(self, frames: list[Frame]) -> None:
         self.heard += [bytes(frame).decode() for frame in frames]
@@ -35,7 +34,6 @@ class Recorder:
 
     def on_interrupted(self) -> None:
         self.life.append("interrupted")
-        self.num_heard_until_end = len(self.heard)
 
     def on_lost(self, reason: str) -> None:
         self.life.append(reason)
@@ -49,12 +47,10 @@ class Server:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(address)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.received: list[str] = []
 
     def serve(self) -> None:
         while self.socket.poll(0):
             caller, text = self.socket.recv_multipart()
-            self.received.append(text.decode())
             self.socket.send_multipart([caller, text.upper()])
 
     def close(self) -> None:
@@ -76,12 +72,15 @@ async def hub_of(max_frames: int = 1) -> AsyncIterator[PeerHub]:
         await hub.close()
 
 
-async def until(condition: Callable[[], bool], *servers: Server) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            for server in servers:
-                server.serve()
-            await asyncio.sleep(0.001)
+async def served_until(condition: Callable[[], bool], *servers: Server) -> None:
+    """Meanwhile the servers answer."""
+
+    def look() -> bool:
+        for server in servers:
+            server.serve()
+        return condition()
+
+    await until(look)
 
 
 def connected(hub: PeerHub, address: str) -> tuple[Route, Recorder]:
@@ -95,7 +94,7 @@ async def test_each_peer_gets_its_own_messages(context: Context) -> None:
         peers = [connected(hub, server.address) for server in servers]
         for i, (route, _) in enumerate(peers):
             route.send(f"text {i}".encode())
-        await until(lambda: all(peer.heard and peer.life for _, peer in peers), *servers)
+        await served_until(lambda: all(peer.heard and peer.life for _, peer in peers), *servers)
         for i, (route, peer) in enumerate(peers):
             assert (peer.life, peer.heard) == (["connected"], [f"TEXT {i}"])
             assert route.is_lost is None
@@ -115,8 +114,8 @@ async def test_routes_to_one_address_live_and_end_by_themselves(context: Context
         again, heard_again = connected(hub, server.address)
         again.send(b"again")
         rest = [peers[i] for i in (0, 2, 4)]
-        await until(lambda: all(peer.heard for _, peer in rest), server)
-        await until(lambda: bool(heard_again.heard), server)
+        await served_until(lambda: all(peer.heard for _, peer in rest), server)
+        await served_until(lambda: bool(heard_again.heard), server)
         assert [peer.heard for _, peer in rest] == [["TEXT 0"], ["TEXT 2"], ["TEXT 4"]]
         assert heard_again.heard == ["AGAIN"]
         server.close()
@@ -124,49 +123,6 @@ async def test_routes_to_one_address_live_and_end_by_themselves(context: Context
         await until(lambda: all(peer.life == ended for _, peer in [*rest, (again, heard_again)]))
         assert peers[1][1].life == peers[3][1].life == ["connected"]
         assert peers[1][1].heard == peers[3][1].heard == []
-
-
-async def test_what_arrived_before_the_end_is_delivered_before_the_end_is_told(
-    context: Context,
-) -> None:
-    server = Server(context)
-    async with hub_of() as hub:
-        route, peer = connected(hub, server.address)
-        for i in range(200):
-            route.send(f"text {i}".encode())
-        requests: list[list[bytes]] = []
-        await until(lambda: peer.life == ["connected"])
-        while len(requests) < 200:
-            assert server.socket.poll(20_000)
-            requests.append(server.socket.recv_multipart())
-        # answered, and gone, while the hub's event loop has no turn
-        for caller, text in requests:
-            server.socket.send_multipart([caller, text.upper()])
-        server.socket.close(linger=1000)
-        assert select.select([hub._monitor._fd], [], [], 20)[0]
-        hub._monitor.receive_ready()  # what a loop may come to first
-        assert peer.life == ["connected", "interrupted"]
-        assert peer.heard == [f"TEXT {i}" for i in range(200)]
-        assert peer.num_heard_until_end == 200
-        assert route.is_lost is None
-
-
-async def test_a_server_that_comes_back_gets_nothing_of_what_was_queued(context: Context) -> None:
-    server = Server(context)
-    async with hub_of() as hub:
-        route, peer = connected(hub, server.address)
-        await until(lambda: bool(peer.life))
-        server.close()
-        await until(lambda: route.is_lost is not None)
-        back = Server(context, server.address)
-        await until(lambda: route.is_lost is None)
-        route.send(b"new")
-        await until(lambda: "NEW" in peer.heard, back)
-        assert back.received == ["new"]
-        assert peer.heard == ["NEW"]
-        assert peer.life[:2] == ["connected", "interrupted"]
-        assert peer.life[-1] == "connected"
-        back.close()
 
 
 async def test_messages_wait_for_a_server_that_comes_up_late(
@@ -180,18 +136,8 @@ async def test_messages_wait_for_a_server_that_comes_up_late(
         route, peer = connected(hub, address)
         route.send(b"early")
         server = Server(context, address)
-        await until(lambda: peer.life == ["connected"] and peer.heard == ["EARLY"], server)
+        await served_until(lambda: peer.life == ["connected"] and peer.heard == ["EARLY"], server)
         server.close()
-
-
-async def test_an_address_where_nobody_listens_is_lost_after_three_refusals() -> None:
-    with tcp.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        async with hub_of() as hub:
-            route, peer = connected(hub, f"tcp://127.0.0.1:{unused.getsockname()[1]}")
-            await until(lambda: bool(peer.life))
-            assert peer.life == ["it refused the connection 3 times"]
-            assert route.is_lost == "it refused the connection 3 times"
 
 
 async def test_what_accepts_and_does_not_speak_zmtp_is_lost() -> None:
@@ -236,22 +182,6 @@ async def test_of_too_many_frames_one_more_than_the_limit_is_handed_over(context
     server.close()
 
 
-async def test_what_waits_for_one_server_delays_no_other(context: Context) -> None:
-    slow, quick = Server(context), Server(context)
-    async with hub_of() as hub:
-        slow_route, slow_peer = connected(hub, slow.address)
-        quick_route, quick_peer = connected(hub, quick.address)
-        await until(lambda: bool(slow_peer.life and quick_peer.life))
-        for number in range(2000):  # more than the kernel takes, and ZMQ by default
-            slow_route.send(b"%d " % number + b"x" * (1 << 14))
-        quick_route.send(b"text")
-        await until(lambda: "TEXT" in quick_peer.heard, quick)
-        await until(lambda: len(slow.received) == 2000, slow)
-        assert [int(text.split(" ")[0]) for text in slow.received] == list(range(2000))
-    slow.close()
-    quick.close()
-
-
 async def test_a_closed_route_hears_and_sends_nothing_more(context: Context) -> None:
     server = Server(context)
     async with hub_of() as hub:
@@ -265,22 +195,10 @@ async def test_a_closed_route_hears_and_sends_nothing_more(context: Context) -> 
             route.send(b"more")
         other, heard = connected(hub, server.address)
         other.send(b"other")
-        await until(lambda: "OTHER" in heard.heard, server)
+        await served_until(lambda: "OTHER" in heard.heard, server)
         assert peer.heard == []
         assert "lost" not in str(peer.life)
         assert route.is_lost == "the connection was closed here"
-    server.close()
-
-
-async def test_routes_can_be_closed_at_any_moment_of_their_life(context: Context) -> None:
-    server = Server(context)
-    async with hub_of() as hub:
-        for i in range(300):
-            route, peer = connected(hub, server.address if i % 3 else "tcp://127.0.0.1:9")
-            if i % 3 == 1:
-                route.send(b"text")
-                await until(lambda peer=peer: "TEXT" in peer.heard, server)  # type: ignore[misc]
-            route.close()
     server.close()
 
 
