@@ -39,8 +39,6 @@ FREE = (
     "evaluation",
     "trackers",
     "tracker_project",
-    "samples",
-    "rollout.samples",
     "records",
     "checkpoint",
     "scheduler",
