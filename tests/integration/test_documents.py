@@ -1,4 +1,4 @@
-"""README.md, its neighbours and docs/*.md: each block of code and each command is run, here or by
+"""README.md, its neighbours and docs/: each block of code and each command is run, here or by
 another test."""
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ NOT_RUN_HERE = {
         "tests/integration/test_any_update.py"  # has the same calls
     ),
     "import asyncio": "tests/unit/rewards/test_weighted.py",
+    "def reward(prompt: dict[str, str], completion": "examples/minimal.py",  # has one like it
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "# my_agent.py": "needs openai; examples/agent.py says the same in HTTP",
     "# train_my_agent.py": "needs openai and a GPU; examples/agent.py has the same calls",
@@ -186,7 +187,7 @@ def tokens(document: str) -> list[Token]:
 
 
 def documents() -> list[str]:
-    pages = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/*.md"))]
+    pages = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/**/*.md"))]
     return [str(page.relative_to(REPOSITORY)) for page in pages]
 
 
@@ -463,7 +464,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_ten_files_have_the_functions_that_the_page_names() -> None:
-    page = (REPOSITORY / "docs/ten-files.md").read_text()
+    page = (REPOSITORY / "docs/maintainers/ten-files.md").read_text()
     named = re.findall(r"^\| (\d+) \| \[(\S+)\]\(\S+\) \| `([\w.]+)` \|", page, re.MULTILINE)
     assert [int(number) for number, _, _ in named] == list(range(1, 11))
     for _, file, function in named:
