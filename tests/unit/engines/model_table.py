@@ -18,12 +18,6 @@ from unit.engines.family_check import Verdict, check
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 HEADER = ("families", "rows", "logits", "trainer", "`local`", "refusal")
 _FIRST_LINE = f"| {' | '.join(HEADER)} |"
-_ADVICE = (
-    "; embedded generation caches keys and values of attention, full or in windows: use SGLang",
-    ", by which embedded generation gives a model its cache: use SGLang",
-    "; it attends in a way that embedded generation does not know: use SGLang",
-)
-"""What messages of `local` end with; the page says it once."""
 
 
 def check_family(family: str, folder: Path) -> Verdict:
@@ -31,12 +25,13 @@ def check_family(family: str, folder: Path) -> Verdict:
 
 
 def told(verdict: Verdict) -> str:
-    """The cells of the page for a family with this verdict, behind the family's name."""
+    """The cells of the page for a family with this verdict, behind the family's name.
+
+    Of the refusals it is the first one's cause; the page says once what to do.
+    """
     trained = (verdict.logprobs, verdict.update, verdict.export)
     trainer = trained[0] if len(set(trained)) == 1 else ", ".join(trained)
-    refusal = verdict.refusals
-    for advice in _ADVICE:
-        refusal = refusal.replace(advice, "")
+    refusal = re.split("; |, by which |, expected ", verdict.refusals)[0]
     refusal = re.sub(rf"{verdict.architecture}:? ", "", refusal)
     refusal = re.sub(r"differ by \S+ times", "differ by … times", refusal)  # as machines round
     cells = (verdict.rows, verdict.logits, trainer, verdict.generation, refusal)
