@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import fields, replace
+from fnmatch import fnmatch
 from functools import cache
 from importlib import import_module
 from itertools import compress
@@ -488,6 +489,17 @@ def test_files_that_a_page_names_are_in_the_repository_or_made_by_its_blocks() -
     paths = re.compile(rf"`((?:{'|'.join(folders)}|configs)/[\w./-]*)`")
     whole = [it for page in documents() for it in paths.findall((REPOSITORY / page).read_text())]
     assert [path for path in whole if not (REPOSITORY / path).exists()] == []
+
+
+def test_the_map_leads_from_each_folder_to_tests() -> None:
+    """Each folder of the package has a line, and each test of integration stands in one."""
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    told = set(re.findall(r"`(\w+)[`/]", page))
+    package = REPOSITORY / "areal_sc"
+    assert {path.parent.name for path in package.glob("*/__init__.py")} - told == set()
+    patterns = re.findall(r"`(?:tests/integration/)?(test_[\w*]+\.py)`", page)
+    tests = [path.name for path in (REPOSITORY / "tests/integration").glob("test_*.py")]
+    assert [name for name in tests if not any(fnmatch(name, it) for it in patterns)] == []
 
 
 def test_the_reference_of_all_public_names_is_built(tmp_path: Path) -> None:
