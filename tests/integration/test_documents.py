@@ -1,4 +1,4 @@
-"""README.md, its neighbours and docs/*.md: each block of code and each command is run, here or by
+"""README.md, its neighbours and docs/: each block of code and each command is run, here or by
 another test."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import fields, replace
+from fnmatch import fnmatch
 from functools import cache
 from importlib import import_module
 from itertools import compress
@@ -67,6 +68,7 @@ NOT_RUN_HERE = {
         "tests/integration/test_any_update.py"  # has the same calls
     ),
     "import asyncio": "tests/unit/rewards/test_weighted.py",
+    "def reward(prompt: dict[str, str], completion": "examples/minimal.py",  # has one like it
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "# my_agent.py": "needs openai; examples/agent.py says the same in HTTP",
     "# train_my_agent.py": "needs openai and a GPU; examples/agent.py has the same calls",
@@ -186,7 +188,7 @@ def tokens(document: str) -> list[Token]:
 
 
 def documents() -> list[str]:
-    pages = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/*.md"))]
+    pages = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/**/*.md"))]
     return [str(page.relative_to(REPOSITORY)) for page in pages]
 
 
@@ -463,7 +465,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_ten_files_have_the_functions_that_the_page_names() -> None:
-    page = (REPOSITORY / "docs/ten-files.md").read_text()
+    page = (REPOSITORY / "docs/maintainers/ten-files.md").read_text()
     named = re.findall(r"^\| (\d+) \| \[(\S+)\]\(\S+\) \| `([\w.]+)` \|", page, re.MULTILINE)
     assert [int(number) for number, _, _ in named] == list(range(1, 11))
     for _, file, function in named:
@@ -487,6 +489,17 @@ def test_files_that_a_page_names_are_in_the_repository_or_made_by_its_blocks() -
     paths = re.compile(rf"`((?:{'|'.join(folders)}|configs)/[\w./-]*)`")
     whole = [it for page in documents() for it in paths.findall((REPOSITORY / page).read_text())]
     assert [path for path in whole if not (REPOSITORY / path).exists()] == []
+
+
+def test_the_map_leads_from_each_folder_to_tests() -> None:
+    """Each folder of the package has a line, and each test of integration stands in one."""
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    told = set(re.findall(r"`(\w+)[`/]", page))
+    package = REPOSITORY / "areal_sc"
+    assert {path.parent.name for path in package.glob("*/__init__.py")} - told == set()
+    patterns = re.findall(r"`(?:tests/integration/)?(test_[\w*]+\.py)`", page)
+    tests = [path.name for path in (REPOSITORY / "tests/integration").glob("test_*.py")]
+    assert [name for name in tests if not any(fnmatch(name, it) for it in patterns)] == []
 
 
 def test_the_reference_of_all_public_names_is_built(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from unit.engines.families import FAMILIES
-from unit.engines.model_table import check_family, read_rows, table_row
+from unit.engines.model_table import check_family, read_cells, told
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_as_the_table_says(family: str, tmp_path: Path) -> None:
-    assert table_row(family, check_family(family, tmp_path)) == read_rows().get(family)
+    assert told(check_family(family, tmp_path)) == read_cells().get(family)
 
 
 def test_the_table_has_no_other_families() -> None:
-    assert read_rows().keys() == FAMILIES.keys()
+    assert read_cells().keys() == FAMILIES.keys()
