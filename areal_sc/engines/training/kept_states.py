@@ -78,8 +78,9 @@ class SharedBuffer:
         if not is_pinned:
             self._pinned_at = 0
             return
-        pinned = torch.cuda.cudart().cudaHostRegister(self._pinned_at, self.num_bytes, 0)
-        torch.cuda.check_error(int(pinned))
+        outcome = torch.cuda.cudart().cudaHostRegister(self._pinned_at, self.num_bytes, 0)
+        if int(outcome):
+            raise RuntimeError(f"its memory cannot be pinned: {outcome}")
 
     def close(self) -> None:
         """The memory goes once nothing else reads it."""
