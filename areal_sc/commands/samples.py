@@ -130,10 +130,21 @@ def _best_and_worst(group: Sequence[dict[str, Any]]) -> list[Sample]:
 
 
 def _sample(row: dict[str, Any], place: Place) -> Sample:
-    texts = {name: recorded_text(row[name]) for name in ("prompt", "answer", "output")}
-    names = ("step", "group", "reward", "group_reward", "metrics", "num_tokens")
-    names += ("first_version", "last_version", "staleness")
-    return Sample(place=place, **texts, **{name: row[name] for name in names})
+    return Sample(
+        step=row["step"],
+        group=row["group"],
+        place=place,
+        reward=row["reward"],
+        group_reward=row["group_reward"],
+        metrics=row["metrics"],
+        num_tokens=row["num_tokens"],
+        first_version=row["first_version"],
+        last_version=row["last_version"],
+        staleness=row["staleness"],
+        prompt=recorded_text(row["prompt"]),
+        answer=recorded_text(row["answer"]),
+        output=row["output"],
+    )
 
 
 def _why_none(run: FollowedRun, run_dir: Path, step: int | None) -> str:
