@@ -38,6 +38,8 @@ SOFT = {FaultKind.scale, FaultKind.wall_clock, FaultKind.slow_disk, FaultKind.sh
 MAX_VIRTUAL_S = 3000.0
 MAX_TURNS = 300_000
 WALL_CLOCK_S = 1.7e9
+FIRST_POLICY = (0, 0)
+"""Lineage and version of the weights of the model's folder."""
 
 
 class FaultRun(FaultyScript):
@@ -210,8 +212,10 @@ class FaultRun(FaultyScript):
             )
         for worker in self.cluster.lives:
             if isinstance(worker, SimulatedRolloutWorker):
-                policies = worker.policies
-                assert policies == sorted(policies), f"{worker.name} went back: {policies}"
+                # those of the model's folder are version 0 of each lineage
+                pairs = zip([FIRST_POLICY, *worker.policies], worker.policies, strict=False)
+                later = [new for old, new in pairs if (new, old[1]) != (FIRST_POLICY, 0)]
+                assert later == sorted(later), f"{worker.name} went back: {worker.policies}"
 
     def _has_lacked_signal(self, group_id: int) -> bool:
         """Whether the episodes of one of its attempts were all worth the same."""

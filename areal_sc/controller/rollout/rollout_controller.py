@@ -156,7 +156,6 @@ class RolloutController(WeightsReader):
             tokenizer cannot be written to the run folder.
         """
         common_of(self.scheduler).needs.add(self._needs)
-        await self._runtime.disk.run(partial(_keep_tokenizer, self._folder, self.config))
         if self._adopts:
             self._workers.is_tracked.clear()
         first, spares = await self._scaling.first_orders(adopts=self._adopts)
@@ -165,6 +164,7 @@ class RolloutController(WeightsReader):
         await self._workers.initialize()
         self._recovery.begin(self._workers.bring_up)
         self._scaling.begin(spares)
+        await self._runtime.disk.run(partial(_keep_tokenizer, self._folder, self.config))
         self._background.start(self._watch.run(), "progress")
 
     async def close_async(self) -> None:
