@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Final, NamedTuple
 
-from areal_sc.config.schema import ActorConfig, GRPOConfig
+from areal_sc.config.lora_settings import LoraConfig
+from areal_sc.config.ppo_settings import PPOConfig
+from areal_sc.config.schema import ActorConfig, GRPOConfig, ModelBesideConfig
 from areal_sc.errors import ConfigError
 
 
@@ -34,10 +36,17 @@ FURTHER_MODELS: Final = {
 """Sections, which are the roles of their models as well."""
 
 
+_OF_TRAINING: Final = (
+    *("algorithm", "ppo", "optimizer", "memory_every_steps", "keep_rows_steps"),
+    *("activation_checkpointing", "activation_offload"),
+)
+"""Fields of `ActorConfig` that nothing reads of a model which only computes."""
+
+
 def further_models(config: GRPOConfig) -> dict[str, ActorConfig]:
     """The settings of the models that a run has beside the policy, by their roles."""
-    sections: dict[str, Any] = {role: getattr(config, role) for role in FURTHER_MODELS}
-    return {role: as_actor(section) for role, section in sections.items() if section.path}
+    roles = (role for role in FURTHER_MODELS if getattr(config, role).path)
+    return {role: as_actor(getattr(config, role), config.actor) for role in roles}
 
 
 def further_model(config: GRPOConfig, role: str) -> ActorConfig:
@@ -53,6 +62,13 @@ def further_model(config: GRPOConfig, role: str) -> ActorConfig:
     return models[role]
 
 
-def as_actor(section: ActorConfig) -> ActorConfig:
-    """The same settings as those of an engine."""
-    return ActorConfig(**{each.name: getattr(section, each.name) for each in fields(ActorConfig)})
+def as_actor(section: ModelBesideConfig, actor: ActorConfig) -> ActorConfig:
+    """The settings of an engine: the section's own, and the actor's where it has none."""
+    own: dict[str, Any] = {it.name: getattr(section, it.name) for it in fields(section)}
+    for name, kind in (("ppo", PPOConfig), ("lora", LoraConfig)):
+        if name in own and not isinstance(own[name], kind):
+            own[name] = kind(**{it.name: getattr(own[name], it.name) for it in fields(own[name])})
+    own |= {"is_frozen": section.is_frozen, "head": section.head}
+    idle = _OF_TRAINING if section.is_frozen else ("algorithm",)
+    names = {it.name for it in fields(ActorConfig)}.difference(own, idle)
+    return ActorConfig(**{name: getattr(actor, name) for name in names}, **own)

@@ -31,7 +31,7 @@ from areal_sc.config.schema import (
     RolloutEngine,
     WeightUpdateMethod,
 )
-from areal_sc.config.sharing import differing_sections
+from areal_sc.config.sharing import check_shared
 from areal_sc.config.slurm_jobs import nodes_for
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
@@ -193,11 +193,7 @@ def _check_python_values(config: GRPOConfig) -> None:
     for key in ("run_dir", "total_steps", "actor.path", "rollout.path", "scheduler.run_dir"):
         if value_at(config, key) == MISSING:
             raise ConfigError(f"{key}: no value; set it in the YAML, or when GRPOConfig is made")
-    for key, origin in differing_sections(config):
-        raise ConfigError(
-            f"{key}: differs from {origin}, which it has to be; set {origin}, and leave {key} out "
-            "(after a change of it call areal_sc.config.sharing.join_sections)"
-        )
+    check_shared(config)
 
 
 def _check_names(config: GRPOConfig) -> None:
@@ -283,7 +279,6 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     """The rest of the requirements, in the form of `_batch_requirements`."""
     shared_memory, update = config.transport.shared_memory, config.weight_update
     yield "actor.head", config.actor.head == ModelHead.lm, "lm, since the policy generates"
-    yield "critic.head", config.critic.head == ModelHead.value, "value, which a critic gives"
     if config.reward_model.path:
         why = "all with reward_model.path (it scores the rows of a batch, after they are chosen)"
         yield "rollout.keep_groups", config.rollout.keep_groups == KeepGroups.all, why

@@ -7,11 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, NoReturn, TypeAlias, TypeVar, overload
 
 from areal_sc.config.loading.arguments import parse_arguments
-from areal_sc.config.loading.loader import compose_config, config_text
+from areal_sc.config.loading.loader import compose_config, config_text, given_settings
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.hub import local_model
@@ -110,7 +109,7 @@ def load_config(
                     f"override {argv[0]}: expected none beside a whole configuration; use "
                     "dataclasses.replace(config, ...), or give a mapping in its place"
                 )
-            schema, values = type(source), asdict(source)
+            schema, values = type(source), given_settings(source)
         case Mapping():
             values = source
         case str() | os.PathLike():

@@ -1,0 +1,47 @@
+"""Settings that an older areal_sc had, and what to do in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+LIKE_ACTOR: Final = ("reference", "critic", "teacher", "reward_model")
+"""Sections of models that take most of their settings from the actor's."""
+
+REMOVED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "rollout.field_bytes": "workflows say what their fields take: leave it out",
+        "evaluation.cut_is_wrong": "it is generation.cut_answers now: `judged` in place of false",
+        "actor.num_workers": "it is called actor.parallel.data now",
+        "scheduler.slurm.train.role_workers": "it follows from actor.parallel: leave it out",
+        "scheduler.slurm.heterogeneous": "nodes that differ are a job each now: leave it out",
+        **dict.fromkeys(
+            (
+                *("actor.is_frozen", "actor.head", "critic.is_frozen", "critic.head"),
+                *("reference.is_frozen", "teacher.is_frozen", "reward_model.is_frozen"),
+                *("reference.head", "teacher.head", "reward_model.head"),
+            ),
+            "it follows from what the model is for: leave it out",
+        ),
+    }
+)
+"""Setting -> what to do."""
+
+
+def moved_to(key: str, elsewhere: Mapping[str, str]) -> str:
+    """The only place of a setting that had a second one; "": `key` never was such a place.
+
+    Args: elsewhere: `shared_settings` without those that are apart.
+    """
+    for path, template in elsewhere.items():
+        if f"{key}.".startswith(f"{path}."):
+            target, _, text = template.removeprefix("${").partition("}")
+            return "" if text else target + key.removeprefix(path)
+    return ""
+
+
+def actors(key: str) -> str:
+    """The actor's setting of the name that one of another model has; "": it is of none."""
+    role, _, name = key.partition(".")
+    return f"actor.{name}" if role in LIKE_ACTOR and name else ""
