@@ -9,9 +9,14 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Final, NamedTuple
 
-from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.ppo_settings import PPOConfig
-from areal_sc.config.schema import ActorConfig, GRPOConfig, ModelBesideConfig
+from areal_sc.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    GRPOConfig,
+    ModelBesideConfig,
+    TeacherConfig,
+)
 from areal_sc.errors import ConfigError
 
 
@@ -65,10 +70,14 @@ def further_model(config: GRPOConfig, role: str) -> ActorConfig:
 def as_actor(section: ModelBesideConfig, actor: ActorConfig) -> ActorConfig:
     """The settings of an engine: the section's own, and the actor's where it has none."""
     own: dict[str, Any] = {it.name: getattr(section, it.name) for it in fields(section)}
-    for name, kind in (("ppo", PPOConfig), ("lora", LoraConfig)):
-        if name in own and not isinstance(own[name], kind):
-            own[name] = kind(**{it.name: getattr(own[name], it.name) for it in fields(own[name])})
+    if isinstance(section, CriticConfig):
+        ppo = section.ppo
+        own["ppo"] = PPOConfig(ppo.num_minibatches, ppo.loss, ppo.loss_settings)
+    elif isinstance(section, TeacherConfig):
+        own["lora"] = section.lora.whole()
     own |= {"is_frozen": section.is_frozen, "head": section.head}
+    # a folder without weights is drawn alike, whatever the model is for
+    own["random_init"] = actor.random_init and section.path == actor.path
     idle = _OF_TRAINING if section.is_frozen else ("algorithm",)
     names = {it.name for it in fields(ActorConfig)}.difference(own, idle)
     return ActorConfig(**{name: getattr(actor, name) for name in names}, **own)

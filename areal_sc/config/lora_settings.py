@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from areal_sc.config.fields import setting
 
 _NO_RANK = ("rank=0: all parameters are trained",)
-_NO_PATH = ("path=",)
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+"""The file of an adapter's folder that has its settings, by peft's names."""
+
+PEFTS_SIZE: Final = 8
+"""Rank and alpha of an adapter whose settings do not name them."""
 
 
 @dataclass
@@ -59,9 +67,21 @@ class LoraConfig:
 class FrozenAdapterConfig:
     """A low-rank adapter that a model which only computes has beside its parameters."""
 
-    rank: int = setting(0, "rank of the adapter in path", ge=0, idle=_NO_PATH)
-    alpha: float = setting(16.0, "alpha of the adapter in path", gt=0, idle=_NO_PATH)
-    targets: list[str] = setting(
-        list, "its linear layers, as actor.lora.targets; empty: all of decoder layers", idle=_NO_PATH
-    )
-    path: str = setting("", "adapter, a folder of peft's format; empty: none", idle=_NO_RANK)
+    path: str = setting("", "adapter, a folder of peft's format; empty: none")
+
+    def whole(self) -> LoraConfig:
+        """The settings of the adapter, which its folder has.
+
+        Where they cannot be read, those of any adapter: whoever reads its weights tells of it.
+        """
+        if not self.path:
+            return LoraConfig()
+        try:
+            stored = json.loads((Path(self.path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            rank, alpha = stored.get("r", PEFTS_SIZE), stored.get("lora_alpha", PEFTS_SIZE)
+            targets = stored.get("target_modules") or []
+            return LoraConfig(
+                rank, alpha, [] if isinstance(targets, str) else targets, path=self.path
+            )
+        except (OSError, ValueError, AttributeError):
+            return LoraConfig(PEFTS_SIZE, path=self.path)

@@ -1,9 +1,9 @@
 """Every setting of a run, as dataclasses.
 
 A setting's line gives its default, its meaning and its range; `--help` shows all three, and
-`checks.py` holds what goes together. A `shared` field takes the value of a setting elsewhere, so that
-each is set in one place; one that is `apart` does so unless it is given. In a section that is built
-by itself they have their second argument.
+`checks.py` holds what goes together. A `shared` field takes the value of a setting elsewhere, so
+that each is set in one place; one that is `apart` does so unless it is given. In a section that is
+built by itself they have their second argument.
 Scripts import every section from here, whichever module it stands in.
 """
 
@@ -157,7 +157,13 @@ _LOCAL = ("with a path of this machine",)
 
 @dataclass
 class ActorConfig(Section):
-    """The trained policy: model, parallelism, memory, optimizer."""
+    """The trained policy: model, parallelism, memory, optimizer.
+
+    Attributes:
+        is_frozen: it only computes, as a reference does: no optimizer.
+        logprob_chunk_tokens: tokens whose logits exist at one time; 0: 1024, more where a GPU has
+            room.
+    """
 
     path: str = setting(MISSING, "model folder, or its name on the Hugging Face hub")
     revision: str = setting("", "branch, tag or commit on the hub; empty: its newest", idle=_LOCAL)
@@ -195,12 +201,7 @@ class ActorConfig(Section):
         idle=("device=cpu", "dtype=float32"),
     )
     compile_layers: bool = setting(False, "torch.compile for each decoder layer, without attention")
-    logprob_chunk_tokens: int = setting(
-        0,
-        "tokens whose logits exist at one time; 0: 1024, more if a GPU has room",
-        ge=0,
-        idle=("head=value",),
-    )
+    logprob_chunk_tokens: int = in_code(0)
     num_threads: int = setting(
         0, "CPU threads a rank; 0: one, with a GPU its share of the cores", ge=0
     )
@@ -238,7 +239,6 @@ class ModelBesideConfig(Section):
     head: ClassVar[ModelHead] = ModelHead.lm
     path: str = setting("", "model folder, or its name on the hub; empty: there is none")
     revision: str = setting("", "branch, tag or commit on the hub; empty: its newest", idle=_LOCAL)
-    random_init: bool = setting(False, "draw weights from seed")
     engine: TrainEngineKind = apart("${actor.engine}", TrainEngineKind.fsdp)
     parallel: ParallelConfig = apart("${actor.parallel}", ParallelConfig)
     device: Device = apart("${actor.device}", Device.auto)
@@ -283,7 +283,11 @@ class RewardModelConfig(TeacherConfig):
 
 @dataclass
 class RolloutConfig(Section):
-    """Generation: engines, admission, staleness, limits."""
+    """Generation: engines, admission, staleness, limits.
+
+    Attributes:
+        max_prefill_tokens: prompt tokens that the local engine computes between two decode steps.
+    """
 
     engine: RolloutEngine = setting(RolloutEngine.local)
     path: str = shared("${actor.path}", MISSING, "model folder, or its name on the hub")
@@ -310,9 +314,7 @@ class RolloutConfig(Section):
         0, "tokens of prompt and completion; 0: what the model and a micro-batch take", ge=0
     )
     max_episode_tokens: int = setting(0, "tokens of an episode's rows; 0: max_context_tokens", ge=0)
-    max_prefill_tokens: int = setting(
-        8192, "prompt tokens computed between two decode steps", ge=1, idle=("engine!=local",)
-    )
+    max_prefill_tokens: int = in_code(8192)
     num_threads: int = setting(1, "CPU threads a worker", ge=1)
     seed: int = shared("${seed}", 0, "seed of sampling", ge=0)
     total_steps: int = shared("${total_steps}", 0, "training steps; 0: admit without end", ge=0)
@@ -378,7 +380,12 @@ class RolloutConfig(Section):
 
 @dataclass
 class SchedulerConfig(KnowsRunOnly):
-    """Where and how worker processes run."""
+    """Where and how worker processes run.
+
+    Attributes:
+        max_log_bytes: of each log, and of its earlier part.
+        shutdown_timeout_s: between asking a worker to end and killing it.
+    """
 
     type: str = setting(SchedulerType.local.value, "local, slurm, ray, or package.module:Class")
     settings: dict[str, Any] = setting(
@@ -410,8 +417,8 @@ class SchedulerConfig(KnowsRunOnly):
         gt=0,
         idle=("type=local",),
     )
-    max_log_bytes: int = setting(50 << 20, "of each log, and of its earlier part", ge=1 << 10)
-    shutdown_timeout_s: float = setting(10.0, "between asking a worker to end and killing it", gt=0)
+    max_log_bytes: int = in_code(50 << 20)
+    shutdown_timeout_s: float = in_code(10.0)
 
 
 @dataclass

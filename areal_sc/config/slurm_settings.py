@@ -35,8 +35,8 @@ class RoleNodes(Section):
     memory_per_worker: str = apart("${scheduler.slurm.memory_per_worker}", "", "of its nodes")
     time_limit: str = apart("${scheduler.slurm.time_limit}", "", "most time of the job")
     partition: str = apart("${scheduler.slurm.partition}", "", "partition of the nodes")
-    account: str = apart("${scheduler.slurm.account}", "", "who pays")
-    qos: str = apart("${scheduler.slurm.qos}", "", "quality of service")
+    account: str = shared("${scheduler.slurm.account}", "", "who pays")
+    qos: str = shared("${scheduler.slurm.qos}", "", "quality of service")
     constraint: str = apart("${scheduler.slurm.constraint}", "", "features that nodes need")
     extra_flags: list[str] = apart("${scheduler.slurm.extra_flags}", list, "flags of sbatch")
 
@@ -61,7 +61,7 @@ class TrainNodes(RoleNodes):
 class RolloutNodes(RoleNodes):
     """Nodes for generation alone; what is not given is as for the others."""
 
-    role_workers: int = shared("${rollout.num_workers}", 0, "rollout workers", ge=0)
+    role_workers: int = apart("${rollout.num_workers}", 0, "rollout workers", ge=0)
 
     @property
     def num_workers(self) -> int:

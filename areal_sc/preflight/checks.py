@@ -27,7 +27,6 @@ from areal_sc.config.schema import (
     KeepGroups,
     ModelHead,
     Resume,
-    RolloutConfig,
     RolloutEngine,
     WeightUpdateMethod,
 )
@@ -105,11 +104,9 @@ def check_config(
     ]
 
 
-def check_models(config: GRPOConfig, *, generates: bool = True) -> None:
+def check_models(config: GRPOConfig) -> None:
     """Checks that the models that the workers load are there; downloads those of the hub.
 
-    Args:
-        generates: as of `check_config`.
     Raises: ModelError: there is no such model, or a folder holds none that can be used.
         ConfigError: the trained one cannot be spread over its ranks.
     """
@@ -126,8 +123,6 @@ def check_models(config: GRPOConfig, *, generates: bool = True) -> None:
                 "reward_model.path: expected a model with a layer `score` of one output, as "
                 f"RewardModelTrainer writes, got {scorer.path}: every row would be scored 0"
             )
-    if generates:
-        _check_model(config.rollout)
 
 
 def fetch_models(config: GRPOConfig) -> bool:
@@ -155,7 +150,7 @@ def _check_mesh(actor: ActorConfig) -> None:
         make_actor(actor).check_model(folder)
 
 
-def _check_model(model: ActorConfig | RolloutConfig) -> None:
+def _check_model(model: ActorConfig) -> None:
     folder = local_model(model.path, model.revision)
     check_model_folder(folder, needs_weights=not model.random_init)
 
@@ -183,14 +178,12 @@ def _trained_models(config: GRPOConfig) -> dict[str, ActorConfig]:
 
 
 def _models(config: GRPOConfig) -> set[tuple[str, str]]:
-    rollout = config.rollout
-    trained = {(model.path, model.revision) for model in _trained_models(config).values()}
-    return trained | {(rollout.path, rollout.revision)}
+    return {(model.path, model.revision) for model in _trained_models(config).values()}
 
 
 def _check_python_values(config: GRPOConfig) -> None:
     """Checks settings that were built in Python for what the loader makes sure of."""
-    for key in ("run_dir", "total_steps", "actor.path", "rollout.path", "scheduler.run_dir"):
+    for key in ("run_dir", "total_steps", "actor.path"):
         if value_at(config, key) == MISSING:
             raise ConfigError(f"{key}: no value; set it in the YAML, or when GRPOConfig is made")
     check_shared(config)
@@ -198,7 +191,7 @@ def _check_python_values(config: GRPOConfig) -> None:
 
 def _check_names(config: GRPOConfig) -> None:
     """Names and lists, as far as this machine can tell; local workers are all that there are."""
-    for key in ("run_dir", "actor.path", "rollout.path", "transport.bind"):
+    for key in ("run_dir", "actor.path", "transport.bind"):
         if not value_at(config, key):
             raise ConfigError(f"{key}: expected a name, got an empty one")
     if config.overwrite and config.resume == Resume.must:

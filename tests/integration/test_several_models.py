@@ -23,7 +23,7 @@ SETTINGS = (
     f"total_steps={NUM_STEPS}",
     f"task.num_free_episodes={NUM_FREE_STEPS * ROWS_A_STEP}",
     *("actor.ppo.loss=reference_loss:to_reference", "actor.ppo.num_minibatches=1"),
-    *("actor.keep_rows_steps=1", "actor.memory_every_steps=1"),
+    *("checkpoint.keep_rows_steps=1", "checkpoint.memory_every_steps=1"),
 )
 
 

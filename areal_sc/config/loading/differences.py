@@ -7,7 +7,13 @@ from typing import Any
 
 import yaml
 
-from areal_sc.config.fields import is_section, known_keys, shared_settings
+from areal_sc.config.fields import (
+    IN_CODE,
+    is_section,
+    known_keys,
+    schema_fields,
+    shared_settings,
+)
 from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.loading.removed_settings import REMOVED, actors, moved_to
 from areal_sc.config.schema import GRPOConfig
@@ -75,6 +81,11 @@ with the settings of that time. Settings that they share count for each section 
 
 _KEYS = frozenset(known_keys(GRPOConfig, also_shared=True))
 _ELSEWHERE = shared_settings(GRPOConfig, may_differ=False)
+_IN_CODE = {
+    key: found.default
+    for key, found, _ in schema_fields(GRPOConfig, also_without=True)
+    if IN_CODE in found.metadata
+}
 
 _PRESENT_BY = {
     **dict.fromkeys(FURTHER_MODELS, "path"),
@@ -107,13 +118,13 @@ def config_differences(old_text: str, new_text: str) -> dict[str, str]:
 
 
 def removed_of(settings: Mapping[str, Any]) -> dict[str, bool]:
-    """Setting that there is no more -> whether it said the same as the one that it was taken from.
+    """Setting that there is no more -> whether it said what holds now, too.
 
     Args: settings: of a run that an older areal_sc began.
     """
     places = {key: moved_to(key, _ELSEWHERE) or actors(key) for key in settings}
     return {
-        key: settings[key] == settings.get(place, ABSENT)
+        key: settings[key] in (settings.get(place, ABSENT), _IN_CODE.get(key, ABSENT))
         for key, place in places.items()
         if key in REMOVED or (key not in _KEYS and place)
     }
@@ -154,9 +165,12 @@ def check_resumable(old_text: str, new_text: str, *, lives_with: str = "") -> li
         for key, change in differences.items()
         if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
     ]
-    removed = [key for key, is_same in removed_of(settings_of(old_text)).items() if not is_same]
+    old = settings_of(old_text)
+    removed = [f"{key}={old[key]}" for key, is_same in removed_of(old).items() if not is_same]
     if removed:
-        warnings.append(f"settings that there are no more, and that count no more: {', '.join(removed)}")
+        warnings.append(
+            f"settings that there are no more, and that count no more: {', '.join(removed)}"
+        )
     if not lives_with:
         return warnings
     unused = OF_ONE_SCHEDULER - {_parse(new_text).get("scheduler", {}).get("type")}

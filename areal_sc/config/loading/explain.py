@@ -48,6 +48,7 @@ _TYPE_NAMES: dict[Any, str] = {
     float | None: "a number, or null",
 }
 
+
 def unknown_key(
     where: str, key: str, keys: Mapping[str, Any], elsewhere: Mapping[str, str] = _NONE
 ) -> ConfigError:
@@ -68,7 +69,7 @@ def unknown_key(
     is_ours = any(known.rpartition(".")[2] == name for known in nearest)  # in another section
     if key in REMOVED:
         advice = REMOVED[key]
-    elif place in keys:
+    elif place in keys or is_free_form(place, keys):
         advice = f"its only place is {place}"
     elif (place := moved_to(of_actor, elsewhere) or of_actor) in keys:
         advice = f"such a model has none of its own, only {place}"

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from areal_sc.config.fields import (
+    IN_CODE,
     has_place,
     is_choice,
     is_free_form,
@@ -34,10 +35,11 @@ from areal_sc.config.fields import (
     known_keys,
     schema_fields,
     shared_settings,
+    value_at,
 )
 from areal_sc.config.loading import explain
 from areal_sc.config.loading.presets import ALGORITHM, preset_path
-from areal_sc.config.sharing import check_shared, take_shared
+from areal_sc.config.sharing import check_shared, join_sections, take_shared
 from areal_sc.errors import ConfigError
 
 T = TypeVar("T")
@@ -90,21 +92,23 @@ def typed(config: T) -> T:
 
     A path becomes a string, and the name of a choice becomes the choice.
 
-    Raises: ConfigError: a value is missing, or of a wrong type.
-    """
-    return compose_config(None, (), type(config), given_settings(config))
-
-
-def given_settings(config: Any) -> dict[str, Any]:
-    """Setting, by its whole name -> value, of settings that were built in Python.
-
-    Raises: ConfigError: a shared field differs from the setting that it is taken from.
+    Raises: ConfigError: a value is missing, of a wrong type, or not that of the setting that it is
+        taken from.
     """
     check_shared(config)
-    plain = asdict(config)
-    fields_of = schema_fields(type(config), also_shared=True)
-    keys = [path for path, _, annotation in fields_of if not is_section(annotation)]
-    return {key: reduce(getitem, key.split("."), plain) for key in keys}
+    schema: type[T] = type(config)
+    plain = asdict(config)  # type: ignore[call-overload]
+    found = schema_fields(schema, also_shared=True)
+    keys = [path for path, _, annotation in found if not is_section(annotation)]
+    whole = compose_config(
+        None, (), schema, {key: reduce(getitem, key.split("."), plain) for key in keys}
+    )
+    for path, each, _ in schema_fields(schema, also_without=True):
+        if IN_CODE in each.metadata:
+            section, _, name = path.rpartition(".")
+            setattr(value_at(whole, section), name, value_at(config, path))
+    join_sections(whole)
+    return whole
 
 
 def config_text(config: Any) -> str:

@@ -24,6 +24,46 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
             ),
             "it follows from what the model is for: leave it out",
         ),
+        **dict.fromkeys(
+            (f"{role}.random_init" for role in LIKE_ACTOR),
+            "it is actor.random_init where path is actor.path: leave it out",
+        ),
+        **dict.fromkeys(
+            (
+                f"{role}.lora.{name}"
+                for role in ("teacher", "reward_model")
+                for name in ("rank", "alpha", "targets")
+            ),
+            "the folder of the adapter says it: leave it out",
+        ),
+        **dict.fromkeys(
+            (
+                f"{role}.lora.{name}"
+                for role in ("teacher", "reward_model")
+                for name in ("dropout", "save_merged", "publish_merged")
+            ),
+            "such a model is never trained, nor written: leave it out",
+        ),
+        **dict.fromkeys(
+            (
+                *("transport.chunk_bytes", "transport.max_inflight_chunks"),
+                *("sglang.control_timeout_s", "sglang.stop_timeout_s", "sglang.probe_interval_s"),
+                *("vllm.control_timeout_s", "vllm.stop_timeout_s", "vllm.probe_interval_s"),
+                *("scheduler.max_log_bytes", "scheduler.shutdown_timeout_s"),
+                "rollout.max_prefill_tokens",
+            ),
+            "it is a constant now: leave it out",
+        ),
+        **dict.fromkeys(
+            ("sglang.hung_after_s", "vllm.hung_after_s"),
+            "it is a constant now; for servers that are silent while they compute there is "
+            "busy_limit_s",
+        ),
+        "transport.pull_timeout_s": "it follows from the size of the model: leave it out",
+        "transport.shared_memory_bytes": "it follows from weights and a batch: leave it out",
+        "actor.logprob_chunk_tokens": "it follows from the room of the device: leave it out; "
+        "actor.max_tokens_per_micro_batch bounds what a pass takes",
+        "scheduler.ray.namespace": "it is always areal_sc: leave it out",
     }
 )
 """Setting -> what to do."""
