@@ -19,7 +19,7 @@ class TransportConfig:
     """The wire between processes.
 
     Attributes:
-        shared_memory_bytes: what `auto` wants free; 0: 1 GiB. Weights and a batch of rows decide it.
+        shared_memory_bytes: what `auto` wants free; 0: 1 GiB. A run's weights and rows decide it.
         chunk_bytes: payload of one request, under one authentication tag.
         max_inflight_chunks: chunks requested from one owner and not yet received.
         pull_timeout_s: deadline of a pull; longer for a large model.

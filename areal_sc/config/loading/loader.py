@@ -220,7 +220,7 @@ def _start_of(
     all_keys = known_keys(schema, also_shared=True)
     config: DictConfig = OmegaConf.structured(schema)
     for key, template in shared_settings(schema).items():
-        section = all_keys.get(key)
+        section: Any = all_keys.get(key)
         if is_section(section):  # it is apart: each setting is given by itself
             origin = template.removesuffix("}")
             OmegaConf.update(config, key, OmegaConf.structured(section), merge=False)

@@ -130,8 +130,8 @@ def test_settings_that_there_are_no_more_are_named_unless_they_said_nothing(
     old = yaml.safe_dump(settings)
     said = check_resumable(old, new, lives_with=new)
     assert said[-1] == (
-        "settings that there are no more, and that count no more: rollout.seed=3, "
-        "rollout.max_prefill_tokens=9"
+        "settings that there are no more, and that count no more: rollout.max_prefill_tokens=9, "
+        "rollout.seed=3"
     )
 
 
