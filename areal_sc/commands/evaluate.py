@@ -143,13 +143,10 @@ def _config(arguments: argparse.Namespace, out: Path) -> GRPOConfig:
         "checkpoint.keep_best": "",
         "evaluation.stop_after": 0,
         **{f"{role}.path": "" for role in FURTHER_MODELS},
+        "actor.path": model,
+        "actor.revision": arguments.revision,
+        "actor.random_init": False,
     }
-    for section in ("actor", "rollout"):
-        values |= {
-            f"{section}.path": model,
-            f"{section}.revision": arguments.revision,
-            f"{section}.random_init": False,
-        }
     flags = ["--config", arguments.config] if arguments.config else []
     if not arguments.config:
         values["total_steps"] = 1  # which none of it goes by

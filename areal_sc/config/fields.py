@@ -9,16 +9,13 @@ settings; its meaning is the first line of its docstring, as a choice's is its e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING as NO_DEFAULT
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import reduce
-from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from areal_sc.errors import ConfigError
-
-T = TypeVar("T")
 
 MEANING = "meaning"
 RANGE = "range"
@@ -26,6 +23,7 @@ IDLE = "idle"
 TEMPLATE = "template"
 ALONE = "alone"
 MAY_DIFFER = "may differ"
+IN_CODE = "in code"
 
 MAX_BITS = 63
 """Most bits of an integer, its sign aside: workers get no larger ones, nor does torch take them."""
@@ -72,7 +70,7 @@ def setting(default: Any, meaning: str = "", *, idle: tuple[str, ...] = (), **bo
 
 
 def shared(template: str, alone: Any, meaning: str = "", **bounds: Any) -> Any:
-    """A `setting` of a section that is taken from another setting, unless it is given.
+    """A field that has the value of a setting elsewhere, and no place of its own in a run's YAML.
 
     Args:
         template: `${key}` of a run's settings, after which further text may stand.
@@ -82,55 +80,44 @@ def shared(template: str, alone: Any, meaning: str = "", **bounds: Any) -> Any:
     return field(default=template, metadata=metadata)
 
 
-def inherits(
-    origin: type[Any], key: str, *, without: tuple[str, ...] = ()
-) -> Callable[[type[T]], type[T]]:
-    """Makes a section one whose settings are taken from another section, unless they are given.
+def apart(template: str, alone: Any, meaning: str = "", **bounds: Any) -> Any:
+    """A `setting` that has the value of another one, unless it is given; arguments as `shared`."""
+    metadata = shared(template, alone, meaning, **bounds).metadata | {MAY_DIFFER: True}
+    return field(default=template, metadata=metadata)
 
-    Goes below `@dataclass`, on a subclass of `origin`. Settings of the class's own body stay, and
-    those that the other section itself takes from elsewhere.
 
-    Args:
-        key: where the other section is among a run's settings.
-        without: what nothing reads of such a section: constants there, and no settings.
-    """
-
-    def inherit(section: type[T]) -> type[T]:
-        own = section.__annotations__
-        for found in fields(origin):
-            alone = found.metadata.get(ALONE, found.default)
-            if alone is NO_DEFAULT:
-                alone = found.default_factory
-            if found.name in without:
-                own[found.name] = ClassVar[Any]
-                setattr(section, found.name, alone() if callable(alone) else alone)
-            if found.name in own or TEMPLATE in found.metadata:
-                continue
-            template = f"${{{key}.{found.name}}}"
-            metadata = {**found.metadata, TEMPLATE: template, ALONE: alone, MAY_DIFFER: True}
-            own[found.name] = found.type
-            setattr(section, found.name, field(default=template, metadata=metadata))
-        return section
-
-    return inherit
+def in_code(default: Any) -> Any:
+    """A field of a section that is no setting: whoever builds the section in Python gives it."""
+    return field(default=default, metadata={IN_CODE: True})
 
 
 def schema_fields(
-    schema: type[Any], prefix: str = "", *, also_shared: bool = False
+    schema: type[Any], prefix: str = "", *, also_shared: bool = False, also_without: bool = False
 ) -> Iterator[tuple[str, Field[Any], Any]]:
     """Every setting and section of a dataclass: dotted path, field, annotated type; parents first.
 
     Args:
-        also_shared: also the settings of a section that is taken from another one by `${...}`;
-            they have one place to be set, which is there.
+        also_shared: also the settings within a section that is `apart`.
+        also_without: also fields without a place in a run's YAML.
     """
     annotations = get_type_hints(schema)
     for found in fields(schema):
         path = prefix + found.name
         annotation = annotations[found.name]
+        if not (also_without or has_place(found)):
+            continue
         yield path, found, annotation
-        if is_section(annotation) and (also_shared or TEMPLATE not in found.metadata):
-            yield from schema_fields(annotation, f"{path}.", also_shared=also_shared)
+        is_within = TEMPLATE not in found.metadata or (also_shared and has_place(found))
+        if is_section(annotation) and is_within:
+            yield from schema_fields(
+                annotation, f"{path}.", also_shared=also_shared, also_without=also_without
+            )
+
+
+def has_place(found: Field[Any]) -> bool:
+    """Whether a run's YAML can have a field of a section."""
+    is_elsewhere = TEMPLATE in found.metadata and MAY_DIFFER not in found.metadata
+    return not is_elsewhere and IN_CODE not in found.metadata
 
 
 def known_keys(schema: type[Any], *, also_shared: bool = False) -> dict[str, Any]:
@@ -140,15 +127,15 @@ def known_keys(schema: type[Any], *, also_shared: bool = False) -> dict[str, Any
 
 
 def shared_settings(schema: type[Any], *, may_differ: bool = True) -> dict[str, str]:
-    """Dotted path of each shared setting -> where it is taken from, as `${key}`.
+    """Dotted path of each shared field -> where it is taken from, as `${key}`.
 
     Args:
-        may_differ: also those whose sections may differ from what they are taken from.
+        may_differ: also those that are `apart`.
     """
     return {
         path: found.metadata[TEMPLATE]
-        for path, found, _ in schema_fields(schema)
-        if TEMPLATE in found.metadata and (may_differ or not found.metadata.get(MAY_DIFFER))
+        for path, found, _ in schema_fields(schema, also_without=True)
+        if TEMPLATE in found.metadata and (may_differ or not has_place(found))
     }
 
 

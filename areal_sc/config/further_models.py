@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Final, NamedTuple
 
-from areal_sc.config.schema import ActorConfig, GRPOConfig
+from areal_sc.config.ppo_settings import PPOConfig
+from areal_sc.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    GRPOConfig,
+    ModelBesideConfig,
+    TeacherConfig,
+)
 from areal_sc.errors import ConfigError
 
 
@@ -34,10 +41,17 @@ FURTHER_MODELS: Final = {
 """Sections, which are the roles of their models as well."""
 
 
+_OF_TRAINING: Final = (
+    *("algorithm", "ppo", "optimizer", "memory_snapshots"),
+    *("activation_checkpointing", "activation_offload"),
+)
+"""Fields of `ActorConfig` that nothing reads of a model which only computes."""
+
+
 def further_models(config: GRPOConfig) -> dict[str, ActorConfig]:
     """The settings of the models that a run has beside the policy, by their roles."""
-    sections: dict[str, Any] = {role: getattr(config, role) for role in FURTHER_MODELS}
-    return {role: as_actor(section) for role, section in sections.items() if section.path}
+    roles = (role for role in FURTHER_MODELS if getattr(config, role).path)
+    return {role: as_actor(getattr(config, role), config.actor) for role in roles}
 
 
 def further_model(config: GRPOConfig, role: str) -> ActorConfig:
@@ -53,6 +67,17 @@ def further_model(config: GRPOConfig, role: str) -> ActorConfig:
     return models[role]
 
 
-def as_actor(section: ActorConfig) -> ActorConfig:
-    """The same settings as those of an engine."""
-    return ActorConfig(**{each.name: getattr(section, each.name) for each in fields(ActorConfig)})
+def as_actor(section: ModelBesideConfig, actor: ActorConfig) -> ActorConfig:
+    """The settings of an engine: the section's own, and the actor's where it has none."""
+    own: dict[str, Any] = {it.name: getattr(section, it.name) for it in fields(section)}
+    if isinstance(section, CriticConfig):
+        ppo = section.ppo
+        own["ppo"] = PPOConfig(ppo.num_minibatches, ppo.loss, ppo.loss_settings)
+    elif isinstance(section, TeacherConfig):
+        own["lora"] = section.lora.whole()
+    own |= {"is_frozen": section.is_frozen, "head": section.head}
+    # a folder without weights is drawn alike, whatever the model is for
+    own["random_init"] = actor.random_init and section.path == actor.path
+    idle = _OF_TRAINING if section.is_frozen else ("algorithm",)
+    names = {it.name for it in fields(ActorConfig)}.difference(own, idle)
+    return ActorConfig(**{name: getattr(actor, name) for name in names}, **own)

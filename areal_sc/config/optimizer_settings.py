@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_sc.config.fields import setting, shared
+from areal_sc.config.fields import apart, setting
 from areal_sc.config.sharing import Section
 
 
@@ -32,6 +32,6 @@ class OptimizerConfig(Section):
     min_lr_ratio: float = setting(
         0.0, "where the schedule ends, as a share of lr", ge=0, le=1, idle=("schedule=constant",)
     )
-    total_steps: int = shared(
+    total_steps: int = apart(
         "${total_steps}", 0, "training steps of the schedule", ge=1, idle=("schedule=constant",)
     )

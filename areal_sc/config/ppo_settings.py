@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from areal_sc.config.fields import setting, shared
+from areal_sc.config.fields import apart, setting
 from areal_sc.config.sharing import Section
 
 BASELINES: Final = ("group", "leave_one_out", "batch", "none")
@@ -260,7 +260,7 @@ class PPOConfig(Section):
         idle=_OF_LOSS,
     )
     aggregation: Aggregation = setting(Aggregation.token, idle=_OF_LOSS)
-    aggregation_tokens: int = shared(
+    aggregation_tokens: int = apart(
         "${generation.max_new_tokens}",
         128,
         "divisor of aggregation constant",
@@ -301,13 +301,14 @@ class PPOConfig(Section):
 
 
 @dataclass
-class CriticPPOConfig(PPOConfig):
+class CriticPPOConfig(Section):
     """What a critic learns by. A single update a step is too few to follow the policy."""
 
-    num_minibatches: int = shared(
+    num_minibatches: int = apart(
         "${actor.ppo.num_minibatches}", 4, "optimizer updates a training step", ge=1
     )
     loss: str = setting("value", "its name; your own by import path: package.module:function")
+    loss_settings: dict[str, Any] = setting(dict, "settings of the loss")
 
 
 def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:

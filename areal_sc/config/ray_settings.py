@@ -13,7 +13,6 @@ class RayConfig:
     """What the ray scheduler asks its cluster for."""
 
     address: str = setting("auto", "host:6379, ray://host:10001; auto: this machine's cluster")
-    namespace: str = setting("areal_sc", "of the actors that hold the nodes")
     nodes: int = setting(0, "Ray nodes, each gets one agent; 0: all that have the resources", ge=0)
     resources: dict[str, float] = setting(
         dict, "of each node: {GPU: 8, CPU: 64}; empty: all CPUs and GPUs that it has"

@@ -1,8 +1,9 @@
 """Every setting of a run, as dataclasses.
 
 A setting's line gives its default, its meaning and its range; `--help` shows all three, and
-`checks.py` holds what goes together. A `shared` setting takes the value of another one unless it is
-given, so that each is set once. In a section that is built by itself it has its second argument.
+`checks.py` holds what goes together. A `shared` field takes the value of a setting elsewhere, so
+that each is set in one place; one that is `apart` does so unless it is given. In a section that is
+built by itself they have their second argument.
 Scripts import every section from here, whichever module it stands in.
 """
 
@@ -16,7 +17,7 @@ from omegaconf import MISSING
 
 from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.config.checkpoint_settings import CheckpointConfig
-from areal_sc.config.fields import inherits, setting, shared
+from areal_sc.config.fields import apart, in_code, setting, shared
 from areal_sc.config.follow_settings import (
     EvaluationConfig,
     RecordsConfig,
@@ -24,7 +25,7 @@ from areal_sc.config.follow_settings import (
 )
 from areal_sc.config.length_settings import CutAnswers as CutAnswers
 from areal_sc.config.length_settings import SoftLengthConfig
-from areal_sc.config.lora_settings import LoraConfig
+from areal_sc.config.lora_settings import FrozenAdapterConfig, LoraConfig
 from areal_sc.config.optimizer_settings import LrSchedule as LrSchedule
 from areal_sc.config.optimizer_settings import OptimizerConfig as OptimizerConfig
 from areal_sc.config.parallel_settings import ParallelConfig, Placement, TrainEngineKind
@@ -155,16 +156,22 @@ _LOCAL = ("with a path of this machine",)
 
 @dataclass
 class ActorConfig(Section):
-    """The trained policy: model, parallelism, memory, optimizer."""
+    """The trained policy: model, parallelism, memory, optimizer.
+
+    Attributes:
+        is_frozen: it only computes, as a reference does: no optimizer.
+        logprob_chunk_tokens: tokens whose logits exist at one time; 0: 1024, more where a GPU has
+            room.
+    """
 
     path: str = setting(MISSING, "model folder, or its name on the Hugging Face hub")
     revision: str = setting("", "branch, tag or commit on the hub; empty: its newest", idle=_LOCAL)
     random_init: bool = setting(
         False, "draw weights from seed; the folder needs config.json and tokenizer only"
     )
-    is_frozen: bool = setting(False, "only computes, as a reference does: no optimizer")
+    is_frozen: bool = in_code(False)
     lora: LoraConfig = setting(LoraConfig)
-    head: ModelHead = setting(ModelHead.lm)
+    head: ModelHead = in_code(ModelHead.lm)
     engine: TrainEngineKind = setting(TrainEngineKind.fsdp)
     parallel: ParallelConfig = setting(ParallelConfig)
     device: Device = setting(Device.auto)
@@ -193,12 +200,7 @@ class ActorConfig(Section):
         idle=("device=cpu", "dtype=float32"),
     )
     compile_layers: bool = setting(False, "torch.compile for each decoder layer, without attention")
-    logprob_chunk_tokens: int = setting(
-        0,
-        "tokens whose logits exist at one time; 0: 1024, more if a GPU has room",
-        ge=0,
-        idle=("head=value",),
-    )
+    logprob_chunk_tokens: int = in_code(0)
     num_threads: int = setting(
         0, "CPU threads a rank; 0: one, with a GPU its share of the cores", ge=0
     )
@@ -221,55 +223,67 @@ class ActorConfig(Section):
 
 
 @dataclass
-@inherits(
-    ActorConfig,
-    "actor",
-    without=(
-        *("algorithm", "ppo", "optimizer", "memory_snapshots"),
-        *("activation_checkpointing", "activation_offload"),
-    ),
-)
-class FrozenModelConfig(ActorConfig):
-    """A model that only computes, beside the policy. What is not set is the actor's."""
+class ModelBesideConfig(Section):
+    """A model beside the policy. What it has no setting for is the actor's.
 
+    Attributes:
+        is_frozen: it only computes.
+        head: what it gives of each token.
+    """
+
+    is_frozen: ClassVar[bool] = True
+    head: ClassVar[ModelHead] = ModelHead.lm
     path: str = setting("", "model folder, or its name on the hub; empty: there is none")
     revision: str = setting("", "branch, tag or commit on the hub; empty: its newest", idle=_LOCAL)
-    random_init: bool = setting(False, "draw weights from seed")
-    is_frozen: ClassVar[bool] = True  # type: ignore[misc]  # no setting of such a section
-    head: ClassVar[ModelHead] = ModelHead.lm  # type: ignore[misc]
+    engine: TrainEngineKind = apart("${actor.engine}", TrainEngineKind.fsdp)
+    parallel: ParallelConfig = apart("${actor.parallel}", ParallelConfig)
+    device: Device = apart("${actor.device}", Device.auto)
+    dtype: Dtype = apart("${actor.dtype}", Dtype.float32, "type of parameters in computation")
+    max_tokens_per_micro_batch: int = apart(
+        "${actor.max_tokens_per_micro_batch}", 4096, "tokens of one forward pass", ge=1
+    )
+    cpu_offload: bool = apart(
+        "${actor.cpu_offload}", False, "parameters in host memory", idle=("device=cpu",)
+    )
 
 
 @dataclass
-@inherits(ActorConfig, "actor", without=("algorithm",))
-class CriticConfig(ActorConfig):
+class ReferenceConfig(ModelBesideConfig):
+    """A frozen model that the policy stays near to; an adapter in actor.lora.path is its too."""
+
+
+@dataclass
+class CriticConfig(ModelBesideConfig):
     """A model of values, trained beside the policy. What is not set is the actor's."""
 
-    path: str = setting("", "model folder, or its name on the hub; empty: there is none")
-    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest", idle=_LOCAL)
-    random_init: bool = setting(False, "draw weights from seed")
-    is_frozen: bool = setting(False, "it is trained")
-    head: ModelHead = setting(ModelHead.value)
+    is_frozen: ClassVar[bool] = False
+    head: ClassVar[ModelHead] = ModelHead.value
+    lora: LoraConfig = apart("${actor.lora}", LoraConfig)
+    optimizer: OptimizerConfig = apart("${actor.optimizer}", OptimizerConfig)
     ppo: CriticPPOConfig = setting(CriticPPOConfig)
 
 
 @dataclass
-class TeacherConfig(FrozenModelConfig):
+class TeacherConfig(ModelBesideConfig):
     """Another model than the policy, whose adapter it does not have; else a frozen one."""
 
-    lora: LoraConfig = setting(LoraConfig)
+    lora: FrozenAdapterConfig = setting(FrozenAdapterConfig)
 
 
 @dataclass
 class RewardModelConfig(TeacherConfig):
     """A model whose score of a row is added to its reward. What is not set is the actor's."""
 
-    head: ClassVar[ModelHead] = ModelHead.value  # type: ignore[misc]
-    logprob_chunk_tokens: ClassVar[int] = 0  # type: ignore[misc]
+    head: ClassVar[ModelHead] = ModelHead.value
 
 
 @dataclass
 class RolloutConfig(Section):
-    """Generation: engines, admission, staleness, limits."""
+    """Generation: engines, admission, staleness, limits.
+
+    Attributes:
+        max_prefill_tokens: prompt tokens that the local engine computes between two decode steps.
+    """
 
     engine: RolloutEngine = setting(RolloutEngine.local)
     path: str = shared("${actor.path}", MISSING, "model folder, or its name on the hub")
@@ -285,7 +299,7 @@ class RolloutConfig(Section):
         Device.auto, idle=("engine=sglang and sglang.urls!=", "engine=vllm and vllm.urls!=")
     )
     placement: Placement = shared("${placement}", Placement.auto)
-    dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
+    dtype: Dtype = apart("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
     float32_output_layer: bool = setting(
         False,
         "with a 16-bit dtype: logits are not rounded to it, as trainers do not either",
@@ -296,9 +310,7 @@ class RolloutConfig(Section):
         0, "tokens of prompt and completion; 0: what the model and a micro-batch take", ge=0
     )
     max_episode_tokens: int = setting(0, "tokens of an episode's rows; 0: max_context_tokens", ge=0)
-    max_prefill_tokens: int = setting(
-        8192, "prompt tokens computed between two decode steps", ge=1, idle=("engine!=local",)
-    )
+    max_prefill_tokens: int = in_code(8192)
     num_threads: int = setting(1, "CPU threads a worker", ge=1)
     seed: int = shared("${seed}", 0, "seed of sampling", ge=0)
     total_steps: int = shared("${total_steps}", 0, "training steps; 0: admit without end", ge=0)
@@ -363,7 +375,12 @@ class RolloutConfig(Section):
 
 @dataclass
 class SchedulerConfig(KnowsRunOnly):
-    """Where and how worker processes run."""
+    """Where and how worker processes run.
+
+    Attributes:
+        max_log_bytes: of each log, and of its earlier part.
+        shutdown_timeout_s: between asking a worker to end and killing it.
+    """
 
     type: str = setting(SchedulerType.local.value, "local, slurm, ray, or package.module:Class")
     settings: dict[str, Any] = setting(
@@ -395,8 +412,8 @@ class SchedulerConfig(KnowsRunOnly):
         gt=0,
         idle=("type=local",),
     )
-    max_log_bytes: int = setting(50 << 20, "of each log, and of its earlier part", ge=1 << 10)
-    shutdown_timeout_s: float = setting(10.0, "between asking a worker to end and killing it", gt=0)
+    max_log_bytes: int = in_code(50 << 20)
+    shutdown_timeout_s: float = in_code(10.0)
 
 
 @dataclass
@@ -412,7 +429,7 @@ class GRPOConfig:
     placement: Placement = setting(Placement.auto, idle=_ON_ROWS)
     generation: GenerationConfig = setting(GenerationConfig, idle=_ON_ROWS)
     actor: ActorConfig = setting(ActorConfig)
-    reference: FrozenModelConfig = setting(FrozenModelConfig, idle=("reference.path=", *_ON_ROWS))
+    reference: ReferenceConfig = setting(ReferenceConfig, idle=("reference.path=", *_ON_ROWS))
     critic: CriticConfig = setting(CriticConfig, idle=("critic.path=", *_ON_ROWS))
     teacher: TeacherConfig = setting(TeacherConfig, idle=("teacher.path=", *_ON_ROWS))
     reward_model: RewardModelConfig = setting(

@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from areal_sc.config.fields import setting
+from areal_sc.config.fields import in_code, setting
 
 _RUN_ALREADY = ("urls!=: these servers run already",)
 
 
 @dataclass
 class ServersConfig:
-    """The inference servers, one a rollout worker: started and owned by it, or running already."""
+    """The inference servers, one a rollout worker: started and owned by it, or running already.
+
+    Attributes:
+        control_timeout_s: limit of a pause, a resume, a question.
+        stop_timeout_s: between asking a server to end and killing it; less than half of the
+            `shutdown_timeout_s` of its worker.
+        probe_interval_s: between two looks at a server.
+        hung_after_s: an idle server that is silent for so long is lost.
+    """
 
     python: str = setting(
         "", "interpreter of their program's environment; empty: this one", idle=_RUN_ALREADY
@@ -35,12 +43,10 @@ class ServersConfig:
     start_timeout_s: float = setting(
         900.0, "limit until a server has read its model, or one in urls answers again", gt=0
     )
-    control_timeout_s: float = setting(60.0, "limit of a pause, a resume, a question", gt=0)
-    stop_timeout_s: float = setting(3.0, "between asking a server to end and killing it", gt=0)
-    probe_interval_s: float = setting(1.0, "between two looks at a server", gt=0)
-    hung_after_s: float = setting(
-        7.0, "an idle server that is silent for so long is lost", gt=0, idle=_RUN_ALREADY
-    )
+    control_timeout_s: float = in_code(60.0)
+    stop_timeout_s: float = in_code(3.0)
+    probe_interval_s: float = in_code(1.0)
+    hung_after_s: float = in_code(7.0)
     busy_limit_s: float = setting(
         120.0, "a server that is silent for so long, busy or not, is lost", gt=0, idle=_RUN_ALREADY
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 from areal_sc.config.fields import ALONE, TEMPLATE, is_section, shared_settings, value_at
@@ -70,18 +70,25 @@ def join_sections(run: Any) -> None:
             setattr(run, setting.name, value.joined(run))
 
 
-def differing_sections(run: Any) -> list[tuple[str, str]]:
-    """Sections that differ from those they share, as only settings built in Python can: (key, key).
+def take_shared(run: Any) -> None:
+    """Marks shared fields of settings that were read as taken: `join_sections` sets them anew."""
+    for path, template in shared_settings(type(run), may_differ=False).items():
+        section, _, name = path.rpartition(".")
+        value_at(run, section)._taken[name] = template
 
-    Scalars may differ: they can be set in both places.
+
+def check_shared(run: Any) -> None:
+    """Checks that shared fields have the values of the settings that they are taken from.
+
+    Raises: ConfigError: one differs, as only in settings that were built or changed in Python.
     """
-    settings = shared_settings(type(run), may_differ=False)
-    pairs = [(path, _parts(text)[0]) for path, text in settings.items()]
-    return [
-        (path, key)
-        for path, key in pairs
-        if is_dataclass(value_at(run, key)) and value_at(run, path) != value_at(run, key)
-    ]
+    for path, template in shared_settings(type(run), may_differ=False).items():
+        if value_at(run, path) != taken_from(run, template):
+            key, _ = _parts(template)
+            raise ConfigError(
+                f"{path}: differs from {key}, which it has to be; set {key}, and leave {path} out "
+                "(after a change of it call areal_sc.config.sharing.join_sections)"
+            )
 
 
 def _parts(template: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_sc.config.fields import setting, shared
+from areal_sc.config.fields import apart, setting, shared
 from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.config.sharing import Section
 
@@ -28,17 +28,17 @@ class RoleNodes(Section):
     """Nodes for one role alone; what is not given is as for the others."""
 
     nodes: int = setting(0, "nodes for this role alone; 0: it shares scheduler.slurm.nodes", ge=0)
-    gpus_per_node: int = shared("${scheduler.slurm.gpus_per_node}", 0, "GPUs of each node", ge=0)
-    cpus_per_node: int = shared("${scheduler.slurm.cpus_per_node}", 0, "CPUs of each node", ge=0)
-    memory_per_node: str = shared("${scheduler.slurm.memory_per_node}", "", "memory of each: 64G")
-    cpus_per_worker: int = shared("${scheduler.slurm.cpus_per_worker}", 0, "of its nodes", ge=0)
-    memory_per_worker: str = shared("${scheduler.slurm.memory_per_worker}", "", "of its nodes")
-    time_limit: str = shared("${scheduler.slurm.time_limit}", "", "most time of the job")
-    partition: str = shared("${scheduler.slurm.partition}", "", "partition of the nodes")
+    gpus_per_node: int = apart("${scheduler.slurm.gpus_per_node}", 0, "GPUs of each node", ge=0)
+    cpus_per_node: int = apart("${scheduler.slurm.cpus_per_node}", 0, "CPUs of each node", ge=0)
+    memory_per_node: str = apart("${scheduler.slurm.memory_per_node}", "", "memory of each: 64G")
+    cpus_per_worker: int = apart("${scheduler.slurm.cpus_per_worker}", 0, "of its nodes", ge=0)
+    memory_per_worker: str = apart("${scheduler.slurm.memory_per_worker}", "", "of its nodes")
+    time_limit: str = apart("${scheduler.slurm.time_limit}", "", "most time of the job")
+    partition: str = apart("${scheduler.slurm.partition}", "", "partition of the nodes")
     account: str = shared("${scheduler.slurm.account}", "", "who pays")
     qos: str = shared("${scheduler.slurm.qos}", "", "quality of service")
-    constraint: str = shared("${scheduler.slurm.constraint}", "", "features that nodes need")
-    extra_flags: list[str] = shared("${scheduler.slurm.extra_flags}", list, "flags of sbatch")
+    constraint: str = apart("${scheduler.slurm.constraint}", "", "features that nodes need")
+    extra_flags: list[str] = apart("${scheduler.slurm.extra_flags}", list, "flags of sbatch")
 
     @property
     def num_workers(self) -> int:
@@ -61,7 +61,7 @@ class TrainNodes(RoleNodes):
 class RolloutNodes(RoleNodes):
     """Nodes for generation alone; what is not given is as for the others."""
 
-    role_workers: int = shared("${rollout.num_workers}", 0, "rollout workers", ge=0)
+    role_workers: int = apart("${rollout.num_workers}", 0, "rollout workers", ge=0)
 
     @property
     def num_workers(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_sc.config.fields import setting, shared
+from areal_sc.config.fields import apart, setting
 from areal_sc.config.sharing import Section
 
 
@@ -38,7 +38,7 @@ class WeightUpdateConfig(Section):
     """The way of new weights from the trainers to generation."""
 
     method: WeightUpdateMethod = setting(WeightUpdateMethod.pull)
-    folder: str = shared(
+    folder: str = apart(
         "${run_dir}/weights",
         "weights",
         "for method disk; all processes see it",

@@ -27,11 +27,10 @@ from areal_sc.config.schema import (
     KeepGroups,
     ModelHead,
     Resume,
-    RolloutConfig,
     RolloutEngine,
     WeightUpdateMethod,
 )
-from areal_sc.config.sharing import differing_sections
+from areal_sc.config.sharing import check_shared
 from areal_sc.config.slurm_jobs import nodes_for
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
@@ -105,11 +104,9 @@ def check_config(
     ]
 
 
-def check_models(config: GRPOConfig, *, generates: bool = True) -> None:
+def check_models(config: GRPOConfig) -> None:
     """Checks that the models that the workers load are there; downloads those of the hub.
 
-    Args:
-        generates: as of `check_config`.
     Raises: ModelError: there is no such model, or a folder holds none that can be used.
         ConfigError: the trained one cannot be spread over its ranks.
     """
@@ -126,8 +123,6 @@ def check_models(config: GRPOConfig, *, generates: bool = True) -> None:
                 "reward_model.path: expected a model with a layer `score` of one output, as "
                 f"RewardModelTrainer writes, got {scorer.path}: every row would be scored 0"
             )
-    if generates:
-        _check_model(config.rollout)
 
 
 def fetch_models(config: GRPOConfig) -> bool:
@@ -155,7 +150,7 @@ def _check_mesh(actor: ActorConfig) -> None:
         make_actor(actor).check_model(folder)
 
 
-def _check_model(model: ActorConfig | RolloutConfig) -> None:
+def _check_model(model: ActorConfig) -> None:
     folder = local_model(model.path, model.revision)
     check_model_folder(folder, needs_weights=not model.random_init)
 
@@ -183,26 +178,20 @@ def _trained_models(config: GRPOConfig) -> dict[str, ActorConfig]:
 
 
 def _models(config: GRPOConfig) -> set[tuple[str, str]]:
-    rollout = config.rollout
-    trained = {(model.path, model.revision) for model in _trained_models(config).values()}
-    return trained | {(rollout.path, rollout.revision)}
+    return {(model.path, model.revision) for model in _trained_models(config).values()}
 
 
 def _check_python_values(config: GRPOConfig) -> None:
     """Checks settings that were built in Python for what the loader makes sure of."""
-    for key in ("run_dir", "total_steps", "actor.path", "rollout.path", "scheduler.run_dir"):
+    for key in ("run_dir", "total_steps", "actor.path"):
         if value_at(config, key) == MISSING:
             raise ConfigError(f"{key}: no value; set it in the YAML, or when GRPOConfig is made")
-    for key, origin in differing_sections(config):
-        raise ConfigError(
-            f"{key}: differs from {origin}, which it has to be; set {origin}, and leave {key} out "
-            "(after a change of it call areal_sc.config.sharing.join_sections)"
-        )
+    check_shared(config)
 
 
 def _check_names(config: GRPOConfig) -> None:
     """Names and lists, as far as this machine can tell; local workers are all that there are."""
-    for key in ("run_dir", "actor.path", "rollout.path", "transport.bind"):
+    for key in ("run_dir", "actor.path", "transport.bind"):
         if not value_at(config, key):
             raise ConfigError(f"{key}: expected a name, got an empty one")
     if config.overwrite and config.resume == Resume.must:
@@ -283,7 +272,6 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     """The rest of the requirements, in the form of `_batch_requirements`."""
     shared_memory, update = config.transport.shared_memory, config.weight_update
     yield "actor.head", config.actor.head == ModelHead.lm, "lm, since the policy generates"
-    yield "critic.head", config.critic.head == ModelHead.value, "value, which a critic gives"
     if config.reward_model.path:
         why = "all with reward_model.path (it scores the rows of a batch, after they are chosen)"
         yield "rollout.keep_groups", config.rollout.keep_groups == KeepGroups.all, why

@@ -61,7 +61,7 @@ def dry_run(config: GRPOConfig, *, makes_model: bool, generates: bool) -> Iterat
         total_steps=config.total_steps,
     )
     try:
-        check_models(config, generates=generates)
+        check_models(config)
     except ModelError:
         if not makes_model:
             raise

@@ -26,7 +26,7 @@ from functools import cache
 from typing import Any, Final, NamedTuple, get_type_hints
 
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.config.fields import IDLE, MAY_DIFFER, TEMPLATE, is_section, value_at
+from areal_sc.config.fields import IDLE, TEMPLATE, has_place, is_section, value_at
 from areal_sc.config.loading.presets import preset_settings
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.sharing import taken_from
@@ -127,13 +127,15 @@ def _settings(
     annotations = get_type_hints(section)
     for found in fields(section):
         key, annotation = f"{prefix}{found.name}", annotations[found.name]
+        if not has_place(found):
+            continue
         template = found.metadata.get(TEMPLATE, "")
         if origin:
             template = f"${{{origin}.{found.name}}}"
         own = *conditions, *((prefix, text) for text in found.metadata.get(IDLE, ()))
         if not is_section(annotation):
             yield _Setting(key, template, own)
-        elif not template or origin or found.metadata.get(MAY_DIFFER):
+        else:
             yield from _settings(annotation, f"{key}.", template[2:-1], own)
 
 

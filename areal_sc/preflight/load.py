@@ -7,11 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, NoReturn, TypeAlias, TypeVar, overload
 
 from areal_sc.config.loading.arguments import parse_arguments
-from areal_sc.config.loading.loader import compose_config, config_text
+from areal_sc.config.loading.loader import compose_config, config_text, typed
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.hub import local_model
@@ -110,7 +109,7 @@ def load_config(
                     f"override {argv[0]}: expected none beside a whole configuration; use "
                     "dataclasses.replace(config, ...), or give a mapping in its place"
                 )
-            schema, values = type(source), asdict(source)
+            schema = type(source)
         case Mapping():
             values = source
         case str() | os.PathLike():
@@ -119,7 +118,10 @@ def load_config(
             argv = [*source, *argv]
     tolerate_other_encodings()  # `--help` shows more than ASCII
     arguments = parse_arguments(argv, schema)
-    config = compose_config(arguments.config, arguments.overrides, schema, values)
+    if isinstance(source, GRPOConfig):
+        config = typed(source)
+    else:
+        config = compose_config(arguments.config, arguments.overrides, schema, values)
     if arguments.print_config:
         sys.stdout.write(config_text(config))
         raise SystemExit(0)

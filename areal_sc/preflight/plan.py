@@ -24,7 +24,7 @@ from areal_sc.sizing.worker_plan import HOST, RunPlan, WorkerPlan, format_bytes
 
 _LESS: Final = {
     "activations": (
-        ": smaller actor.max_tokens_per_micro_batch and actor.logprob_chunk_tokens, and "
+        ": a smaller actor.max_tokens_per_micro_batch, and "
         "actor.activation_checkpointing=true, need less"
     ),
     "KV cache": ": at most rollout.max_running_sequences rows of rollout.max_context_tokens",

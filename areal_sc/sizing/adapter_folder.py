@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.config.lora_settings import LoraConfig
+from areal_sc.config.lora_settings import ADAPTER_CONFIG, PEFTS_SIZE, LoraConfig
 from areal_sc.errors import ModelError
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 _PLAIN: Final[dict[str, tuple[Any, ...]]] = {
@@ -37,9 +36,6 @@ _WITHOUT_EFFECT: Final = frozenset(
     ]
 )
 """Settings of peft that may have any value."""
-
-_PEFTS_SIZE: Final = 8
-"""Rank and alpha of an adapter whose settings do not name them."""
 
 _OFF: Final[tuple[Any, ...]] = (None, False, {}, [])
 """Values with which any other setting, of a later peft too, leaves an adapter as it is."""
@@ -89,7 +85,7 @@ def check_adapter(lora: LoraConfig) -> None:
                 "into the model with peft, and train a new one"
             )
     for name, own, key in (("r", lora.rank, "rank"), ("lora_alpha", lora.alpha, "alpha")):
-        stored = settings.get(name, _PEFTS_SIZE)
+        stored = settings.get(name, PEFTS_SIZE)
         if stored != own:
             raise ModelError(
                 f"actor.lora.{key}: expected {stored}, which the adapter in {folder} has, got "

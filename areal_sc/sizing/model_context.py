@@ -57,13 +57,12 @@ def take_context(config: GRPOConfig, *, generates: bool = True) -> None:
         return
     default = ActorConfig.max_tokens_per_micro_batch
     rollout, actor = config.rollout, config.actor
-    models = {(actor.path, actor.revision), (rollout.path, rollout.revision)}
-    known = [tokens for model in models if (tokens := known_context(*model)) is not None]
-    if known and not rollout.max_context_tokens:
+    known = known_context(actor.path, actor.revision)
+    if known is not None and not rollout.max_context_tokens:
         num_tokens, of_answer = actor.max_tokens_per_micro_batch, config.generation.max_new_tokens
         if num_tokens == default <= of_answer:
             num_tokens += of_answer
-        rollout.max_context_tokens = min(*known, num_tokens)
+        rollout.max_context_tokens = min(known, num_tokens)
     for model in (actor, *(getattr(config, role) for role in FURTHER_MODELS)):
         if model.max_tokens_per_micro_batch == default < rollout.max_context_tokens:
             model.max_tokens_per_micro_batch = rollout.max_context_tokens

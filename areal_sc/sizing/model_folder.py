@@ -12,8 +12,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from areal_sc.config.lora_settings import ADAPTER_CONFIG
 from areal_sc.errors import CheckpointError, ModelError
-from areal_sc.sizing.adapter_folder import ADAPTER_CONFIG, is_adapter_folder
+from areal_sc.sizing.adapter_folder import is_adapter_folder
 from areal_sc.sizing.model_formula import HEADS, LayerSizes, first_int, numbers_of_parameters
 
 _OTHER_THAN_TEXT = (

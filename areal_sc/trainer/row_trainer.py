@@ -84,7 +84,7 @@ class RowTrainer(Run):
         """For the model of the settings. Raises: ModelError: it has no tokenizer."""
         from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 
-        check_models(self.config, generates=False)
+        check_models(self.config)
         folder = local_model(self.config.actor.path, self.config.actor.revision)
         tokenizer = load_tokenizer(folder)
         ends = read_end_token_ids(folder, tokenizer)

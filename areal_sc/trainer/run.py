@@ -196,7 +196,7 @@ class Run:
         self, actor: TrainController, rollout: SnapshotState, *others: TrainController
     ) -> Iterator[None]:
         """Starts the workers, and goes on from what an earlier start has left."""
-        check_models(self.config, generates=self.generates)  # before any worker is started
+        check_models(self.config)  # before any worker is started
         compare_with_begin(self.folder, self.config)
         if self.generates and self._has_snapshot:
             for warning in check_resumed(self.folder):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import yaml
 
-from areal_sc.config.fields import is_section, known_keys
+from areal_sc.config.fields import (
+    IN_CODE,
+    is_section,
+    known_keys,
+    schema_fields,
+    shared_settings,
+)
 from areal_sc.config.further_models import FURTHER_MODELS
+from areal_sc.config.loading.removed_settings import REMOVED, actors, moved_to
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.server_settings import ServersConfig
 from areal_sc.config.slurm_settings import SchedulerType
@@ -35,7 +42,6 @@ FREE = (
     "overwrite",
     "dry_run",
     "total_steps",
-    "rollout.total_steps",
     "evaluation",
     "trackers",
     "tracker_project",
@@ -45,15 +51,11 @@ FREE = (
     "transport",
     "actor.num_threads",
     "actor.lora.publish_merged",
-    "rollout.lora",  # what is fixed of it is the actor's
     "rollout.num_threads",
     "weight_update",
-    "actor.weight_update",
-    "rollout.weight_update",
-    *(f"{role}.{name}" for role in FURTHER_MODELS for name in ("num_threads", "weight_update")),
     *(
         key
-        for key, kind in known_keys(GRPOConfig, also_shared=True).items()
+        for key, kind in known_keys(GRPOConfig).items()
         if is_section(kind) and issubclass(kind, ServersConfig)
     ),
 )
@@ -74,11 +76,19 @@ STARTED_AGAIN = {
     "scheduler": "all workers that live are started again, from the newest snapshot",
 }
 """Section -> what a change of it means for workers that a killed script has left: they were started
-with the settings of that time. Shared settings are in each section that reads them."""
+with the settings of that time. Settings that they share count for each section that reads them."""
+
+_KEYS = frozenset(known_keys(GRPOConfig, also_shared=True))
+_ELSEWHERE = shared_settings(GRPOConfig, may_differ=False)
+_IN_CODE = {
+    key: found.default
+    for key, found, _ in schema_fields(GRPOConfig, also_without=True)
+    if IN_CODE in found.metadata
+}
 
 _PRESENT_BY = {
     **dict.fromkeys(FURTHER_MODELS, "path"),
-    **dict.fromkeys(("actor.lora", "rollout.lora"), "rank"),
+    "actor.lora": "rank",
 }
 """Section -> the setting by which a run has what it is about."""
 
@@ -94,12 +104,28 @@ ABSENT = "(not set)"
 def config_differences(old_text: str, new_text: str) -> dict[str, str]:
     """Setting -> `old -> new`, where two configurations given as YAML differ, in the new's order.
 
+    Settings that there are no more are left out.
+
     Raises: RunFolderError: a text is not a YAML mapping.
     """
     old, new = settings_of(old_text), settings_of(new_text)
-    pairs = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in [*new, *old]}
+    keys = [*new, *(key for key in old if key not in removed_of(old))]
+    pairs = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in keys}
     return {
         key: f"{before} -> {after}" for key, (before, after) in pairs.items() if before != after
+    }
+
+
+def removed_of(settings: Mapping[str, Any]) -> dict[str, bool]:
+    """Setting that there is no more -> whether it said what holds now, too.
+
+    Args: settings: of a run that an older areal_sc began.
+    """
+    places = {key: moved_to(key, _ELSEWHERE) or actors(key) for key in settings}
+    return {
+        key: settings[key] in (settings.get(place, ABSENT), _IN_CODE.get(key, ABSENT))
+        for key, place in places.items()
+        if key in REMOVED or (key not in _KEYS and place)
     }
 
 
@@ -138,6 +164,12 @@ def check_resumable(old_text: str, new_text: str, *, lives_with: str = "") -> li
         for key, change in differences.items()
         if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
     ]
+    old = settings_of(old_text)
+    removed = [f"{key}={old[key]}" for key, is_same in removed_of(old).items() if not is_same]
+    if removed:
+        warnings.append(
+            f"settings that there are no more, and that count no more: {', '.join(removed)}"
+        )
     if not lives_with:
         return warnings
     unused = OF_ONE_SCHEDULER - {_parse(new_text).get("scheduler", {}).get("type")}
@@ -149,11 +181,21 @@ def _started_again(differences: Iterable[str], of_script: Set[str]) -> list[str]
     """Args: of_script: what of `scheduler` touches no worker."""
     changed: dict[str, list[str]] = {}
     for key in differences:
-        section, _, name = key.partition(".")
-        is_of_script = section == "scheduler" and name.partition(".")[0] in of_script
-        if section in STARTED_AGAIN and not is_of_script:
-            changed.setdefault(section, []).append(key)
+        for place in _places(key):
+            section, _, name = place.partition(".")
+            is_of_script = section == "scheduler" and name.partition(".")[0] in of_script
+            if section in STARTED_AGAIN and not is_of_script:
+                changed.setdefault(section, []).append(place)
     return [f"{STARTED_AGAIN[section]}: {', '.join(keys)}" for section, keys in changed.items()]
+
+
+def _places(key: str) -> Iterator[str]:
+    """A setting, and the fields that have its value."""
+    yield key
+    for path, template in _ELSEWHERE.items():
+        target = template.removeprefix("${").partition("}")[0]
+        if f"{key}.".startswith(f"{target}."):
+            yield path + key.removeprefix(target)
 
 
 def _parse(text: str) -> dict[str, Any]:

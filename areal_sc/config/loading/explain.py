@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -23,6 +24,7 @@ from omegaconf.errors import (
 
 from areal_sc.config.fields import is_choice, is_free_form, is_section
 from areal_sc.config.loading.other_words import meant_by
+from areal_sc.config.loading.removed_settings import LIKE_ACTOR, REMOVED, actors, moved_to
 from areal_sc.errors import ConfigError
 
 MIN_SIMILARITY = 0.75
@@ -33,8 +35,10 @@ words of the other."""
 
 MAX_SUGGESTIONS = 3
 
-_LIKE_ACTOR = ("reference.", "critic.", "teacher.", "reward_model.")
+_LIKE_ACTOR = tuple(f"{role}." for role in LIKE_ACTOR)
 """Sections whose settings have the names of the actor's, which are suggested in their place."""
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 _TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
@@ -44,46 +48,31 @@ _TYPE_NAMES: dict[Any, str] = {
     float | None: "a number, or null",
 }
 
-_FORMER = {
-    "rollout.field_bytes": "workflows say what their fields take: leave it out",
-    "evaluation.cut_is_wrong": "it is generation.cut_answers now: `judged` in place of false",
-    "actor.num_workers": "it is called actor.parallel.data now",
-    "scheduler.slurm.train.role_workers": "it is called scheduler.slurm.train.role_ranks now",
-    "scheduler.slurm.heterogeneous": "nodes that differ are a job each now: leave it out",
-    **{
-        f"{section}.{name}": advice
-        for section in ("sglang", "vllm")
-        for name, advice in {
-            "num_servers": "a rollout worker has one server: set rollout.num_workers to the number "
-            "of servers, and rollout.max_running_sequences to what one of them runs",
-            "devices": "a server has the GPUs that its worker gets: leave it out, and limit the "
-            "run's GPUs by CUDA_VISIBLE_DEVICES",
-            "max_restarts": "a worker is started again with its server: it is "
-            "scheduler.max_deaths now",
-        }.items()
-    },
-}
-"""Setting that an older areal_sc had -> what to do."""
 
-
-def unknown_key(where: str, key: str, keys: Mapping[str, Any]) -> ConfigError:
+def unknown_key(
+    where: str, key: str, keys: Mapping[str, Any], elsewhere: Mapping[str, str] = _NONE
+) -> ConfigError:
     """An error that names the key and the one that may have been meant.
 
     A name of ours in another section comes first, then what the word means elsewhere, then what is
     spelled like it.
+
+    Args: elsewhere: where shared fields without a place of their own are taken from.
     """
     if is_free_form(key, keys):
         return ConfigError(
             f"{where}: {key} is not in the YAML's own {key.partition('.')[0]!r} section; "
             f"check its spelling, or add it by +{key}=..."
         )
-    role, _, rest = key.partition(".")
+    place, of_actor = moved_to(key, elsewhere), actors(key)
     nearest, name = nearest_keys(key, keys), key.rpartition(".")[2]
     is_ours = any(known.rpartition(".")[2] == name for known in nearest)  # in another section
-    if key in _FORMER:
-        advice = _FORMER[key]
-    elif f"{role}." in _LIKE_ACTOR and f"actor.{rest}" in keys:
-        advice = f"nothing reads it of such a model, only actor.{rest} of the policy"
+    if key in REMOVED:
+        advice = REMOVED[key]
+    elif place in keys or is_free_form(place, keys):
+        advice = f"its only place is {place}"
+    elif (place := moved_to(of_actor, elsewhere) or of_actor) in keys:
+        advice = f"such a model has none of its own, only {place}"
     elif meaning := meant_by(key, is_ours=is_ours):
         advice = meaning
     elif nearest:

@@ -14,9 +14,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,14 +27,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from areal_sc.config.fields import (
+    IN_CODE,
+    has_place,
     is_choice,
     is_free_form,
     is_section,
     known_keys,
+    schema_fields,
     shared_settings,
+    value_at,
 )
 from areal_sc.config.loading import explain
 from areal_sc.config.loading.presets import ALGORITHM, preset_path
+from areal_sc.config.sharing import check_shared, join_sections, take_shared
 from areal_sc.errors import ConfigError
 
 T = TypeVar("T")
@@ -77,6 +83,7 @@ def compose_config(
     except OmegaConfBaseException as error:
         raise explain.refused_interpolation(error, where, composition.keys) from None
     assert isinstance(config, schema)
+    take_shared(config)
     return config
 
 
@@ -85,14 +92,39 @@ def typed(config: T) -> T:
 
     A path becomes a string, and the name of a choice becomes the choice.
 
-    Raises: ConfigError: a value is missing, or of a wrong type.
+    Raises: ConfigError: a value is missing, of a wrong type, or not that of the setting that it is
+        taken from.
     """
-    return compose_config(None, (), type(config), asdict(config))  # type: ignore[call-overload]
+    check_shared(config)
+    schema: type[T] = type(config)
+    plain = asdict(config)  # type: ignore[call-overload]
+    found = schema_fields(schema, also_shared=True)
+    keys = [path for path, _, annotation in found if not is_section(annotation)]
+    whole = compose_config(
+        None, (), schema, {key: reduce(getitem, key.split("."), plain) for key in keys}
+    )
+    for path, each, _ in schema_fields(schema, also_without=True):
+        if IN_CODE in each.metadata:
+            section, _, name = path.rpartition(".")
+            setattr(value_at(whole, section), name, value_at(config, path))
+    join_sections(whole)
+    return whole
 
 
 def config_text(config: Any) -> str:
     """The configuration as YAML; `load_config` of it gives the same configuration again."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+    content = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    return OmegaConf.to_yaml(OmegaConf.create(_settable(type(config), content)))
+
+
+def _settable(schema: type[Any], content: Any) -> dict[str, Any]:
+    """What a YAML can have of a section's content."""
+    kinds = get_type_hints(schema)
+    names = [found.name for found in fields(schema) if has_place(found)]
+    return {
+        name: _settable(kinds[name], content[name]) if is_section(kinds[name]) else content[name]
+        for name in names
+    }
 
 
 class _Composition:
@@ -105,7 +137,7 @@ class _Composition:
 
     def __init__(self, schema: type[Any]) -> None:
         start = _start_of(schema)  # type: ignore[arg-type]  # a class can be hashed
-        self.keys, self._all_keys, self._shared, defaults = start
+        self.keys, self._all_keys, self._elsewhere, defaults = start
         self._given: set[str] = set()
         self.config: DictConfig = deepcopy(defaults)
 
@@ -159,14 +191,12 @@ class _Composition:
         """
         annotation = self._all_keys.get(key)
         if isinstance(value, Mapping) and (not key or is_section(annotation)):
-            if key in self._shared:  # from here on it may differ from where it is taken from
-                own = OmegaConf.select(self.config, key)
-                OmegaConf.update(self.config, key, own, merge=False)
             for name, inner in value.items():
                 self.set(where, f"{key}.{name}".lstrip("."), inner)
             return
         if annotation is None and not is_free_form(key, self.keys):
-            raise explain.unknown_key(where, _first_setting(key, value), self.keys)
+            key = _first_setting(key, value)
+            raise explain.unknown_key(where, key, self.keys, self._elsewhere)
         self._given.add(key)
         try:
             if is_section(annotation) and "${" not in str(value):
@@ -184,15 +214,14 @@ def _start_of(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str], DictConfig]:
     """What every composition of a schema begins with, which takes ten times as long as its copy.
 
-    Returns: the settings that have their place there, and with those of shared sections; where
-        shared ones are taken from; the defaults.
+    Returns: the settings without those within sections that are `apart`, and with them; where
+        fields without a place are taken from; the defaults.
     """
-    all_keys, shared = known_keys(schema, also_shared=True), shared_settings(schema)
-    fixed = shared_settings(schema, may_differ=False)
+    all_keys = known_keys(schema, also_shared=True)
     config: DictConfig = OmegaConf.structured(schema)
-    for key, template in shared.items():
-        section = all_keys[key]
-        if is_section(section) and key not in fixed:  # each setting is given by itself
+    for key, template in shared_settings(schema).items():
+        section: Any = all_keys.get(key)
+        if is_section(section):  # it is apart: each setting is given by itself
             origin = template.removesuffix("}")
             OmegaConf.update(config, key, OmegaConf.structured(section), merge=False)
             for each in fields(section):
@@ -200,7 +229,7 @@ def _start_of(
                 OmegaConf.update(config, f"{key}.{each.name}", template, merge=False)
         else:
             OmegaConf.update(config, key, template, merge=False)
-    return known_keys(schema), all_keys, shared, config
+    return known_keys(schema), all_keys, shared_settings(schema, may_differ=False), config
 
 
 def _first_setting(key: str, value: Any) -> str:

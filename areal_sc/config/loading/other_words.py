@@ -109,7 +109,6 @@ checkpoint.every_steps = save_steps save_freq saver. checkpointer. recover_freq
     save_interval save_strategy
 evaluation.stop_after = early_stopping_patience
 checkpoint.keep_best = metric_for_best_model load_best_model_at_end
-checkpoint.memory_snapshots (of each step, or none) = memory_every_steps
 checkpoint.keep = save_total_limit max_actor_ckpt_to_keep
 run_dir (snapshots are in its checkpoints/) = checkpoint_dir save_path ckpt_path logging_dir
     load_checkpoint
@@ -145,11 +144,7 @@ the script gives prompts: load_prompts(...); `task` is for settings of its own, 
     train_files val_files train_dataset valid_dataset. train_dataset. eval_dataset. dataset.
     dataset_name dataset_path prompt_data input_key label_key prompt_key max_samples
     shuffle_dataset filter_overlong_prompts system_prompt prompt_template
-rows stay until their step is complete: a step is repeated from its own snapshot alone
-    (checkpoint.memory_snapshots) = keep_rows_steps
 the optimizer is AdamW = optim optimizer.type optimizer_type
-records.keep says which answers are kept; `python -m areal_sc samples RUN_DIR --groups N` shows
-    the best and the worst of N prompts a step = samples. rollout.samples.
 the script gives the chat template its arguments: SingleTurnWorkflow(...,
     chat_template_arguments={...}), not a setting = enable_thinking apply_chat_template
     chat_template chat_template_kwargs

@@ -141,13 +141,6 @@ class ServersHandle(GeneratorHandle):
                 )
 
     def check(self, run: GRPOConfig) -> None:
-        stop_s, shutdown_s = self.servers.stop_timeout_s, run.scheduler.shutdown_timeout_s
-        if not self.servers.urls and shutdown_s <= 2 * stop_s:
-            raise ConfigError(
-                f"scheduler.shutdown_timeout_s: expected more than twice {self.section}."
-                f"stop_timeout_s={stop_s:g}, so that a worker can end its server before it is "
-                f"killed itself, got {shutdown_s:g}"
-            )
         if run.rollout.random_init:
             raise ConfigError(
                 "actor.random_init: expected false with servers, which load weights from the "

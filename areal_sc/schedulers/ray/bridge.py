@@ -59,6 +59,8 @@ SIZES: Final = ("GPU", "CPU")
 """What a node has, the more telling first."""
 AUTOSCALES: Final = (b"__autoscaler_v2_enabled", b"__autoscaler")
 """Key and namespace under which Ray says that nodes come when they are asked for."""
+NAMESPACE: Final = "areal_sc"
+"""Of the actors that hold the nodes."""
 _LOOK_S: Final = 0.1
 _VERSIONS: Final = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
 
@@ -242,7 +244,7 @@ def _connect(settings: RayConfig) -> None:
     try:
         ray.init(
             address,
-            namespace=settings.namespace,
+            namespace=NAMESPACE,
             runtime_env=settings.runtime_env or None,
             log_to_driver=False,
             logging_level=logging.WARNING,

@@ -41,7 +41,7 @@ SAME_KL = 5e-9
 """Of SGLang's log-probabilities and the trainer's, which then differ by 1e-4 in their mean square's
 root; an update of lr 2e-3 moves them by far more."""
 
-SERVERS = ("rollout.engine=sglang", "sglang.stop_timeout_s=2")
+SERVERS = ("rollout.engine=sglang",)
 
 
 def launchers(run: RunProcess) -> list[int]:

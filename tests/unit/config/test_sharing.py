@@ -57,16 +57,15 @@ def test_sections_of_a_run_share_what_they_were_not_given() -> None:
         total_steps=5,
         seed=9,
         generation=GenerationConfig(max_new_tokens=7, temperature=0.7),
-        actor=ActorConfig(path="m", dtype=Dtype.bfloat16, seed=0),
-        rollout=RolloutConfig(group_size=2),
+        actor=ActorConfig(path="m", dtype=Dtype.bfloat16),
+        rollout=RolloutConfig(group_size=2, dtype=Dtype.float32),
         weight_update=WeightUpdateConfig(method=WeightUpdateMethod.disk),
         transport=TransportConfig(encrypt=True),
         checkpoint=CheckpointConfig(every_steps=2),
     )
     check_config(config, count_devices=lambda: 0)
-    assert config.actor.seed == 0  # as given, although it is the default
-    assert (config.rollout.seed, config.rollout.path) == (9, "m")
-    assert config.rollout.dtype is Dtype.bfloat16
+    assert config.rollout.dtype is Dtype.float32  # as given, although it is the default
+    assert (config.actor.seed, config.rollout.seed, config.rollout.path) == (9, 9, "m")
     assert config.rollout.generation == config.generation
     assert config.actor.optimizer.total_steps == 5
     assert config.actor.weight_update.folder == "runs/by_hand/weights"
@@ -78,13 +77,13 @@ def test_sections_of_a_run_share_what_they_were_not_given() -> None:
 def test_settings_by_hand_are_those_that_a_yaml_gives(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("run_dir: r\ntotal_steps: 3\nseed: 4\nactor: {path: m}\n")
-    loaded = load_config(["--config", str(path), "rollout.seed=0"], GRPOConfig)
+    loaded = load_config(["--config", str(path), "rollout.num_workers=2"], GRPOConfig)
     by_hand = GRPOConfig(
         run_dir="r",
         total_steps=3,
         seed=4,
         actor=ActorConfig(path="m"),
-        rollout=RolloutConfig(seed=0),
+        rollout=RolloutConfig(num_workers=2),
     )
     assert by_hand == loaded
 
@@ -96,6 +95,21 @@ def test_a_changed_or_copied_run_shares_anew() -> None:
     second.actor.path = "other"
     join_sections(second)
     assert second.rollout.path == "other"
+
+
+def test_what_was_read_is_shared_anew_after_a_change() -> None:
+    config = load_config({"run_dir": "r", "total_steps": 3, "actor.path": "m"})
+    config.seed, config.generation.top_p = 6, 0.5
+    join_sections(config)
+    check_config(config, count_devices=lambda: 0)
+    assert (config.actor.seed, config.rollout.generation.top_p) == (6, 0.5)
+
+
+def test_fields_that_are_no_settings_stay_as_python_gives_them() -> None:
+    actor, transport = ActorConfig(path="m"), TransportConfig(chunk_bytes=2048)
+    config = GRPOConfig(run_dir="r", total_steps=3, actor=actor, transport=transport)
+    found = load_config(config)
+    assert found.transport.chunk_bytes == found.scheduler.transport.chunk_bytes == 2048
 
 
 def test_a_loop_without_a_run_knows_what_it_does_not_read() -> None:
@@ -118,11 +132,14 @@ def test_what_is_missing_or_contradicts_itself_is_named() -> None:
         check_config(GRPOConfig())
     late = GRPOConfig(run_dir="r", total_steps=3)
     late.actor.path = "m"
-    with pytest.raises(ConfigError, match=r"rollout\.path: no value"):
+    with pytest.raises(ConfigError, match=r"rollout\.path: differs from actor.path"):
         check_config(late)
     config = GRPOConfig(run_dir="r", total_steps=3, actor=ActorConfig(path="m"))
     config.generation = GenerationConfig(max_new_tokens=3)
     with pytest.raises(ConfigError, match=r"rollout\.generation: differs from generation"):
         check_config(config)
+    config = GRPOConfig(run_dir="r", total_steps=3, actor=ActorConfig(path="m"))
+    with pytest.raises(ConfigError, match=r"rollout\.seed: differs from seed"):
+        load_config(replace(config, rollout=RolloutConfig(seed=3)))
     with pytest.raises(ConfigError, match="total_steps: expected a number, got '3'"):
         check_config(replace(config, total_steps="3"))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_sc.config.further_models import further_model, further_models
+from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import ActorConfig, CriticConfig, GRPOConfig, ModelHead
 from areal_sc.engines.handles import make_model
 from areal_sc.errors import ConfigError, ModelError
@@ -71,6 +72,38 @@ def test_other_models_than_the_policy_do_not_begin_from_its_adapter(
     assert [models[role].has_adapter for role in roles] == [True, False, False]
 
 
+def test_an_adapter_of_a_teacher_says_itself_what_it_is(
+    load: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    stored = {"r": 6, "lora_alpha": 3, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(stored))
+    given = ("teacher.path=m", "actor.lora.rank=2", f"teacher.lora.path={tmp_path}")
+    assert further_model(load(*given), "teacher").lora == LoraConfig(
+        6, 3.0, ["q_proj"], path=str(tmp_path)
+    )
+    missing = ("teacher.path=${actor.path}", "teacher.lora.path=/no/adapter")
+    with pytest.raises(ModelError, match=r"cannot read adapter_config\.json"):
+        check_models(load(*missing))
+
+
+def test_a_model_of_the_actors_folder_is_drawn_as_the_actor_is(
+    load: Callable[..., GRPOConfig],
+) -> None:
+    models = further_models(
+        load("actor.random_init=true", "reference.path=${actor.path}", "teacher.path=m")
+    )
+    assert [model.random_init for model in models.values()] == [True, False]
+
+
+def test_a_frozen_model_has_the_actors_settings_but_not_those_of_training(
+    load: Callable[..., GRPOConfig],
+) -> None:
+    others = ("actor.compile_layers=true", "actor.num_threads=3", "actor.optimizer.lr=7")
+    reference = further_model(load(*others, "reference.path=r"), "reference")
+    assert (reference.compile_layers, reference.num_threads) == (True, 3)
+    assert reference.optimizer == ActorConfig().optimizer
+
+
 def test_sections_built_in_python_are_joined() -> None:
     actor = ActorConfig(path="m", max_tokens_per_micro_batch=77)
     config = GRPOConfig(run_dir="r", total_steps=3, actor=actor, critic=CriticConfig(path="c"))
@@ -82,13 +115,9 @@ def test_sections_built_in_python_are_joined() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor.head=value", "actor.head: expected lm, since the policy generates, got"),
-        ("critic.head=lm", "critic.head: expected value"),
-        ("reference.is_frozen=false", "unknown setting reference.is_frozen; nothing reads it"),
-        ("teacher.head=value", "unknown setting teacher.head; nothing reads it of such a model"),
-        ("teacher.ppo.num_minibatches=4", "only actor.ppo.num_minibatches of the policy"),
+        ("teacher.ppo.num_minibatches=4", "only actor.ppo.num_minibatches"),
         ("reference.optimizer.lr=7", "unknown setting reference.optimizer.lr"),
-        ("reward_model.memory_snapshots=false", "only actor.memory_snapshots of the policy"),
+        ("reward_model.memory_snapshots=false", "only checkpoint.memory_snapshots"),
         ("critic.algorithm=dapo", "unknown setting critic.algorithm"),
         ("critic.engine=megatron", "critic.engine: expected fsdp, got megatron"),
         ("rollout.keep_groups=with_signal", "keep_groups: expected all with reward_model.path"),

@@ -51,7 +51,6 @@ def test_agents_are_the_same_under_another_address_and_no_other_setting(tmp_path
         replace(ray, runtime_env={}),
         replace(ray, resources={"CPU": 1}),
         replace(ray, nodes=2),
-        replace(ray, namespace="mine"),
     ):
         assert settings_of(other, tmp_path) != settings
 

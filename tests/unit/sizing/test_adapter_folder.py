@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from areal_sc.config.lora_settings import LoraConfig
+from areal_sc.config.lora_settings import ADAPTER_CONFIG, LoraConfig
 from areal_sc.errors import ModelError
-from areal_sc.sizing.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
+from areal_sc.sizing.adapter_folder import ADAPTER_WEIGHTS, check_adapter
 
 WRITTEN = {
     **{"peft_type": "LORA", "peft_version": "0.21.2", "task_type": "CAUSAL_LM"},

@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from areal_sc.config.lora_settings import LoraConfig
+from areal_sc.config.lora_settings import ADAPTER_CONFIG, LoraConfig
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.training.adapters.adapter_probe import AdapterProbe
 from areal_sc.engines.training.background import BackgroundWriter, replace_folder
 from areal_sc.engines.training.tensor_file import TensorFile
 from areal_sc.errors import ModelError
 from areal_sc.sizing.adapter_folder import (
-    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     adapter_config,
     check_adapter,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import yaml
 
 from areal_sc.config.fields import known_keys
 from areal_sc.config.loading.differences import (
@@ -57,7 +58,7 @@ def test_settings_that_do_not_touch_learning_change_in_silence(text_of: TextOf) 
         "--resume",
         "evaluation.every_steps=5",
         "checkpoint.every_steps=5",
-        "transport.chunk_bytes=2048",
+        "transport.call_timeout_s=9",
         "scheduler.startup_timeout_s=9",
     )
     assert len(config_differences(old, new)) >= 7
@@ -115,6 +116,23 @@ def test_changes_that_cannot_be_are_refused_with_the_reason(
         check_resumable(old, new)
     assert f"{line} ({FIXED[line.partition(':')[0]]})" in str(caught.value)
     assert "--overwrite" in str(caught.value)
+
+
+def test_settings_that_there_are_no_more_are_named_unless_they_said_nothing(
+    text_of: TextOf,
+) -> None:
+    settings = yaml.safe_load(text_of())
+    settings["rollout"] |= {"seed": 0, "generation": settings["generation"]}
+    settings["critic"] |= {"path": "c", "compile_layers": False}
+    new = yaml.safe_dump(yaml.safe_load(text_of()) | {"critic": {"path": "c"}})
+    assert "no more" not in str(check_resumable(yaml.safe_dump(settings), new))
+    settings["rollout"] |= {"seed": 3, "max_prefill_tokens": 9}
+    old = yaml.safe_dump(settings)
+    said = check_resumable(old, new, lives_with=new)
+    assert said[-1] == (
+        "settings that there are no more, and that count no more: rollout.max_prefill_tokens=9, "
+        "rollout.seed=3"
+    )
 
 
 def test_listed_settings_exist() -> None:

@@ -12,7 +12,9 @@ import pytest
 
 from areal_sc.config.fields import known_keys
 from areal_sc.config.loading.explain import nearest_keys, unknown_key
+from areal_sc.config.loading.loader import compose_config
 from areal_sc.config.loading.other_words import OTHER_WORDS
+from areal_sc.config.loading.removed_settings import REMOVED
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
@@ -66,7 +68,7 @@ WriteYaml = Callable[..., Path]
         (
             "scheduler.slurm.train.role_workers=2",
             "override scheduler.slurm.train.role_workers=2: unknown setting "
-            "scheduler.slurm.train.role_workers; it is called scheduler.slurm.train.role_ranks now",
+            "scheduler.slurm.train.role_workers; it follows from actor.parallel: leave it out",
         ),
         (
             "+actor.zzz=2",
@@ -122,8 +124,7 @@ WriteYaml = Callable[..., Path]
         ("task=3", "override task=3: task: expected a mapping, got 3"),
         (
             "run_dir=${actor.pth}",
-            "run_dir: ${actor.pth} names no setting; did you mean actor.path or "
-            "actor.lora.path or rollout.path?",
+            "run_dir: ${actor.pth} names no setting; did you mean actor.path or actor.lora.path?",
         ),
         ("seed=${run_dir}", "seed: expected an integer; "),
         ("run_dir=${actor.path} actor.path=${run_dir}", "Recursive interpolation detected"),
@@ -276,6 +277,34 @@ def test_words_of_others_are_understood_by_what_they_mean(word: str, meant: str)
     keys = known_keys(GRPOConfig)
     assert f"unknown setting {word}; " in str(unknown_key("here", word, keys))
     assert meant in str(unknown_key("here", word, keys))
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_setting_says_what_to_do(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(None, (), GRPOConfig, {key: 1})
+    assert str(caught.value) == f"settings: unknown setting {key}; {REMOVED[key]}"
+
+
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("rollout.generation.top_p", "its only place is generation.top_p"),
+        ("rollout.sglang.args.a", "its only place is sglang.args.a"),
+        ("rollout.seed", "its only place is seed"),
+        ("actor.weight_update.method", "its only place is weight_update.method"),
+        ("actor.memory_snapshots", "its only place is checkpoint.memory_snapshots"),
+        ("scheduler.transport.bind", "its only place is transport.bind"),
+        ("critic.ppo.clip_low", "such a model has none of its own, only actor.ppo.clip_low"),
+        ("critic.compile_layers", "such a model has none of its own, only actor.compile_layers"),
+        ("reference.lora.rank", "such a model has none of its own, only actor.lora.rank"),
+        ("teacher.seed", "such a model has none of its own, only seed"),
+    ],
+)
+def test_a_setting_has_one_place(key: str, place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(None, (), GRPOConfig, {key: 1})
+    assert str(caught.value) == f"settings: unknown setting {key}; {place}"
 
 
 def test_every_setting_that_others_words_lead_to_is_there() -> None:

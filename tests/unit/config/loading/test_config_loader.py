@@ -249,7 +249,7 @@ def test_help_tells_every_setting_and_fits_the_terminal(
     )
     assert "run_dir=(required)\n" in settings
     assert "overwrite=false\n" in settings
-    assert "actor.seed=${seed}\n" in settings
+    assert "rollout.dtype=${actor.dtype}\n" in settings
     for unit in ("seconds, above 0", "minutes, at least 0", "bytes, at least 1"):
         assert f", in {unit})" in " ".join(settings.split())
     lines = settings.splitlines()
@@ -283,8 +283,8 @@ print([name for name in ("torch", "transformers", "numpy") if name in sys.module
 
 def test_a_home_folder_is_one_in_every_setting(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    config = load("actor.path=~/model", "weight_update.folder=~/weights", "rollout.path='a~b'")
-    assert (config.actor.path, config.rollout.path) == ("/home/me/model", "a~b")
+    config = load("actor.path=~/model", "weight_update.folder=~/weights", "actor.lora.path='a~b'")
+    assert (config.actor.path, config.actor.lora.path) == ("/home/me/model", "a~b")
     assert config.weight_update.folder == "/home/me/weights"
 
 
