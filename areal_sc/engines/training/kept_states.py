@@ -18,6 +18,7 @@ import mmap
 import os
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec.structs import replace
