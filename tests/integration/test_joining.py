@@ -1,4 +1,4 @@
-"""Who was invited joins, once in each place; nobody else does."""
+"""Invited agents join a run, once in each place, also when it starts again; strangers do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step is carried out once by real workers, whoever asks for it, and how often."""
+"""Real workers carry a training step out once, although it is asked for again or by two scripts."""
 
 from __future__ import annotations
 

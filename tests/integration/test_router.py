@@ -1,4 +1,4 @@
-"""The process of a run's address, and those who may not, or should not, use it as it is meant."""
+"""The process of a run's address: what it passes on, and the callers that it refuses."""
 
 from __future__ import annotations
 
