@@ -186,8 +186,7 @@ class ServerEngine:
             self.num_updates += 1
 
     async def pause(self) -> None:
-        """Returns when the server generates nothing, as it is paused, or lost; running requests are
-        held."""
+        """Returns when the server generates nothing: its requests are held, or it is lost."""
         async with self._control:
             self._is_paused = True
             with suppress(EngineFailed), self.server.needed_for("a pause"):
