@@ -239,11 +239,13 @@ class GeneratorHandle:
     Attributes:
         worker_class: `module:name` of the engine.
         left_files: pattern of the names of files in shared memory that it leaves when it is killed.
+        is_first_life: of its worker.
     """
 
     left_files: ClassVar[str] = ""
 
     config: RolloutConfig
+    is_first_life: bool = True
     config_class: ClassVar[type[RolloutConfig]] = RolloutConfig
     worker_class: ClassVar[str]
 
@@ -291,15 +293,16 @@ class GeneratorHandle:
         """The settings of one worker of `rollout.num_workers`."""
         return replace(self.config, seed=self.config.seed + index)
 
-    def in_life(self, *life: int) -> Self:
+    def in_life(self, term: int, life: int) -> Self:
         """The same with random streams that no other life of the worker has.
 
         Args:
-            life: its number, within those of what it is a part of.
+            term: of the run.
+            life: number of the worker's life in this term, from 0.
         """
-        words = " ".join(map(str, (self.config.seed, *life))).encode()
+        words = f"{self.config.seed} {term} {life}".encode()
         seed = int.from_bytes(hashlib.blake2b(words, digest_size=4).digest()) >> 1  # numpy's range
-        return replace(self, config=replace(self.config, seed=seed))
+        return replace(self, config=replace(self.config, seed=seed), is_first_life=not life)
 
     def check_scaling(self) -> None:
         """Whether there can be more workers, or fewer, while a run goes on.

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,18 +186,20 @@ class ServerEngine:
             self.num_updates += 1
 
     async def pause(self) -> None:
-        """Returns when the server generates nothing; running requests are held."""
+        """Returns when the server generates nothing: its requests are held, or it is lost."""
         async with self._control:
             self._is_paused = True
-            with self.server.needed_for("a pause"):
+            with suppress(EngineFailed), self.server.needed_for("a pause"):
                 await self.server.pause()
 
     async def resume(self) -> None:
+        """The server goes on, unless it sleeps, until it has the next weights, or is lost."""
         async with self._control:
             self._is_paused = False
-            if not self.server.is_asleep:  # else it goes on with the next weights
-                with self.server.needed_for("going on after a pause"):
-                    await self.server.resume()
+            if self.server.is_asleep:
+                return
+            with suppress(EngineFailed), self.server.needed_for("going on after a pause"):
+                await self.server.resume()
                 self.server.open()
 
     async def sleep(self) -> None:
@@ -217,8 +219,8 @@ class ServerEngine:
         client.groups.add(group.name)
 
     async def leave_group(self, name: str) -> None:
-        client = self.server.client
-        if name in client.groups:
+        if self.has_whole_group(name):
+            client = self.server.client
             client.groups.discard(name)
             try:
                 await client.leave_group(name)
@@ -227,10 +229,10 @@ class ServerEngine:
 
     def has_whole_group(self, name: str) -> bool:
         """Whether the server is in the weight group."""
-        return name in self.server.client.groups
+        return not self.server.is_down and name in self.server.client.groups
 
     def count_ranks(self) -> int:
-        return self.server.client.abilities.tp_size
+        return 0 if self.server.is_down else self.server.client.abilities.tp_size
 
     async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights by tensors; running requests go on as `on_weight_update` says.

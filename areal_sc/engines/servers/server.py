@@ -16,6 +16,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -45,6 +46,7 @@ UNKNOWN_VERSION = -1
 
 MAX_PORT_RACES = 3
 """Starts after one that lost a port: servers choose free ones long before they listen there."""
+_RECONNECT_POLL_S = 1.0
 _PROBE_TIMEOUT_S = 5.0
 _ABORT_AGAIN_S = 0.2
 _KEY_BYTES = 24
@@ -97,6 +99,11 @@ class ServerLife:
             raise self.places.failure or EngineFailed(f"{self.name} has not been started")
         return self._client
 
+    @property
+    def is_down(self) -> bool:
+        """Whether it is lost or closed, or has not been started yet."""
+        return self._client is None
+
     async def start(self) -> None:
         """Starts the server, or connects to it, and finds out what it can do.
 
@@ -139,7 +146,7 @@ class ServerLife:
             client = handle.connect(self.url, key)
             undo.push_async_callback(client.close)
             try:
-                await client.resume()  # an earlier run may have left it paused
+                await self._resume_soon(client)  # an earlier run may have left it paused
                 await self._ask_abilities(client)
                 self.version = await self._find_version(client)
             except (PeerLost, RpcTimeout, ProtocolError, EngineFailed) as error:
@@ -149,6 +156,21 @@ class ServerLife:
                 ) from error
             undo.pop_all()
         self._begin(client)
+
+    async def _resume_soon(self, client: ServerClient) -> None:
+        """Waits for a server that may be starting again; in a worker's first life the URL is wrong.
+
+        Raises: PeerLost, RpcTimeout: what its last failure was.
+        """
+        wait_s = 0.0 if self._handle.is_first_life else self._handle.servers.start_timeout_s
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                return await client.resume()
+            except (PeerLost, RpcTimeout):
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(_RECONNECT_POLL_S)
 
     async def _ask_abilities(self, client: ServerClient) -> None:
         config = self._handle.config

@@ -97,7 +97,7 @@ def test_a_generator_takes_the_longest_sequence_of_its_model(tmp_path: Path) -> 
     assert settled.with_context() is settled
 
 
-def test_every_life_of_a_worker_or_server_has_random_streams_of_its_own() -> None:
+def test_every_life_of_a_worker_has_random_streams_of_its_own() -> None:
     """Life: the script's term, and how often that has started the worker again."""
     handles = [make_generator(RolloutConfig(path="x", seed=seed)) for seed in (0, 1)]
     lives = [(term, number) for term in (1, 2) for number in (0, 1, 2)]

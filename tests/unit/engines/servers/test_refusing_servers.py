@@ -10,6 +10,7 @@ import pytest
 
 from areal_sc.config.schema import RolloutConfig, WeightUpdateConfig, WeightUpdateMethod
 from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.engines.servers import server as module
 from areal_sc.engines.servers.server import ServerLife
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import EngineFailed, PeerLost, RpcTimeout
@@ -88,3 +89,35 @@ async def test_a_server_of_others_goes_on_if_it_has_kept_its_weights(
     await server._trust()
     assert server.places.is_open is not is_lost
     assert bool(reasons) is is_lost
+
+
+@pytest.mark.parametrize(("life", "is_waited_for"), [(0, False), (1, True)])
+async def test_a_worker_that_starts_again_waits_for_a_server_of_others(
+    tmp_path: Path,
+    tiny_model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    life: int,
+    is_waited_for: bool,
+) -> None:
+    """In its first life the URL is likely to be wrong."""
+    monkeypatch.setattr(module, "_RECONNECT_POLL_S", 0.0)
+    num_asked = 0
+
+    async def resume() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked < 3:
+            raise PeerLost("refused")
+
+    client: Any = SimpleNamespace(resume=resume)
+    config = RolloutConfig(
+        path=str(tiny_model_folder), sglang=SGLangConfig(urls=["http://there:1"])
+    )
+    handle = SGLangEngine(config).in_life(0, life)
+    server = ServerLife(handle, tmp_path, "rollout-0", is_cuda=False)
+    if is_waited_for:
+        await server._resume_soon(client)
+        assert num_asked == 3
+    else:
+        with pytest.raises(PeerLost):
+            await server._resume_soon(client)
