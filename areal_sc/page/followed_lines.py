@@ -55,8 +55,8 @@ class FollowedLines(Generic[T]):
             told.append(f"{self.path.name}: {self._num_bad - len(self._told)} more such lines")
         return [text for text in (*told, self._cut, self._failure) if text]
 
-    def read_new(self) -> Iterator[tuple[int, int, T]]:
-        """Each new whole line: its first byte, its length without the newline, what it holds.
+    def read_new(self) -> Iterator[T]:
+        """What each new whole line holds.
 
         `num_begun` is to be compared before the first of them is used.
         """
@@ -74,7 +74,7 @@ class FollowedLines(Generic[T]):
         except OSError as error:
             self._failure = f"{self.path.name} cannot be read: {error.strerror}"
 
-    def _lines(self, file: int, size: int) -> Iterator[tuple[int, int, T]]:
+    def _lines(self, file: int, size: int) -> Iterator[T]:
         rest = b""
         at = self.num_bytes
         while at < size:
@@ -86,11 +86,9 @@ class FollowedLines(Generic[T]):
             at += len(block)
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
-                first, length = self.num_bytes, len(line)
-                self.num_bytes += length + 1
+                self.num_bytes += len(line) + 1
                 self._num_lines += 1
-                for held in self._held(line):
-                    yield first, length, held
+                yield from self._held(line)
         num_cut = len(rest)
         self._cut = (
             f"{self.path.name}: the last {num_cut} bytes are left out: a line is being written, "

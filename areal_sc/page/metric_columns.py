@@ -52,7 +52,7 @@ class MetricColumns:
 
     def follow(self) -> None:
         """Reads what is new."""
-        for _, _, record in self._lines.read_new():
+        for record in self._lines.read_new():
             if self._num_begun != self._lines.num_begun:
                 self._begin_again()
             self._add(record)
