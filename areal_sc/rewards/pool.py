@@ -40,6 +40,7 @@ from areal_sc.rewards.base import (
 )
 from areal_sc.rewards.functions import is_async, name_of, place_of_definition
 from areal_sc.rewards.on_loop import score_on_loop, took_too_long
+from areal_sc.rewards.process import pack
 from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, to_wire
 from areal_sc.system.deaths import Deaths
@@ -86,7 +87,7 @@ class RewardPool:
 
     Args:
         processes: forks the reward processes.
-        num_processes: how many sync rewards run at a time.
+        num_processes: how many sync rewards of one narrowing run at a time.
         timeout_s: limit of one call, from the moment it begins to execute; of async rewards too.
         log_path: file that the reward processes' own output is appended to.
         sources: that folder of the run.
@@ -118,6 +119,7 @@ class RewardPool:
             OwnProcesses,
             processes,
             role="reward",
+            pack=pack,
             num_processes=num_processes,
             log_path=log_path,
             sources=sources,
@@ -189,12 +191,12 @@ class RewardPool:
         running = asyncio.create_task(self._run(call, self._processes[narrowing], narrowing))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
-        running.add_done_callback(lambda it: it.cancelled() or it.exception())
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             if not call.has_begun:
                 running.cancel()
+            running.add_done_callback(lambda it: it.cancelled() or it.exception())
             raise
 
     async def close(self) -> None:

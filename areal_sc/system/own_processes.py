@@ -4,8 +4,8 @@ worker: OwnProcesses ──► fork server ── fork ──► a process, kept
              ▲                                        │
              └── ready, by which layer; replies ──────┘
 
-A request is a line of JSON: what is asked, the number of the call, and more. A reply names its
-call, and is signed: see `replies`. No torch.
+A request is a list: what is asked, the number of the call, and more. A reply names its call, and is
+signed: see `replies`. No torch.
 
 consumes     replies of the processes
 waits for    a place; a process's start, with a limit; its reply, for which the caller has a limit
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import os
 import socket
@@ -52,6 +51,7 @@ class OwnProcess:
 
     Args:
         name: as messages call it, `a reward process` say.
+        pack: makes a request what the process reads.
 
     Attributes:
         pid: of the process that computes, which the child may only wait for.
@@ -65,12 +65,12 @@ class OwnProcess:
         ending: ends it; None: nobody wants that yet.
     """
 
-    def __init__(self, child: Child, name: str) -> None:
+    def __init__(self, child: Child, name: str, pack: Callable[[list[Any]], bytes]) -> None:
         self._loop = asyncio.get_running_loop()
         self.killed_before = num_killed_for_memory()
         self.child = child
         self.pid = child.pid
-        self.ready: asyncio.Future[list[Any]] = self._new_answer()
+        self.ready: asyncio.Future[list[Any]] = self._loop.create_future()
         self.loaded: set[int] = set()
         self.listener: socket.socket | None = None
         self.is_spent = False
@@ -79,6 +79,7 @@ class OwnProcess:
         self.ending: asyncio.Task[None] | None = None
         self._replies = ReplyReader()
         self._name = name
+        self._pack = pack
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[list[Any]]] = {}
         self._unsent = bytearray()
@@ -99,9 +100,10 @@ class OwnProcess:
 
     def call(self, kind: str, *arguments: Any) -> tuple[int, asyncio.Future[list[Any]]]:
         """The number of a call, and its answer: a ConnectionResetError if the process ends."""
-        number, answer = next(self._numbers), self._new_answer()
+        number = next(self._numbers)
+        answer: asyncio.Future[list[Any]] = self._loop.create_future()
         if self.is_over:
-            answer.set_exception(ConnectionResetError())
+            self._fail(answer)
         else:
             self._answers[number] = answer
             self.tell(kind, number, *arguments)
@@ -110,8 +112,7 @@ class OwnProcess:
     def tell(self, *message: Any) -> None:
         """Sends a message as soon as there is room for it; to one that has ended it is lost."""
         if not self.is_over:
-            self._unsent += json.dumps(message).encode() + b"\n"
-            self._send()
+            self._send(self._pack(list(message)))
 
     def give_up(self) -> None:
         """Nothing is read or written any more, before the number of its socket is another's."""
@@ -119,8 +120,7 @@ class OwnProcess:
         self._loop.remove_reader(self.child.connection)
         self._loop.remove_writer(self.child.connection)
         for answer in (self.ready, *self._answers.values()):
-            if not answer.done():
-                answer.set_exception(ConnectionResetError())
+            self._fail(answer)
         self._answers.clear()
 
     def cpu_s(self) -> float:
@@ -132,23 +132,24 @@ class OwnProcess:
         ticks = map(int, stat.rpartition(b")")[2].split()[11:13])
         return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
-    def _new_answer(self) -> asyncio.Future[list[Any]]:
-        answer: asyncio.Future[list[Any]] = self._loop.create_future()
-        # maybe nobody waits for it any more
-        answer.add_done_callback(lambda it: it.cancelled() or it.exception())
-        return answer
+    def _fail(self, answer: asyncio.Future[list[Any]]) -> None:
+        if not answer.done():
+            answer.set_exception(ConnectionResetError())
+            answer.exception()  # maybe nobody waits for it any more
 
-    def _send(self) -> None:
-        connection = self.child.connection
+    def _send(self, message: bytes = b"") -> None:
+        """Sends as much as there is room for; the rest when there is some again."""
+        connection, has_waited = self.child.connection, bool(self._unsent)
+        self._unsent += message
         try:
             del self._unsent[: connection.send(self._unsent)]
         except BlockingIOError:
             pass
         except OSError:  # it has ended, which `_receive` notices
             self._unsent.clear()
-        if self._unsent:
+        if self._unsent and not has_waited:
             self._loop.add_writer(connection, self._send)
-        else:
+        elif has_waited and not self._unsent:
             self._loop.remove_writer(connection)
 
     def _receive(self) -> None:
@@ -177,8 +178,7 @@ class OwnProcess:
         elif not self.ready.done():
             self.ready.set_result([kind, number, *rest])
             if kind == "ready":
-                self._unsent += self._replies.new_key()
-                self._send()
+                self._send(self._replies.new_key())
         elif number not in self._answers:  # code in it has sent an earlier one again
             self._replies.is_forged = True
         elif not (answer := self._answers.pop(number)).done():
@@ -191,6 +191,7 @@ class OwnProcesses:
     Args:
         source: forks them.
         role: what they compute, in one word; the target of the fork server gets it in the spec.
+        pack: makes a request, a list, what the processes read.
         num_processes: how many are lent at a time, with those that wait for their next use.
         log_path: file that their own output is appended to.
         sources: that folder of the run, which they may read.
@@ -206,6 +207,7 @@ class OwnProcesses:
         source: ForkServer,
         *,
         role: str,
+        pack: Callable[[list[Any]], bytes],
         num_processes: int,
         log_path: Path | str,
         sources: Path,
@@ -224,6 +226,7 @@ class OwnProcesses:
             "hides": [str(path) for path in hides],
             "is_tried": False,
         }
+        self._pack = pack
         self._num_processes = num_processes
         self._places = asyncio.Semaphore(num_processes)
         self._num_lent = 0
@@ -338,7 +341,7 @@ class OwnProcesses:
 
     async def _start_one(self, spec: Mapping[str, Any]) -> OwnProcess:
         child = await self._source.spawn({**self._spec, **spec}, self.log_path)
-        process = OwnProcess(child, self._name)
+        process = OwnProcess(child, self._name, self._pack)
         self._running.add(process)
         if self._is_closed:  # meanwhile
             self._source.kill(child)

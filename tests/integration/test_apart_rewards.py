@@ -16,7 +16,7 @@ from waiting import wait_until
 from zmq.utils import z85
 
 from areal_sc import SingleTurnWorkflow
-from areal_sc.system.sandbox.own_code import LAYERS
+from areal_sc.system.sandbox.isolation import LAYERS
 from areal_sc.transport.security.passes import Caller, Passes, WorkerKeys
 
 REWARDS = Path(__file__).with_name("apart_rewards.py")

@@ -291,6 +291,7 @@ async def test_numbers_come_back(server: ForkServer, user: ModuleType, tmp_path:
     assert await pool.score(user.same, {"answer": "abc"}, "ab") == 0.0
     assert await pool.score(user.echo, {"x": 0.5}, "four", bonus=2) == 6.5
     assert await pool.score(user.gives, {}, "true") == 1.0
+    assert await pool.score(user.echo, {"x": 1}, "a" * 5_000_000) == 5_000_001  # in many pieces
     assert await pool.score(user.same, {"answer": "\ud83d"}, "\ud83d") == 1.0  # half a character
     assert await pool.score(Threshold(3), {}, "abc") == 1.0
     assert await pool.score(Threshold(4), {}, "abc") == 0.0

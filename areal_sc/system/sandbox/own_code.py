@@ -25,12 +25,10 @@ from typing import Any, Final, NoReturn
 from areal_sc.system.process import be_deaf
 from areal_sc.system.replies import signed
 from areal_sc.system.sandbox import kernel
+from areal_sc.system.sandbox.isolation import LAYERS
 from areal_sc.system.sandbox.layers import DEVICES, readable_paths
 from areal_sc.system.sandbox.system_calls import refuse_network
 from areal_sc.system.stacks import STACKS_SIGNAL
-
-LAYERS: Final = ("namespaces", "landlock")
-"""The strongest first."""
 
 _SHARED_MEMORY: Final = "/dev/shm"
 _LOOPBACK: Final = "127.0.0.1"
