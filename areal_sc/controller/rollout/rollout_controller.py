@@ -14,7 +14,7 @@ what fails meanwhile is raised by the next call that waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
@@ -22,12 +22,12 @@ from typing import Any
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
-from areal_sc.controller.base import blocking
+from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.events import BatchFormed, RoomFreed, RowsLost, StepEvent
 from areal_sc.controller.ledger.group import RolloutSource
 from areal_sc.controller.ledger.journal import Journal
-from areal_sc.controller.ledger.ledger_records import LedgerState
+from areal_sc.controller.ledger.ledger_records import LedgerState, Split
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet, Keep, Known
 from areal_sc.controller.rollout.groups import GroupTools
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
@@ -40,16 +40,17 @@ from areal_sc.controller.rollout.run_address import RunAddress
 from areal_sc.controller.rollout.scaling import Scaling
 from areal_sc.controller.rollout.source_registration import SourceRegistration
 from areal_sc.controller.rollout.training_groups import TrainingGroups
-from areal_sc.controller.rollout.weights_reader import WeightsReader
+from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.turns import Side
 from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
-from areal_sc.controller.weights.weight_updates import update_timeout_s
+from areal_sc.controller.weights.weight_updates import WeightUpdates, update_timeout_s
+from areal_sc.controller.weights.weights_reader import YieldMemory
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import RunFolderError, WorkerError
 from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.hub import cached_model
-from areal_sc.metadata import BatchMetadata
+from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import newest_lineage
@@ -59,11 +60,12 @@ from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.durable import write_atomic
 from areal_sc.system.os_errors import os_errors_as
+from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
 
 
-class RolloutController(WeightsReader):
+class RolloutController(Controller):
     """Runs the user's workflow over prompts on any number of rollout workers.
 
     Methods block, and have awaitable twins: see TrainController.
@@ -321,6 +323,54 @@ class RolloutController(WeightsReader):
         self.groups.go_back(newest_lineage(self._folder), state.training)
         await self._journal.durable()
 
+    def follow(self, step: StepLife, yield_memory: YieldMemory) -> None:
+        """The workers get the weights of the model that makes this step."""
+        step.take_in(self.groups.step)
+        self.groups.step = self._outside.step = step
+        self._workers.yield_memory = yield_memory
+
+    def receive_weights(self, weights: WeightsReference) -> None:
+        """A new policy version exists: workers begin to pull it, admission counts from it."""
+        self.groups.begin_version(weights.version)
+        self.updates.receive(weights)
+        self.groups.admit()
+        self._background.notify()
+
+    async def record_version_async(
+        self, version: int, trained_rows: Iterable[RowMetadata], splits: tuple[Split, ...]
+    ) -> None:
+        """Notes that a policy version exists; `receive_weights` with it follows.
+
+        Args:
+            trained_rows: the rows whose training made it.
+            splits: how the ranks shared these rows.
+        Raises: RunFolderError: the journal cannot be written.
+        """
+        self.groups.record_version(version, trained_rows, splits)
+        await self._journal.durable()
+
+    def has_taken_back(self, rows: Iterable[RowMetadata]) -> bool:
+        """Whether some of these rows were in a batch that was formed anew."""
+        return any(map(self.groups.ledger.was_taken_back, rows))
+
+    def lose_steps(self) -> None:
+        """Whoever waits for rows or evaluations gets StepsLost."""
+        self._outside.lose_steps()
+        self._background.notify()
+
+    @property
+    def updates(self) -> WeightUpdates:
+        """Updates of the workers' weights."""
+        return self._workers.updates
+
+    async def wait_for_weights_async(self) -> None:
+        """Waits until every worker holds the newest version, but for those that are lost.
+
+        These get it when they are started again, before anything else.
+        """
+        with self._workers.card.wanted(Side.generation):
+            await self.updates.wait_until_newest()
+
     @property
     def num_workers(self) -> int:
         """Number of the workers that stay, or are to come."""
@@ -425,6 +475,7 @@ class RolloutController(WeightsReader):
     state = blocking(state_async)
     go_back = blocking(go_back_async)
     account = blocking(account_async)
+    wait_for_weights = blocking(wait_for_weights_async)
 
 
 def _keep_tokenizer(folder: RunFolder, config: RolloutConfig) -> None:

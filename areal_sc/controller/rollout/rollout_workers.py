@@ -37,6 +37,7 @@ from areal_sc.controller.weights.weight_updates import (
     RolloutWorkerState,
     WeightUpdates,
 )
+from areal_sc.controller.weights.weights_reader import YieldMemory
 from areal_sc.controller.worker_store import Needs
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ArealError, PeerLost, RpcTimeout, StoreFull, WorkerError, WorkerLost
@@ -57,8 +58,6 @@ ROWS_AWAITED_S: Final = 60.0
 """A lost worker's next life tells in time which rows are left, or they are generated again: its
 machine may be gone, and another one in place of it be waited for."""
 
-YieldMemory = Callable[[StoreFull], Awaitable[bool]]
-
 
 class RolloutWorkers:
     """Chooses, calls, sweeps and brings up the workers of one RolloutController.
@@ -75,7 +74,7 @@ class RolloutWorkers:
         sweeps: of their stores.
         card: as given.
         is_tracked: the first workers are known; before that none was started.
-        yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
+        yield_memory: of the model whose weights the workers get.
     """
 
     def __init__(

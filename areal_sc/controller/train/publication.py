@@ -22,7 +22,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
-from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.weights.weights_reader import WeightsReader
 from areal_sc.errors import EngineFailed, TransportError, WorkerError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
@@ -91,7 +91,7 @@ class Publisher:
         self,
         operation: Operation,
         version: int,
-        rollout: RolloutController,
+        rollout: WeightsReader,
         announce: Announce,
     ) -> None:
         """Returns once the weights are sealed, broadcast or written; generation goes on.
@@ -167,7 +167,7 @@ class Publisher:
         self,
         operation: Operation,
         version: int,
-        rollout: RolloutController,
+        rollout: WeightsReader,
         announce: Announce,
     ) -> None:
         if not rollout.updates.current_members or self._num_in_vain == MAX_BROADCASTS_IN_VAIN:
@@ -219,7 +219,7 @@ class Publisher:
                 *(self._num_in_vain, result.failure),
             )
 
-    async def _ensure_group(self, rollout: RolloutController) -> None:
+    async def _ensure_group(self, rollout: WeightsReader) -> None:
         """The generating ranks, all of them, are in a group with rank 0.
 
         Raises: EngineFailed: repeated attempts to form one have failed.
@@ -248,7 +248,7 @@ class Publisher:
                 logger.warning("weight group not formed, attempt %d: %s", attempt + 1, error)
 
     async def _form_group(
-        self, rollout: RolloutController, workers: Mapping[Member, calls.WeightRanks]
+        self, rollout: WeightsReader, workers: Mapping[Member, calls.WeightRanks]
     ) -> str:
         ranks = list(workers.values())
         *first_ranks, world_size = accumulate((worker.num_ranks for worker in ranks), initial=1)

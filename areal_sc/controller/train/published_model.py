@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal_sc.controller.events import TrainingLost, WeightsMoved
-from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.publication import Publisher
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_step import TrainStep
+from areal_sc.controller.weights.weights_reader import WeightsReader
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.operations import Kind
 
@@ -33,9 +33,9 @@ class PublishedModel:
     place: PlaceFile
 
     def __post_init__(self) -> None:
-        self.reader: RolloutController | None = None
+        self.reader: WeightsReader | None = None
 
-    async def publish(self, rollout: RolloutController, version: int) -> None:
+    async def publish(self, rollout: WeightsReader, version: int) -> None:
         """Gives rollout workers the present version, or the next one, which it makes."""
         await self.place.begin_to_publish()
         is_new = version > self.ranks.state.version
@@ -59,7 +59,7 @@ class PublishedModel:
 
         await self.ranks.repeated(publish)
 
-    def note_reader(self, rollout: RolloutController) -> None:
+    def note_reader(self, rollout: WeightsReader) -> None:
         """Workers of this controller get the weights, now or from an earlier start."""
         self.reader, self.ranks.is_published = rollout, True
         rollout.follow(self.ranks.step, self.ranks.memory.yield_memory)

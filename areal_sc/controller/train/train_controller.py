@@ -30,7 +30,6 @@ from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.events import StepEvent, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.journal import ledger_on_disk
-from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.publication import Publisher
 from areal_sc.controller.train.published_model import PublishedModel
@@ -48,6 +47,7 @@ from areal_sc.controller.train.train_step import (
     trained_content,
 )
 from areal_sc.controller.turns import Side
+from areal_sc.controller.weights.weights_reader import WeightsReader
 from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ROWS_GONE, ConfigError
@@ -328,7 +328,7 @@ class TrainController(Controller):
             column_of(output, self.config)
         return await self._work.score_batch(batch, output)
 
-    async def publish_weights_async(self, rollout: RolloutController) -> None:
+    async def publish_weights_async(self, rollout: WeightsReader) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
 
         Returns once the weights are sealed, broadcast or written; generation goes on. An update
@@ -341,7 +341,7 @@ class TrainController(Controller):
         check_trains(self.config, self.role)
         await self._published.publish(rollout, self.version + 1)
 
-    async def share_weights_async(self, rollout: RolloutController) -> None:
+    async def share_weights_async(self, rollout: WeightsReader) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
         await self._published.publish(rollout, self.version)
 
@@ -402,7 +402,7 @@ class TrainController(Controller):
         """Where the time of publications went; see `PublicationTimes`."""
         return asdict(self._publisher.times)
 
-    def note_reader(self, rollout: RolloutController) -> None:
+    def note_reader(self, rollout: WeightsReader) -> None:
         """Workers of this controller get the weights, now or from an earlier start."""
         self._published.note_reader(rollout)
 

@@ -15,9 +15,9 @@ from areal_sc.algorithms.advantages import AdvantageRows
 from areal_sc.algorithms.named_advantage import advantage_of
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.ppo_settings import GAE, ClipCenter, PPOConfig
-from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.step_life import StepState
 from areal_sc.controller.train.ranks import Ranks
+from areal_sc.controller.weights.weights_reader import WeightsReader
 from areal_sc.errors import ArealError, BatchLost, ConfigError, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 
@@ -164,7 +164,7 @@ class TrainStep:
         self._lost_batch = batch.batch_id
         return lost
 
-    def check(self, rollout: RolloutController) -> None:
+    def check(self, rollout: WeightsReader) -> None:
         """Before the next version is published.
 
         Raises: BatchLost: the ranks could not make the updates again after a death; or the batch
