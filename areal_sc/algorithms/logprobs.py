@@ -348,9 +348,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for start in range(0, len(targets), ctx.chunk_tokens):
                 part = slice(start, start + ctx.chunk_tokens)
                 grad_logits = _logits_gradient(
-                    *(hidden[part], values, own_bias, _part_of(temperatures, part), places[part]),
-                    *(normalizer[part], scale[part], of_piece[part], entropy[part]),
-                    *(_part_of(grad_entropy, part), kept[number] if kept else None),
+                    hidden[part],
+                    values,
+                    own_bias,
+                    _part_of(temperatures, part),
+                    places[part],
+                    normalizer[part],
+                    scale[part],
+                    of_piece[part],
+                    entropy[part],
+                    _part_of(grad_entropy, part),
+                    kept[number] if kept else None,
                 )
                 if grad_hidden is not None:
                     _add_gradient_product(grad_hidden[part], grad_logits, values)
@@ -404,8 +412,15 @@ def _logits_gradient(
         logits = output_logits(hidden, weight, bias) if kept is None else kept
         gradient: torch.Tensor = fused(
             gradient_of_logits,
-            *(logits, temperatures, normalizer, targets, of_targets, scale, entropy),
-            *(grad_entropy, hidden.dtype if _multiplies_rounded(hidden) else logits.dtype),
+            logits,
+            temperatures,
+            normalizer,
+            targets,
+            of_targets,
+            scale,
+            entropy,
+            grad_entropy,
+            hidden.dtype if _multiplies_rounded(hidden) else logits.dtype,
         )
         return gradient
     probabilities = kept

@@ -85,7 +85,12 @@ def export_snapshot(
                 return
             merged = merged_values(causal_lm, values, parts, alone)
             export = ModelExport(
-                *(causal_lm, parts, merged, Path(config.path), folder, compute_dtype(config)),
+                causal_lm,
+                parts,
+                merged,
+                Path(config.path),
+                folder,
+                compute_dtype(config),
                 writer,
             )
             export.begin(is_staged=False, reads_late=True).result()

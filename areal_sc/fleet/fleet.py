@@ -178,8 +178,14 @@ class Fleet:
         self, node: Node, role: str, orders: Sequence[WorkerOrder], found: FoundWorkers
     ) -> NodeWorkers:
         return NodeWorkers(
-            *(node, role, orders, found),
-            *(self._scheduler, self._runtime, self.lives, self.tell),
+            node,
+            role,
+            orders,
+            found,
+            self._scheduler,
+            self._runtime,
+            self.lives,
+            self.tell,
         )
 
     def _follow(self, node: NodeWorkers, first_hold_s: float) -> None:

@@ -280,7 +280,10 @@ class NodeWorkers:
         while True:
             replaced = passes.replaced
             watch = spec.Watch(
-                *(self._role, num_ended, hold_s, num_wishes),
+                self._role,
+                num_ended,
+                hold_s,
+                num_wishes,
                 replaced={} if replaced is told else replaced,
             )
             asked = self.agent.connection.call(spec.WATCH, watch, timeout_s=hold_s + interval_s)

@@ -45,12 +45,10 @@ class Silence:
         if is_blocked and not member.is_blocked:
             logger.warning(
                 "worker=%s %s (its log %s says where); it is lost after %g s",
-                *(
-                    member.name,
-                    what,
-                    RunFolder(self._config.run_dir).log_path(member.name),
-                    limit_s,
-                ),
+                member.name,
+                what,
+                RunFolder(self._config.run_dir).log_path(member.name),
+                limit_s,
             )
         member.is_blocked = is_blocked
         return None

@@ -320,7 +320,11 @@ class Agent:
         transport = replace(self._config.transport, bind=self._interface.host)
         run = replace(self._config, transport=transport)
         return spec.WorkerSpec(
-            *(order, run, self._run_id, str(self._memory_root), devices),
+            order,
+            run,
+            self._run_id,
+            str(self._memory_root),
+            devices,
             replaced=self._processes.replaced,
             term=term,
             shipped=shipped,

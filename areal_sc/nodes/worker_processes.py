@@ -213,13 +213,13 @@ class WorkerProcesses:
                     )
             self._newest_term.check(spec.term)
             child = await self._fork_server.spawn(
-                *(asdict(spec), spec.log_path), kind=socket.SOCK_SEQPACKET, timeout_s=timeout_s
+                asdict(spec), spec.log_path, kind=socket.SOCK_SEQPACKET, timeout_s=timeout_s
             )
             with suppress(OSError):  # it has ended, as is told then
                 child.connection.send(msgpack.encode(keys))
             loop, now_ns = asyncio.get_running_loop(), time.monotonic_ns()
             worker = WorkerProcess(
-                *(spec.order, child, loop.create_future(), now_ns, now_ns), spec.replaced
+                spec.order, child, loop.create_future(), now_ns, now_ns, spec.replaced
             )
             self.living[spec.order.incarnation] = worker
             loop.add_reader(child.connection, self._on_word, worker)

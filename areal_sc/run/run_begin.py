@@ -84,7 +84,8 @@ class RunBegin:
         except ValueError as error:
             _logger.warning(
                 "%s cannot be read (%s): what the run was begun with is not known any more",
-                *(self._path, error),
+                self._path,
+                error,
             )
             return {}
         return content

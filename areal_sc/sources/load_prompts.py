@@ -208,7 +208,8 @@ class _Shape:
                 "%s: `datasets` has guessed the types %s from text: long numbers are rounded, 007 "
                 "is 7, dates are objects. Download its files, and give load_prompts their folder, "
                 "which it reads as it is written",
-                *(self.where, guessed),
+                self.where,
+                guessed,
             )
         is_listed = hasattr(rows, "data")
         if is_listed and self.template is None and all(k == c for k, c in self.columns.items()):

@@ -229,7 +229,8 @@ class RowWriter:
             self._has_told = True
             _logger.warning(
                 "row %d of the dataset (%s) changed since the run began, and so may others",
-                *(index, self._kind),
+                index,
+                self._kind,
             )
         self._written.add(index)
 

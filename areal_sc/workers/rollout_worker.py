@@ -268,7 +268,9 @@ class RolloutWorker(Worker):
         elif weights.broadcast:
             sent = weights.broadcast
             await self._as(JoinsWeightGroup).update_weights_from_group(
-                *(weights.version, sent.group, sent.buckets),
+                weights.version,
+                sent.group,
+                sent.buckets,
                 again=read,
                 give_up=lambda: cancel_broadcast(self.transport, sent),
             )

@@ -262,7 +262,7 @@ def _find_tags(answer: str, first: int, second: int) -> TaggedCalls | None:
     if not (marker and before_key and behind_key.strip() and behind_value and end.strip()):
         return None
     return TaggedCalls(
-        *(marker, section, behind_name, before_key, behind_key.strip(), behind_value, end.strip())
+        marker, section, behind_name, before_key, behind_key.strip(), behind_value, end.strip()
     )
 
 

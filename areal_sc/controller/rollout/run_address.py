@@ -134,7 +134,10 @@ class RunAddress:
         log = own_file(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "areal_sc.agents.router"),
+                sys.executable,
+                "-P",
+                "-m",
+                "areal_sc.agents.router",
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,

@@ -214,7 +214,8 @@ class TrainingGroups(Groups):
         gone = self.step.take_back()
         logger.warning(
             "step=%d its batch is formed anew: the rows of %d groups are gone",
-            *(self.version + 1, len(gone)),
+            self.version + 1,
+            len(gone),
         )
         for group in self.ledger.take_back(self.version):
             if group.group_id in gone:
@@ -324,7 +325,8 @@ class TrainingGroups(Groups):
         logger.warning(
             "step=%d the stores lack room (transport.shared_memory): %d groups that are "
             "finished give theirs to older ones, and run again later",
-            *(self.version + 1, len(too_early)),
+            self.version + 1,
+            len(too_early),
         )
         for group in too_early:
             self._requeue(group, "older groups need its room")

@@ -60,7 +60,8 @@ class MemorySnapshots:
             logging.INFO if self._has_failed else logging.WARNING,
             "version %d has no snapshot in memory: %s. The run goes on; if train workers die "
             "before the next one, it goes back to the newest snapshot on the disk",
-            *(version, error),
+            version,
+            error,
         )
         self._has_failed = True
 

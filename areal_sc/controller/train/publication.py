@@ -216,7 +216,8 @@ class Publisher:
             logger.warning(
                 "weight_update.method=collective acts as pull from here on: %d weight groups in a "
                 "row could not broadcast anything; the last one: %s",
-                *(self._num_in_vain, result.failure),
+                self._num_in_vain,
+                result.failure,
             )
 
     async def _ensure_group(self, rollout: WeightsReader) -> None:

@@ -180,7 +180,8 @@ class WeightSources:
                 logger.warning(
                     "worker=%s its node keeps no copy of the weights, so that each of its workers "
                     "pulls them for itself: %s",
-                    *(member.name, error),
+                    member.name,
+                    error,
                 )
             finally:
                 del self._copying[place]

@@ -253,7 +253,8 @@ class PackedModel(nn.Module):
         parts = [
             checkpoint(
                 of_chunk,
-                *(hidden[chunk], targets[chunk]),
+                hidden[chunk],
+                targets[chunk],
                 None if temperatures is None else temperatures[chunk],
                 use_reentrant=False,
                 preserve_rng_state=False,

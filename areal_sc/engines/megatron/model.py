@@ -176,7 +176,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         own = own_vocabulary(sizes, actor.parallel, tensor_rank)
         self._num_own_tokens = len(own)
         self._chunk_tokens = chunk_tokens(
-            *(actor.logprob_chunk_tokens, len(own), device.type, memory_of(device))
+            actor.logprob_chunk_tokens, len(own), device.type, memory_of(device)
         )
         self._vocabulary = None
         if actor.parallel.tensor > 1:

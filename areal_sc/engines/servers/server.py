@@ -437,7 +437,9 @@ class ServerLife:
                 return UNKNOWN_VERSION  # it sees the model folder, and loads it
             logger.warning(
                 "server=%s serves %s: it has to hold the weights of %s",
-                *(self.url, served, config.path),
+                self.url,
+                served,
+                config.path,
             )
         await client.set_version(0)
         return 0

@@ -67,7 +67,9 @@ async def _drain(server: ServerLife, timeout_s: float) -> None:
     except TimeoutError:
         logger.warning(
             "%s still runs %d answers after %g s: they are interrupted",
-            *(server.name, server.places.num_running, timeout_s),
+            server.name,
+            server.places.num_running,
+            timeout_s,
         )
 
 

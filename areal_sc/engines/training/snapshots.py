@@ -211,7 +211,8 @@ class Snapshots:
         if not is_same_size:
             logger.info(
                 "snapshot=%s was written by %d ranks: random state is not restored",
-                *(folder, len(written)),
+                folder,
+                len(written),
             )
         count_updates(state, index)
 

@@ -137,7 +137,11 @@ class BulkClient:
             }
             open_session = partial(
                 request_session,
-                *(self._transport, owner, self._puller, self._config, self._absence_s),
+                self._transport,
+                owner,
+                self._puller,
+                self._config,
+                self._absence_s,
             )
             found = OwnerConnection(owner, self._config, open_session, self._credits, self.refused)
             self._connections[owner] = found
@@ -157,5 +161,10 @@ class BulkClient:
             logger.warning(
                 "pull_slow owner=%s bytes=%d missing_bytes=%d seconds=%.1f slowest=%s "
                 "slowest_seconds=%.1f",
-                *(owner.node_id, num_bytes, fetch.missing_bytes, total_s, phase, longest_s),
+                owner.node_id,
+                num_bytes,
+                fetch.missing_bytes,
+                total_s,
+                phase,
+                longest_s,
             )

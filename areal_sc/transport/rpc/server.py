@@ -194,7 +194,8 @@ class RpcServer:
             ) from error
         address = raw.getsockopt_string(zmq.LAST_ENDPOINT)
         self._socket = AsyncSocket(
-            *(raw, self._on_message),
+            raw,
+            self._on_message,
             max_parts=1 + MAX_FRAMES,
             knows_senders=self._guard is not None,
         )
@@ -359,7 +360,10 @@ class RpcServer:
     def _failure(self, request: Request, error: BaseException) -> bytes:
         logger.warning(
             "method_failed node=%s method=%s request=%s error=%s",
-            *(self.node_id, request.method, request.request_id, describe(error)),
+            self.node_id,
+            request.method,
+            request.request_id,
+            describe(error),
         )
         return encode(failure_of(error, request.request_id))
 

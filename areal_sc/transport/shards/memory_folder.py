@@ -91,7 +91,10 @@ def memory_root(
     logger.warning(
         "%s, the tensor stores of this node may need %s: shared memory is in files under %s, "
         "which is slower; enlarge it (docker run --shm-size=%dg), or set smaller batches",
-        *(why, _gib(needed_bytes), fallback, -(-needed_bytes // (1 << 30)) + 1),
+        why,
+        _gib(needed_bytes),
+        fallback,
+        -(-needed_bytes // (1 << 30)) + 1,
     )
     return fallback
 

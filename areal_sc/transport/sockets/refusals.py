@@ -36,5 +36,8 @@ class Refusals:
             self._next_line_s = now_s + LOG_INTERVAL_S
             self._logger.warning(
                 "%s node=%s count=%d reason=%s",
-                *(self._event, self._node_id, self.num, reason),
+                self._event,
+                self._node_id,
+                self.num,
+                reason,
             )

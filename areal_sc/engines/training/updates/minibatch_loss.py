@@ -87,7 +87,10 @@ class MinibatchLoss:
             fields["proximal_logprobs"] = own
         tokens = LossTokens(
             output if is_lm else torch.zeros_like(output),
-            *(entropy, fields, batch.loss_rows, self.counts),
+            entropy,
+            fields,
+            batch.loss_rows,
+            self.counts,
             values=None if is_lm else output,
         )
         value, of_loss = checked(self.compute_loss(tokens))
