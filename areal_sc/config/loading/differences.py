@@ -15,7 +15,7 @@ from areal_sc.config.fields import (
     shared_settings,
 )
 from areal_sc.config.further_models import FURTHER_MODELS
-from areal_sc.config.loading.removed_settings import REMOVED, actors, moved_to
+from areal_sc.config.loading.removed_settings import REMOVED, ROOM_FOR_REPEATS, actors, moved_to
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.server_settings import ServersConfig
 from areal_sc.config.slurm_settings import SchedulerType
@@ -60,6 +60,9 @@ FREE = (
     ),
 )
 """Settings and sections that may change without a word: they do not touch what is learned."""
+
+_FREE_ONCE = ("samples", "rollout.samples", *ROOM_FOR_REPEATS)
+"""The same of an older areal_sc."""
 
 OF_SCRIPT = frozenset(
     ["resume", "overwrite", "dry_run", "startup_timeout_s", "hung_after_s", "shutdown_timeout_s"]
@@ -159,13 +162,13 @@ def check_resumable(old_text: str, new_text: str, *, lives_with: str = "") -> li
             f"the run cannot be resumed, because settings changed that cannot:{''.join(refused)}\n"
             "set them back, or start another run (another run_dir, or --overwrite)"
         )
-    warnings = [
-        f"{key}: {change}"
-        for key, change in differences.items()
-        if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
+    warnings = [f"{key}: {change}" for key, change in differences.items() if not _is_in(key, FREE)]
+    present = settings_of(old_text)
+    removed = [
+        f"{key}={present[key]}"
+        for key, is_same in removed_of(dict(_leaves(_parse(old_text)))).items()
+        if key in present and not (is_same or _is_in(key, (*FREE, *_FREE_ONCE)))
     ]
-    old = settings_of(old_text)
-    removed = [f"{key}={old[key]}" for key, is_same in removed_of(old).items() if not is_same]
     if removed:
         warnings.append(
             f"settings that there are no more, and that count no more: {', '.join(removed)}"
@@ -175,6 +178,11 @@ def check_resumable(old_text: str, new_text: str, *, lives_with: str = "") -> li
     unused = OF_ONE_SCHEDULER - {_parse(new_text).get("scheduler", {}).get("type")}
     since = config_differences(lives_with, new_text)
     return warnings + _started_again(since, OF_SCRIPT | unused)
+
+
+def _is_in(key: str, places: Iterable[str]) -> bool:
+    """Whether a setting is one of these, or of a section among them."""
+    return any(f"{key}.".startswith(f"{place}.") for place in places)
 
 
 def _started_again(differences: Iterable[str], of_script: Set[str]) -> list[str]:

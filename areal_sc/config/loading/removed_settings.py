@@ -9,6 +9,12 @@ from typing import Final
 LIKE_ACTOR: Final = ("reference", "critic", "teacher", "reward_model")
 """Sections of models that take most of their settings from the actor's."""
 
+ROOM_FOR_REPEATS: Final = tuple(
+    f"{section}.{name}"
+    for section in ("checkpoint", "actor", "critic")
+    for name in ("memory_every_steps", "keep_rows_steps")
+)
+
 REMOVED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "rollout.field_bytes": "workflows say what their fields take: leave it out",
@@ -71,12 +77,17 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
                 "scheduler.max_deaths now",
             }.items()
         },
-        "checkpoint.memory_every_steps": "each step has a snapshot in memory, or none has one: "
-        "it is checkpoint.memory_snapshots now, true or false",
-        "checkpoint.keep_rows_steps": "rows stay until their step is complete, as a step is "
-        "repeated from its own snapshot: leave it out",
         **dict.fromkeys(
-            ("samples.groups_per_step", "samples.max_chars", "samples.show"),
+            ROOM_FOR_REPEATS,
+            "a step is repeated from its own snapshot in memory: leave it out, or say whether "
+            "there are such snapshots by checkpoint.memory_snapshots",
+        ),
+        **dict.fromkeys(
+            (
+                f"{section}.{name}"
+                for section in ("samples", "rollout.samples")
+                for name in ("groups_per_step", "max_chars", "show")
+            ),
             "records.keep says which answers are kept, and `python -m areal_sc samples RUN_DIR` "
             "shows them",
         ),
