@@ -69,7 +69,7 @@ def normalized_advantages(
         std: "group", "batch" or "none".
         deviation: "population", or "sample": of n episodes, (n / (n - 1))^0.5 times as large.
         eps: added to the standard deviation.
-        judged: [N] the rewards before shaping; None: as `rewards`.
+        judged: [N] the rewards before shaping; None: they are `rewards`.
     Returns: [N].
     Raises: ValueError: the lengths differ, a scope is unknown, or a reward is not finite.
     """

@@ -81,8 +81,8 @@ def token_advantages(
 
     Args:
         tokens: with field `values`, and with a KL `behavior_logprobs` and `reference_logprobs`.
-        discount, gae_lambda: as of `generalized_advantages`.
-        kl_coefficient, kl_estimator: as of `token_rewards` and `kl.kl_estimate`.
+        discount, gae_lambda: see `generalized_advantages`.
+        kl_coefficient, kl_estimator: see `token_rewards` and `kl.kl_estimate`.
     Returns: [N].
     """
     fields, rows = tokens.fields, tokens.rows
@@ -100,7 +100,7 @@ def token_advantages(
 def token_returns(tokens: RowTokens, **settings: Any) -> torch.Tensor:
     """What a critic learns: the advantages and the values that they came from, A + V.
 
-    Args: as of `token_advantages`.
+    Args: those of `token_advantages`.
     Returns: [N].
     """
     return token_advantages(tokens, **settings) + tokens.fields["values"]

@@ -216,7 +216,7 @@ def output_logits(
 ) -> torch.Tensor:
     """[N, V] of an output layer, at least float32, summed in float32 whatever the inputs are.
 
-    Args: as `chunked_logprobs`.
+    Args: those of `chunked_logprobs`.
     """
     if _multiplies_rounded(hidden) and hidden.dtype == weight.dtype:
         # tensor cores, without rounding the result
@@ -228,7 +228,7 @@ def output_logits(
 
 
 def float32_linear(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """[..., V] of an output layer, as `output_logits`, of [..., H]; differentiable."""
+    """The [..., V] `output_logits` of an output layer for [..., H]; differentiable."""
     logits: torch.Tensor = _Float32Linear.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, -2), head.weight, head.bias
     )
@@ -406,7 +406,7 @@ def _logits_gradient(
 
     Args:
         kept: [N, V] probabilities, or the logits where it is fused; None: computed again.
-        all others: as `gradient_of_logits`.
+        all others: see `gradient_of_logits`.
     """
     if is_fused(hidden):
         logits = output_logits(hidden, weight, bias) if kept is None else kept

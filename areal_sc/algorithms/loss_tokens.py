@@ -161,7 +161,7 @@ def loss_tokens_of(
     """The tokens of a minibatch that is one micro-batch of one rank: what a loss is tried on.
 
     Args:
-        logprobs, entropy, fields: as in `LossTokens`, row after row.
+        logprobs, entropy, fields: see `LossTokens`; row after row.
         num_loss_tokens: [R] trained tokens of each row; one token of context stands before them.
         groups: [R] of the rows; None: each row is a group.
         episodes: [R] of the rows, in their groups; None: each row is an episode.

@@ -119,7 +119,7 @@ class NamedLoss:
                 )
 
     def load(self) -> Loss:
-        """The function with its settings, as `user_function` gives it. Imports torch.
+        """The function with its settings, from `user_function`. Imports torch.
 
         Raises: ConfigError: there is no such function, or it has other settings.
         """

@@ -48,9 +48,9 @@ def pack_padded_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[l
     What is limited is the padded size, so rows of similar length come together: longest first, as
     many as fit.
 
-    Args: as `pack_micro_batches`.
+    Args: those of `pack_micro_batches`.
     Returns: row indices of each micro-batch, ascending; every row exactly once.
-    Raises: ValueError: as `pack_micro_batches`.
+    Raises: ValueError: see `pack_micro_batches`.
     """
     _check(lengths, max_tokens)
     packed: list[list[int]] = []

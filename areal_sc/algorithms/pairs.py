@@ -61,8 +61,8 @@ def bradley_terry(
 
     Args:
         tokens: with `values`; both rows of a pair are in one micro-batch.
-        label_smoothing: as of `dpo`.
-    Returns: as `dpo`; the margin is the difference of the scores.
+        label_smoothing: see `dpo`.
+    Returns: what `dpo` returns; the margin is the difference of the scores.
     Raises: ValueError: a pair is not whole, or the model has no value head.
     """
     rows = tokens.rows

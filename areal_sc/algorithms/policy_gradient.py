@@ -161,7 +161,7 @@ def _field(tokens: LossTokens, name: str) -> torch.Tensor:
 
 
 def _log_weight(tokens: LossTokens, center: torch.Tensor, of: str) -> torch.Tensor:
-    """[N] nats: log w, before anything bounds it. Args: of: as `behavior_weight`."""
+    """[N] nats: log w, before anything bounds it. Args: of: see `behavior_weight`."""
     if of == "none":
         return center - center  # what is not finite stays known
     log_weight = center - _field(tokens, "behavior_logprobs")

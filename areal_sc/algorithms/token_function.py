@@ -41,7 +41,7 @@ class TokenFunction:
         return folder_of_module(self.name, "token function", _EXPECTED)
 
     def load(self) -> Callable[[RowTokens], torch.Tensor]:
-        """The function with its settings, as `user_function` gives it.
+        """The function with its settings, from `user_function`.
 
         Raises: ConfigError: there is no such function, or it has other settings.
         """

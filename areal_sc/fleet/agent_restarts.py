@@ -199,7 +199,7 @@ class NodeAgent:
 
         Args:
             death: of the agent before; None: there was none.
-        Raises: NodeLost: as `replace`.
+        Raises: NodeLost: see `replace`.
         """
         node, is_final = self._node, False
         pause_s = 0.0 if death is None else self._deaths.note()

@@ -40,7 +40,7 @@ class Fleet:
     """Launches, watches and calls the workers of one role.
 
     Args:
-        unit: as of `Lives`.
+        unit: see `Lives`.
 
     Attributes:
         members: all workers, in order of their index.
@@ -275,7 +275,7 @@ class Fleet:
         Args:
             args: of each worker's call, in the same order.
             members: None: all workers.
-        Raises: as `call`.
+        Raises: the errors of `call`.
         """
         members = self.members if members is None else members
         for member in members:
@@ -298,7 +298,7 @@ class Fleet:
     ) -> dict[Member, R]:
         """Replies of those of `members` that live; who is, or gets, lost is left out.
 
-        Raises: as `call`, but for losses.
+        Raises: the errors of `call`, but for losses.
         """
         living = [member for member in members if member.failure is None]
         incarnations = [member.worker.incarnation for member in living]

@@ -66,7 +66,7 @@ class Recovery:
 
     Args:
         hear: takes what becomes of the units.
-        unit: as of `Lives`.
+        unit: see `Lives`.
 
     Attributes:
         fleet: the workers.

@@ -152,7 +152,7 @@ class Died(LifeEvent):
 
 @dataclass(frozen=True)
 class StartFailed(LifeEvent):
-    """A unit that was being started does not come up; `is_final` as of `Died`."""
+    """A unit that was being started does not come up; `is_final`: see `Died`."""
 
     cause: WorkerError
     is_final: bool = False

@@ -123,7 +123,7 @@ class FollowedRun:
         }
 
     def steps(self, epoch: int = 0, first: int = 0) -> dict[str, Any]:
-        """New steps, as `MetricColumns.since` tells them."""
+        """New steps: what `MetricColumns.since` returns."""
         with self._lock:
             self._columns.follow()
             return self._columns.since(epoch, first)
@@ -137,9 +137,9 @@ class FollowedRun:
             return {"complaints": told, "num_steps": columns.num_steps}
 
     def groups(self, query: GroupQuery, at: int, limit: int) -> dict[str, Any]:
-        """Groups, as `GroupBook.found` tells them.
+        """What `GroupBook.found` returns; each group gets a `data_row`.
 
-        `data_row`: what each is of in its dataset, None where that is recorded nowhere.
+        That is its row of the dataset, None where it is recorded nowhere.
         """
         with self._lock_of_groups:
             found = self._groups.found(query, at, limit)
@@ -147,7 +147,7 @@ class FollowedRun:
         return found
 
     def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
-        """What `GroupBook.lives` tells; accounts have a `data_row` as those of `groups`."""
+        """What `GroupBook.lives` returns; accounts get a `data_row`, see `groups`."""
         with self._lock_of_groups:
             lives = self._groups.lives(groups)
         self._add_data_rows([life["account"] for life in lives.values()])
@@ -160,7 +160,7 @@ class FollowedRun:
             it["data_row"] = found.get((it["index"], it["dataset"]))
 
     def read_rows(self, seconds: float) -> dict[str, Any]:
-        """Reads new rows, as `RowIndex.follow` does, and what became of their groups."""
+        """Reads new rows and what became of their groups; see `RowIndex.follow`."""
         with self._lock_of_groups:
             self._groups.follow()
             if self._groups.num_readings != self._fates_of:
@@ -169,14 +169,14 @@ class FollowedRun:
         return self.index.follow(seconds)
 
     def recorded_rows(self, query: RowQuery, at: int, limit: int) -> dict[str, Any]:
-        """Recorded rows, as `RowSearch.found` tells them."""
+        """Recorded rows: what `RowSearch.found` returns."""
         self.index.follow()
         marked = self._bookmarks.read() if query.choices.get(MARKED) else {}
         found = self._search.found(query, at, limit, marked)
         return {**found, "damage": [*found["damage"], *self._time_line.lost]}
 
     def every_recorded_row(self, query: RowQuery) -> Iterator[list[dict[str, Any]]]:
-        """Recorded rows, as `RowSearch.every` gives them, once all that are there are read."""
+        """What `RowSearch.every` gives, once all recorded rows are read."""
         while not self.read_rows(READ_S)["is_whole"]:
             pass
         marked = self._bookmarks.read() if query.choices.get(MARKED) else {}
@@ -197,7 +197,7 @@ class FollowedRun:
         return [_told_mark(name, note) for name, note in marks.items()]
 
     def recorded(self, group: int) -> dict[str, Any]:
-        """`attempts`, as `RecordedGroups.of_group` tells them, `rows` with texts, and `damage`."""
+        """`attempts` of `RecordedGroups.of_group`, `rows` with texts, and `damage`."""
         # the ledger, whose reading may take long, is read anew when the list of rows is seen
         progress = self.index.follow(READ_S) if self._fates_of else self.read_rows(READ_S)
         damage = [*self.index.damage, *self._trained.damage, *self._time_line.lost]
@@ -213,14 +213,14 @@ class FollowedRun:
     def tokens(
         self, group: int, attempt: int, episode: int, row: int, first: int = 0
     ) -> dict[str, Any] | None:
-        """The tokens of a recorded row, as `RecordedGroups.tokens` tells them."""
+        """The tokens of a recorded row; see `RecordedGroups.tokens`."""
         self.index.follow()
         return self._recorded.tokens(group, attempt, episode, row, self._tokenizer, first)
 
     def time_line(
         self, first: float | None = None, last: float | None = None, width: int = 2000
     ) -> dict[str, Any]:
-        """What its processes did when, as `TimeLine.shown` tells it."""
+        """What its processes did when; see `TimeLine.shown`."""
         with self._lock_of_records:
             with self._lock:
                 self._columns.follow()
@@ -240,17 +240,17 @@ class FollowedRun:
         return b'{"traceEvents": [' + events + b"]}"
 
     def fleet(self) -> dict[str, Any]:
-        """State and workers, as `fleet_view` tells them."""
+        """State and workers; see `fleet_view`."""
         return fleet_view(self.folder)
 
     def held(self) -> dict[str, int]:
-        """Policy versions of workers, as `TimeLine.held` tells them."""
+        """Policy versions of workers; see `TimeLine.held`."""
         with self._lock_of_records:
             self._time_line.follow()
             return self._time_line.held()
 
     def log(self, name: str) -> str | None:
-        """The end of a log, as `log_end` gives it."""
+        """The end of a log; see `log_end`."""
         return log_end(self.folder, name)
 
     def _settings(self) -> tuple[dict[str, Any], str]:

@@ -33,7 +33,7 @@ class GroupQuery:
     """Which groups are asked for; "" and None: any.
 
     Attributes:
-        outcome: as in `GroupAccount`; also `undone`.
+        outcome: see `GroupAccount`; also `undone`.
         cause: of a rejection.
         worker: that ran it last.
         step: that consumed it.

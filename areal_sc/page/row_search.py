@@ -37,7 +37,7 @@ RowName = tuple[int, int, int, int]
 def recorded_query(words: Mapping[str, str]) -> RowQuery:
     """What the parameters of an address ask of recorded rows.
 
-    Raises: ValueError: as `RowQuery.of`.
+    Raises: ValueError: see `RowQuery.of`.
     """
     return RowQuery.of(words, NUMBERS, (*WORDS, MARKED), "-time")
 
@@ -66,7 +66,7 @@ class RowSearch:
         Returns: `rows`; `next`, where to go on (None: nowhere); `num_fitting`, rows whose numbers
             fit; `num_rows`, of the run; `metrics`, names of the workflow's; `worker`, `outcome`
             and `cause`: how many rows have which; `has_texts`: a tokenizer is there; `is_whole`:
-            all rows are read; `num_changes`, as of `RowIndex.follow`; `damage`.
+            all rows are read; `num_changes`, see `RowIndex.follow`; `damage`.
         Raises: RunFolderError: the database cannot be had.
         """
         limit = max(1, min(limit, MAX_ROWS))
@@ -292,7 +292,7 @@ def _rows(
 
 
 def _right_answer(data_row: str) -> str:
-    """What a row of a dataset has as `answer`; "": nothing, or the row is too long to be told."""
+    """The `answer` of a row of a dataset; "": nothing, or the row is too long to be told."""
     try:
         row = ast.literal_eval(data_row)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):

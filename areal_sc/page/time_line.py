@@ -28,7 +28,7 @@ MAX_SPANS: Final = 200_000
 """Spans that a page gets, about: it draws them in half a second."""
 
 _Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""kinds [n], numbers [5, n], times [2, n]: as of `SpanColumns`, with places among all names."""
+"""kinds [n], numbers [5, n], times [2, n]: see `SpanColumns`; with places among all names."""
 
 _LANE, _FIRST, _LAST, _TOKENS, _ABOUT = range(5)
 

@@ -97,7 +97,7 @@ def paired_difference(first: Answers, second: Answers) -> Estimate:
     Args:
         first, second: of the same prompts in the same order; each may have its own number of
             answers a prompt.
-    Raises: ValueError: they have different numbers of prompts; and as `accuracy_interval`.
+    Raises: ValueError: they have different numbers of prompts; or see `accuracy_interval`.
     """
     if len(first) != len(second):
         raise ValueError(

@@ -114,7 +114,7 @@ class StepMetrics(_Record):
         published_bytes: of the weights, as a worker gets them that is on another node than the
             trainers: whole, or what has changed in them.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...; without
-            means over nothing, as of entropy where no token has a gradient.
+            means over nothing, such as the entropy where no token has a gradient.
         counters: all that workers and controllers count, summed; since the start of the workers.
     """
 

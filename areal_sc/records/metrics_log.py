@@ -64,7 +64,7 @@ class History:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises: RunFolderError: as `read_metrics`; or a record lacks something."""
+        """Raises: RunFolderError: see `read_metrics`; or a record lacks something."""
         history = cls()
         for number, record in enumerate(read_metrics(path), start=1):
             try:

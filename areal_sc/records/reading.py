@@ -66,7 +66,7 @@ class Row:
         num_rejected: episodes of the group that have no rows.
         calls: of the model, in their order, with their messages; none of a workflow that is no
             conversation. Rows of an episode that begin alike share them.
-        input_ids, loss_mask, behavior_logprobs, versions: [T], as of `RecordedTokens`.
+        input_ids, loss_mask, behavior_logprobs, versions: [T], see `RecordedTokens`.
     """
 
     worker: str
@@ -163,7 +163,7 @@ def steps(run: str | Path) -> Iterator[StepMetrics]:
 
     Args:
         run: folder of the run.
-    Raises: RunFolderError: as `History.read`.
+    Raises: RunFolderError: see `History.read`.
     """
     yield from History.read(RunFiles(run).metrics_path).steps
 

@@ -89,7 +89,7 @@ class RecordStore(Protocol):
         """Adds a block. Raises: OSError, ArealError: it cannot be kept."""
 
     def replace_open(self, content: bytes) -> None:
-        """These packed spans go on now; b"": none do. Raises: as `append`."""
+        """These packed spans go on now; b"": none do. Raises: the errors of `append`."""
 
     def close(self) -> None:
         """Nothing more comes."""

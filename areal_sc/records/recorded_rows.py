@@ -29,7 +29,7 @@ class PlayedRow(Protocol):
     """A row of an episode; `Trajectory` is one.
 
     Attributes:
-        input_ids, loss_mask, behavior_logprobs, versions: [T], as of `Trajectory`.
+        input_ids, loss_mask, behavior_logprobs, versions: [T], see `Trajectory`.
     """
 
     input_ids: Sequence[int]
@@ -51,7 +51,7 @@ class RecordedRow(Struct, frozen=True, omit_defaults=True):
         episode: number within the group, from 0.
         row: number within the episode, from 0.
         returns: of each answer, where they differ from the reward.
-        shaping: of the reward, as of `Trajectory`.
+        shaping: a part of the reward, see `Trajectory`.
         output: what the episode wrote, as an agent does; a long one is cut.
     """
 

@@ -1,4 +1,4 @@
-"""What the script of a run did when, as `metrics.jsonl` tells it: there is no second account."""
+"""What the script of a run did when: `metrics.jsonl` tells it, and there is no second account."""
 
 from __future__ import annotations
 

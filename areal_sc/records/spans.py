@@ -116,7 +116,7 @@ def unpack_spans(body: bytes) -> SpanColumns:
 
 
 def spans_of(columns: SpanColumns, process: str) -> Iterator[RecordedSpan]:
-    """Raises: ValueError: as `SpanColumns.arrays`."""
+    """Raises: ValueError: see `SpanColumns.arrays`."""
     kinds, numbers, times = columns.arrays()
     of_all = zip(kinds.tolist(), numbers.T.tolist(), times.T.tolist(), strict=True)
     for kind, (lane, first, last, num_tokens, about), (began, took_s) in of_all:

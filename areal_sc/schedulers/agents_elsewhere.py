@@ -124,16 +124,16 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
     """Lends the machines on which a subclass starts agents.
 
     Args:
-        config, folder: as in `make_scheduler`; `config.settings` is the subclass's own.
+        config, folder: see `make_scheduler`; `config.settings` is the subclass's own.
 
     Attributes:
-        config: as in `Scheduler`.
+        config: see `Scheduler`.
         folder: of the run.
         agents: those that were started, and neither replaced nor given up.
         may_queue: machines may be on their way when a run begins, which has no limit; else a run
             that gets too few at once is refused.
     Raises: RunFolderError: another process runs in the folder, or agents of a script that was
-        killed do on their machines, or it cannot be used. ConfigError: as `reach`, or there is no
+        killed do on their machines, or it cannot be used. ConfigError: see `reach`; or there is no
         way to the hosts. WorkerStartError: there are too few machines.
     """
 

@@ -217,7 +217,7 @@ class JoinServer:
         await server.close()
 
     async def _welcome(self, joining: Joining) -> Welcome:
-        """Raises: NotPermitted: as `_join`. WorkerStartError: files cannot be served.
+        """Raises: NotPermitted: see `_join`. WorkerStartError: files cannot be served.
         RunFolderError: the folder cannot be written. StaleTerm.
         """
         await self._is_open.wait()

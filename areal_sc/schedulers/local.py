@@ -49,7 +49,7 @@ class LocalScheduler(OpenRun):
 
     Args:
         config: the `scheduler` section.
-        folder: as in `make_scheduler`.
+        folder: see `make_scheduler`.
         command: starts an agent; its arguments follow.
     Raises: RunFolderError: another process runs in the folder, or it cannot be used.
     """

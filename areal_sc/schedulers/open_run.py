@@ -30,7 +30,7 @@ class OpenRun:
     """Base of schedulers, from when they are made until they are closed.
 
     Attributes:
-        keys, passes, status, term: as in `Scheduler`.
+        keys, passes, status, term: see `Scheduler`.
     """
 
     keys: RunKeys
@@ -45,7 +45,7 @@ class OpenRun:
         """The run folder, which this process has from now on; what the run does is told in it.
 
         Args:
-            folder: as in `make_scheduler`.
+            folder: see `make_scheduler`.
         Raises: RunFolderError: another process runs in the folder, or it cannot be used.
         """
         if folder is None:

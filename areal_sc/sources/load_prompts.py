@@ -112,7 +112,7 @@ def load_rows(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows as they are, from where `load_prompts` has prompts; and the last of them, held out.
 
-    Raises: WorkflowError: as `load_prompts`; or no row would be left.
+    Raises: WorkflowError: see `load_prompts`; or no row would be left.
     """
     shape = _Shape(f"dataset {path}, split {split}", {}, None, set())
     rows = [dict(row) for row in _shaped(path, name, split, revision, shape, streaming=False)]

@@ -51,7 +51,7 @@ def with_signal(past: PromptPast) -> float:
 
 
 class PromptChoice:
-    """Says which rows are taken, as `rollout.choose_prompts` has it.
+    """Says which rows are taken, by `rollout.choose_prompts`.
 
     Args:
         name: `all`, `with_signal`, or `package.module:function`, a `ShareFunction`.

@@ -67,7 +67,7 @@ class CopiedPrompts(JsonlPrompts):
 
     Args:
         digest: of the file's content.
-    Raises: WorkflowError: as `JsonlPrompts`; or the content is another one by now.
+    Raises: WorkflowError: see `JsonlPrompts`; or the content is another one by now.
     """
 
     def __init__(self, path: Path, digest: str) -> None:

@@ -172,7 +172,7 @@ def _made_apart(wanted: list[list[Any]], size: int) -> list[list[dict[str, Any]]
 
 
 def _rows_of(task: str, settings: dict[str, Any], seed: int, num_rows: int) -> list[dict[str, Any]]:
-    """Raises: WorkflowError: as `library_task`; or one of them cannot be made."""
+    """Raises: WorkflowError: see `library_task`; or one of them cannot be made."""
     generator = library_task(task, settings, seed, max(1, num_rows))
     rows = []
     for index in range(num_rows):

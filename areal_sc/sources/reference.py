@@ -103,7 +103,7 @@ def written_reference(obj: Any, sources: Path) -> dict[str, Any]:
 
     Args:
         sources: that folder of the run; gets a file of what a session defines.
-    Raises: WorkflowError: as `reference_of`. WorkflowError, RunFolderError: as `write_session`.
+    Raises: WorkflowError: see `reference_of`. WorkflowError, RunFolderError: see `write_session`.
     """
     of_session: list[Any] = []
     wire = reference_of(obj, of_session).to_wire()

@@ -98,7 +98,7 @@ def _checked(row: Any, where: str, text: str) -> Row:
 
 
 def stream_of(splits: Mapping[str, Sequence[Path]], split: str) -> Iterator[Row]:
-    """The rows of a whole split, read while they are taken. Raises: as `part_of`."""
+    """The rows of a whole split, read while they are taken. Raises: the errors of `part_of`."""
     if split not in splits:
         raise WorkflowError(
             f"expected a whole split ({', '.join(splits)}), as it is to be streamed"
@@ -111,7 +111,7 @@ def part_of(splits: Mapping[str, Sequence[Path]], split: str) -> Iterator[Row]:
 
     Args:
         splits: name -> files.
-    Raises: WorkflowError: `split` means nothing of these, or as `read_rows`.
+    Raises: WorkflowError: `split` names nothing of these; or see `read_rows`.
     """
     for part in split.split("+"):
         match = re.fullmatch(r"\s*([^\[\]]+?)\s*(?:\[(-?\d*%?):(-?\d*%?)\])?\s*", part)

@@ -59,7 +59,7 @@ class DPOTrainer(PairTrainer):
         Args:
             rows: with `chosen` and `rejected`, and `prompt` unless these begin alike.
             batch_size: pairs a step; every pair is taken once before one is taken again.
-            beta, label_smoothing: as of `algorithms.pairs.dpo`.
+            beta, label_smoothing: see `algorithms.pairs.dpo`.
             held_out: pairs that the evaluations measure: their loss, the share that is ordered
                 right (`accuracy`) and the mean margin.
             reference: None: the model that training begins with.

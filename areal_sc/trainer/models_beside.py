@@ -102,7 +102,7 @@ class ModelsBeside:
         return batch
 
     def compute_advantages(self, batch: BatchMetadata, actor: TrainController) -> BatchMetadata:
-        """The batch with advantages as `actor.ppo.advantage` says.
+        """The batch with the advantages of `actor.ppo.advantage`.
 
         With `gae` they are of tokens, and the critic's returns another field.
         Raises: BatchLost: rows are gone.

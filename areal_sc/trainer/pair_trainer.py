@@ -40,7 +40,7 @@ def pair_metrics(margins: Sequence[float], label_smoothing: float = 0.0) -> dict
     """The loss of pairs, the share that is ordered right, and the mean margin.
 
     Args:
-        margins: as in `algorithms.pairs`: above 0 where the chosen answer is preferred.
+        margins: see `algorithms.pairs`: above 0 where the chosen answer is preferred.
     """
     s, count = label_smoothing, len(margins)
     losses = [(1 - s) * _softplus(-margin) + s * _softplus(margin) for margin in margins]

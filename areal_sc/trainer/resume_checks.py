@@ -28,7 +28,7 @@ from areal_sc.trainer.snapshots import newest_ledger, readable_states
 def describe_resume(folder: RunFolder, actor: TrainHandle) -> Iterator[str]:
     """What a run would go on from, and what of it is damaged; reads all of it, writes nothing.
 
-    Raises: RunFolderError: as of `check_resumed`. CheckpointError: no snapshot can be read.
+    Raises: RunFolderError: see `check_resumed`. CheckpointError: no snapshot can be read.
     """
     yield from check_resumed(folder)
     for path, state in readable_states(folder):

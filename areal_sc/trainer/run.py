@@ -108,7 +108,7 @@ class Run:
         self._began = time.monotonic()
         self._first_step_s: float | None = None
         self._health = LearningHealth(config.actor.dtype)
-        self._counted: Mapping[str, float] = {}  # as of the end of the newest step
+        self._counted: Mapping[str, float] = {}  # at the end of the newest step
         self.beside: list[BesideTraining] = []
         self._others: Sequence[TrainController] = ()
 

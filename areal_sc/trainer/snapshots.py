@@ -97,7 +97,7 @@ def _load_others(models: Sequence[TrainController], step: int, snapshot: Path) -
 def newest_ledger(folder: RunFolder) -> LedgerState | None:
     """The ledger of the newest snapshot whose controllers' state can be read.
 
-    Raises: RunFolderError: as `load_latest_snapshot`.
+    Raises: RunFolderError: see `load_latest_snapshot`.
     """
     states = (state for _, state in readable_states(folder))  # `load_latest_snapshot` warns
     return next((s.training for s in states if not isinstance(s, CheckpointError)), None)
@@ -106,7 +106,7 @@ def newest_ledger(folder: RunFolder) -> LedgerState | None:
 def readable_states(folder: RunFolder) -> Iterator[tuple[Path, RolloutState | CheckpointError]]:
     """The snapshots, newest first, each with its controllers' state, or why that cannot be read.
 
-    Raises: RunFolderError: as `load_latest_snapshot`.
+    Raises: RunFolderError: see `load_latest_snapshot`.
     """
     for path in reversed(folder.snapshots()):
         try:

@@ -34,7 +34,7 @@ class Column:
     """One column of the table.
 
     Attributes:
-        names: the metrics that it shows, as `StepMetrics.value` knows them.
+        names: of the metrics that it shows, for `StepMetrics.value`.
         width: characters that every text fits into.
         rank: columns with the largest one leave first when the terminal is narrow.
         text: of the values, which may be None where nothing was measured.

@@ -106,7 +106,7 @@ class Step(BareStep):
     """A step that trains on what was generated.
 
     Attributes:
-        counters: as of the end of the step before; once it is recorded, of its own.
+        counters: at the end of the step before; once it is recorded, at its own.
     """
 
     def __init__(

@@ -168,7 +168,7 @@ class RunEvaluation(Struct, frozen=True, array_like=True):
 class KeptCompletion(Struct, frozen=True):
     """What the model wrote in one call: with it the episode can be played again without a model.
 
-    Attributes: as of `engines.base.Completion`.
+    Attributes: those of `engines.base.Completion`.
     """
 
     token_ids: list[int]
@@ -239,7 +239,7 @@ class WeightRanks(Struct, frozen=True, array_like=True):
     """What the engine of a worker needs in a weight group.
 
     Attributes:
-        devices: its GPUs, as `own_devices` names them.
+        devices: names of its GPUs by `own_devices`.
         is_member: all its ranks are in the group that was asked for.
     """
 

@@ -57,7 +57,7 @@ class EvaluatedEpisode:
     async def vote(self, rewards: RewardPool) -> str | None:
         """What the scored text answers, see `EvaluationReply`; None if the reward fails to tell.
 
-        Raises: WorkerError: as `RewardPool.vote`.
+        Raises: WorkerError: see `RewardPool.vote`.
         """
         if (scored := self.scored) is None or (voter := voter_of(scored[0])) is None:
             return None
@@ -85,9 +85,9 @@ async def evaluation_reply(
 
     Args:
         rows: of the episode, checked; or why there are none.
-        text: as of the reply.
+        text: see `EvaluationReply`.
         rewards: asks the reward what the answer is.
-    Raises: WorkerError: as `RewardPool.vote`.
+    Raises: WorkerError: see `RewardPool.vote`.
     """
     if isinstance(rows, Rejection):
         return EvaluationReply(None, rejection=rows, text=text)

@@ -41,7 +41,7 @@ class HeldWeights:
     async def copy(self, wanted: CopyWeights) -> list[str]:
         """Ids of the new copy, and of that of its changes, if there is one.
 
-        Raises: as `Puller.copy_weights`; there is no copy then.
+        Raises: the errors of `Puller.copy_weights`; there is no copy then.
         """
         self._drop_changes()
         if not (await self._copy_changes(wanted) and await self._change_base(wanted)):
@@ -53,7 +53,7 @@ class HeldWeights:
     async def read(self, weights: WeightsReference) -> list[tuple[str, torch.Tensor]]:
         """Each parameter's name and values, [numel], which may be views that are only to be read.
 
-        Raises: as `Puller.pull_weights`.
+        Raises: the errors of `Puller.pull_weights`.
         """
         if self._is_copy(weights):
             return list(self._plane.store.tensors(self._copy).items())

@@ -27,7 +27,7 @@ def played_group(
     """What is recorded of it.
 
     Args:
-        prompt: the row of the dataset, as `row_text` has it.
+        prompt: the row of the dataset, made text by `row_text`.
         began: Unix time in seconds.
         kept: rows of episodes, by their numbers.
         rejected: other episodes, by the cause.
@@ -51,7 +51,7 @@ def played_group(
 
 
 def row_text(row: Any) -> str:
-    """A row of a dataset as `str` has it; of a long one no more is made than is kept."""
+    """The `str` of a row of a dataset; of a long one no more is made than is kept."""
     text = ""
     for part in _parts_of(row):
         text += part

@@ -64,7 +64,7 @@ class Compute(RankCall, frozen=True, array_like=True):
 
     Attributes:
         batch: the rows, with the fields that the model reads.
-        output: as `TrainEngine.forward` takes it; or the number of a registered token function,
+        output: an argument of `TrainEngine.forward`; or the number of a registered token function,
             which reads the rows alone.
         field: name of the new field.
         num_left_out: rows at the beginning that it does without, and holds NaN.
@@ -160,7 +160,7 @@ class SaveWeights(Change, frozen=True, array_like=True):
 
 
 class SavedWeights(Struct, frozen=True, array_like=True):
-    """Weights in a folder; `last_sequence` as in `SealedShard`."""
+    """Weights in a folder; `last_sequence`: see `SealedShard`."""
 
     folder: str
     last_sequence: int
@@ -205,7 +205,7 @@ class OpenWeightGroup(Struct, frozen=True, array_like=True):
 
     Attributes:
         is_cuda: all generating ranks compute on GPUs.
-        devices: their GPUs, as far as they are known, as `own_devices` names them.
+        devices: names of their GPUs by `own_devices`, as far as they are known.
     """
 
     name: str

@@ -99,7 +99,7 @@ def _of_rows(rows: PackedRows, values: torch.Tensor, output: str | int) -> list[
 
 
 async def try_registered_loss(rank: Rank, args: rank_methods.TryLoss) -> tuple[str, ...]:
-    """Raises: ConfigError: as `loss_trial.try_loss`."""
+    """Raises: ConfigError: see `loss_trial.try_loss`."""
     return tuple(sorted(try_loss(await _loss(rank, args.loss), rank.handle.config.head)))
 
 

@@ -142,7 +142,7 @@ def apply_all(
     Args:
         base: of each parameter, [numel].
         changed: where each goes, of its size.
-    Raises: ProtocolError: as `apply`; or they are changes of other parameters.
+    Raises: ProtocolError: see `apply`; or they are changes of other parameters.
     """
     if base.keys() != changes.keys():
         raise ProtocolError(

@@ -59,7 +59,7 @@ class AgentReturn:
     """How an agent ended.
 
     Attributes:
-        reward: a number; or several by name, as `AgentSession.trajectories` takes them.
+        reward: a number, or several by name; `AgentSession.trajectories` takes it.
         output: what it wrote to standard output and error; of much, the end.
     """
 
@@ -108,7 +108,7 @@ class EpisodeEngine(TokenEngine, Protocol):
         Args:
             rows: `merge`: each way from the first call of a conversation to its last is a row;
                 `per_call`: each call; `longest`: one row, and what is not in it is not trained.
-            history: as of a `Conversation`; `chat_template_arguments`, too.
+            history, chat_template_arguments: see `Conversation`.
             max_turns: most calls; 0: any number.
         Raises: WorkflowError: a setting is none of those; or kept answers are rescored.
         """
@@ -119,7 +119,7 @@ class EpisodeEngine(TokenEngine, Protocol):
         """Runs an agent in a process that can be killed, until it returns.
 
         Args:
-            agent: as of an `AgentWorkflow`.
+            agent: see `AgentWorkflow`.
             is_alone: no other episode is in its process.
         Raises: AgentError: it raised, returned no finite number, took longer than
             `agents.episode_timeout_s`, or its process ended. WorkflowError: the row cannot be given
@@ -135,7 +135,7 @@ class EpisodeEngine(TokenEngine, Protocol):
 
         Args:
             row: what the agent is told with the session; JSON holds it.
-        Returns: the reward, as `AgentSession.trajectories` takes it.
+        Returns: the reward, for `AgentSession.trajectories`.
         Raises: AgentError: the agent has rejected the episode, or came to `agents.idle_timeout_s`
             or `agents.episode_timeout_s`. WorkflowError: the row is no JSON, or the episode is of
             an evaluation.
@@ -155,7 +155,7 @@ class EpisodeEngine(TokenEngine, Protocol):
     ) -> Ended:
         """Runs Python text, or a program of any language, in the worker's sandbox.
 
-        Args: as of `RunCode`.
+        Args: those of `RunCode`.
         Raises: SandboxError: it could not be run in several tries.
         """
 
@@ -204,7 +204,7 @@ class Workflow(Referable):
         """
 
     def check_settings(self, config: RolloutConfig) -> None:
-        """What can be said of it with the run's settings; called in the script, as `check`.
+        """Checks it against the run's settings; called in the script, like `check`.
 
         Raises: WorkflowError, ConfigError: no episode can be played.
         """

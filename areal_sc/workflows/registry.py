@@ -90,14 +90,14 @@ class SourceRegistry:
     def register_function(self, function: NamedLoss | TokenFunction) -> int:
         """Number of a loss or a token function; an equal one gets the same number.
 
-        Raises: ConfigError: as its `search_path`. RunFolderError: its file cannot be written.
+        Raises: ConfigError: see its `search_path`. RunFolderError: its file cannot be written.
         """
         return self._write(function, function.search_path() or None)
 
     async def register_prompts_async(self, prompts: PromptSource) -> int:
         """Registers like `register_prompts`, in a thread where that may block the event loop.
 
-        Raises: as `register_prompts`.
+        Raises: the errors of `register_prompts`.
         """
         if isinstance(prompts, Prompts) or id(prompts) in self._numbers:
             return self.register_prompts(prompts)
@@ -147,7 +147,7 @@ class SourceRegistry:
     async def make_readable(self, number: int, *indices: int) -> None:
         """Returns when workers can read these rows of the dataset.
 
-        Raises: as `RowWriter.write`.
+        Raises: the errors of `RowWriter.write`.
         """
         if number in self._writers:
             await self._writers[number].write(indices)

@@ -64,7 +64,7 @@ class Transcript:
         Args:
             reward: or the return of each completion, in their order: the row's reward is the mean,
                 and so is each part of several `Score`s.
-        Raises: ValueError: the returns are not as many as the completions; or as `Trajectory`.
+        Raises: ValueError: the returns are not as many as the completions; or see `Trajectory`.
         """
         returns, parts = list[tuple[float, int]](), defaultdict[str, list[float]](list)
         if isinstance(reward, Sequence):

@@ -47,7 +47,7 @@ def attention_forward(
 
     Args:
         module: has an attribute `current_step`; see `CurrentStep`.
-        sliding_window, softcap, s_aux: as in `AttentionRule`.
+        sliding_window, softcap, s_aux: see `AttentionRule`.
     Raises: ModelError: the layer wants something else than causal attention.
     """
     asked = dict(kwargs, attention_mask=attention_mask)

@@ -10,14 +10,14 @@ from areal_sc.records.metrics import EvaluationResult, StepMetrics
 
 
 def step_scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Names as in `metrics.jsonl`; what is nested there gets a prefix: `train/loss`."""
+    """The names of `metrics.jsonl`; what is nested there gets a prefix: `train/loss`."""
     record = metrics.to_record()
     del record["step"]  # the axis
     return dict(_scalars(record))
 
 
 def evaluation_scalars(result: EvaluationResult) -> dict[str, float]:
-    """Names as in `step_scalars`, under `evaluation/before/`, `evaluation/periodic/` and so on."""
+    """The names of `step_scalars`, under `evaluation/before/`, `evaluation/periodic/` and so on."""
     return dict(_scalars(result.to_record(), f"evaluation/{result.name}/"))
 
 

@@ -193,7 +193,7 @@ def run_patiently(words: Sequence[str], **arguments: Any) -> str:
 
 
 def check_submission(script: str, variables: Mapping[str, str]) -> None:
-    """Asks SLURM whether it would take a job; arguments as in `submit`.
+    """Asks SLURM whether it would take a job; arguments: see `submit`.
 
     Raises: ConfigError: it refuses. SchedulerSilent: slurmctld cannot be reached.
     """
@@ -358,7 +358,7 @@ def node_addresses(partitions: Collection[str], hosts: str = "") -> list[str]:
     """Where nodes are reached: some of the partitions, or, where one has no name, of any.
 
     Args:
-        hosts: of these nodes alone, as `node[1-3]`.
+        hosts: of these nodes alone, `node[1-3]` say.
     Raises: ConfigError: there are none.
     """
     named = "" if hosts or "" in partitions else ",".join(sorted(partitions))

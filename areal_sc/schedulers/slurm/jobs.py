@@ -198,7 +198,7 @@ class Jobs:
         return job
 
     def _submit(self, job: Job) -> None:
-        """Raises: as `submit`."""
+        """Raises: the errors of `submit`."""
         script = job_script(self.config, self.folder.path, job.plan)
         variables = {**self._variables, JOIN_SECRET: self._invite(job)}
         found = commands.found_job(job.name) if job.was_tried else ""
@@ -319,7 +319,7 @@ class Jobs:
             logger.info("step=%s.%d is not ended: %s", agent.job, agent.step, error)
 
     def end_one(self, job: Job, grace_s: float, *, are_told: bool) -> None:
-        """Returns when it has ended, as far as SLURM says so. Arguments as in `end_jobs`."""
+        """Returns when SLURM says that it has ended. Arguments: see `end_jobs`."""
         job.is_dropped = True
         if end_jobs([job.name], [], grace_s, are_told=are_told):
             with self._one_submits:
@@ -330,7 +330,7 @@ class Jobs:
             logger.error("job=%s does not end, or that is not known", job.job_id)
 
     def end(self, grace_s: float, *, are_told: bool) -> bool:
-        """Whether all has ended. Arguments as in `end_jobs`."""
+        """Whether all has ended. Arguments: see `end_jobs`."""
         with self._one_submits:
             self._is_closed = True
             names = [job.name for job in self._jobs if job.is_own]

@@ -77,7 +77,7 @@ class SlurmScheduler(OpenRun):
 
     Args:
         config: the `scheduler` section.
-        folder: as in `make_scheduler`.
+        folder: see `make_scheduler`.
     Raises:
         ConfigError: SLURM refuses the job, or is not there.
         SchedulerSilent: slurmctld cannot be reached.
@@ -217,7 +217,7 @@ class SlurmScheduler(OpenRun):
         return True
 
     def _ask_node(self) -> Node:
-        """Raises: as `ask_node`."""
+        """Raises: the errors of `ask_node`."""
         if self.config.slurm.gang:
             raise ConfigError("scheduler.slurm.gang=false lets the run ask SLURM for more nodes")
         named: list[LentNode] = []
@@ -266,7 +266,7 @@ class SlurmScheduler(OpenRun):
         return {node: how for node, how in ended.items() if how is not None}
 
     def _renew_closer(self, lent: LentNode, incarnation: str) -> bool:
-        """Whether another agent than that one is there. Raises: as `renew`."""
+        """Whether another agent than that one is there. Raises: the errors of `renew`."""
         with lent.one_renews:
             if lent.is_given_back:
                 raise WorkerStartError(f"node {lent.node.name} is given back")

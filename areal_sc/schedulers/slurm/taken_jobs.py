@@ -46,7 +46,7 @@ def find_earlier(folder: RunFolder, keys: RunKeys, settings: str) -> EarlierStar
     """Looks for it; what cannot go on has ended when this returns.
 
     Args:
-        settings: as in `RunJobs`.
+        settings: see `RunJobs`.
     Raises: RunFolderError: what it has left cannot be read, or does not end. StaleTerm.
         SchedulerSilent: slurmctld does not say what became of its jobs, and no agent lives.
     """
@@ -93,7 +93,7 @@ def _is_expected(agent: FoundAgent, known: RunJobs, jobs: Sequence[JobRecord]) -
 def _not_ended(jobs: Sequence[JobRecord], *, has_agents: bool) -> list[JobRecord]:
     """Jobs that are pending or running, or whose state is unknown.
 
-    Raises: SchedulerSilent: as in `find`.
+    Raises: SchedulerSilent: see `find`.
     """
     try:
         # an older areal_sc had jobs such as 17+1: these end by their names, if they have not ended

@@ -90,7 +90,7 @@ class Evaluations(BesideTraining):
         """Evaluates the current policy; the evaluation before is waited for.
 
         Args:
-            name: as of `EvaluationResult`.
+            name: see `EvaluationResult`.
             temperature: None: that of each set, or else of the run.
         """
         self.collect()

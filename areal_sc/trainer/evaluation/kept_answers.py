@@ -46,7 +46,7 @@ class KeptAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True):
         sample: number of the answer to it, from 0.
         reward: None where the answer was rejected.
         metrics: what the workflow reports of it.
-        vote: as of `EvaluationReply`.
+        vote: see `EvaluationReply`.
         rejected: cause, where it was rejected; `why` is the rest of it.
         text: what the model read and wrote; None: nothing came of it.
     """

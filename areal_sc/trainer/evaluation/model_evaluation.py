@@ -68,7 +68,7 @@ class ModelEvaluation:
     def generate(self) -> None:
         """Has all answers generated that are not kept yet; each is kept as soon as it is there.
 
-        Raises: what workers and the workflows raise, as `RolloutController.evaluate`.
+        Raises: the errors of `RolloutController.evaluate`.
         """
         wanted = [(name, *place) for name in self._sets for place in self._places(name)]
         if not (num_missing := sum(place not in self._kept for place in wanted)):
@@ -113,7 +113,7 @@ class ModelEvaluation:
 
         Args:
             settings: what the answers then come from.
-        Raises: CommandError: none is kept. As `rescored`.
+        Raises: CommandError: none is kept. The errors of `rescored`.
         """
         if not self._kept:
             raise CommandError(f"there are no answers in {self._out}: leave out --rescore")
@@ -180,7 +180,7 @@ class ModelEvaluation:
         Compared are the prompts of this evaluation to which the other folder has answers.
 
         Raises: CommandError: the folders have no set in common, or other prompts of one.
-            RunFolderError: as `read_answers`.
+            RunFolderError: see `read_answers`.
         """
         cut_is_wrong = self._config.generation.cut_answers.is_inaccurate
         places = [(name, *place) for name in self._sets for place in self._places(name)]

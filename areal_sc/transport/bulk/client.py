@@ -74,7 +74,7 @@ class BulkClient:
         Args:
             deadline: on the clock of the event loop.
 
-        Raises: as `Puller.pull`.
+        Raises: the errors of `Puller.pull`.
         """
         num_bytes = sum(transfer.rows.num_bytes for transfer in transfers)
         if not num_bytes:
@@ -107,7 +107,7 @@ class BulkClient:
     async def describe(
         self, owner: ShardOwner, shard_id: str, deadline: float
     ) -> list[FieldDescription]:
-        """The fields of a shard; raises as `Puller.pull`."""
+        """The fields of a shard. Raises: the errors of `Puller.pull`."""
         loop, where = asyncio.get_running_loop(), f"shard {shard_id} on {owner.node_id}"
         while (left_s := deadline - loop.time()) > 0:
             timeout_s = min(self._config.stalled_peer_timeout_s, left_s)

@@ -140,7 +140,7 @@ class OwnerConnection:
         self._unanswered: deque[Request] = deque()
         self._inflight_bytes = 0
         self._stream: MessageStream | None = None
-        self._requests: MessageCipher  # of the newest session, as `_replies`
+        self._requests: MessageCipher  # this and `_replies`: of the newest session
         self._replies: MessageCipher
         self._content: Sequence[memoryview] = ()  # of the reply that arrives
         self._lost: asyncio.Future[Exception] = self._loop.create_future()

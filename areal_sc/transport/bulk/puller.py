@@ -128,7 +128,7 @@ class Puller:
         node are views of the rank's shared memory and need none. What the caller does between two
         parts does not count against the deadline.
 
-        Raises: as `pull`.
+        Raises: the errors of `pull`.
         """
         loop, deadline = asyncio.get_running_loop(), self._deadline()
         ranks = await all_of(self._parameters(*shard, deadline) for shard in weights.shards)
@@ -147,7 +147,7 @@ class Puller:
 
         Args:
             spare_bytes: of the store's memory so much must stay free beside a new copy.
-        Raises: as `pull`. StoreFull: there is no room for a copy.
+        Raises: the errors of `pull`. StoreFull: there is no room for a copy.
         """
         store, deadline = self._local_store, self._deadline()
         assert store is not None

@@ -90,7 +90,7 @@ class _PullingPeer:
         self.stream = MessageStream(connection, self)
         self._server = server
         self._content = memoryview(b"")
-        self._requests: MessageCipher  # since it is admitted, as `_replies`
+        self._requests: MessageCipher  # this and `_replies`: since it is admitted
         self._replies: MessageCipher
 
     def on_head(self, kind: int, num_bytes: int) -> Sequence[memoryview]:

@@ -261,7 +261,7 @@ async def call_all(
 ) -> list[R | ArealError]:
     """Calls `method` on many peers at once; in the calls' order, what each returned or raised.
 
-    The outcome of a call that failed is its error, as `RpcClient.call` would raise it: the caller
+    The outcome of a call that failed is the error that `RpcClient.call` raises: the caller
     decides what it means for the others, or says beforehand with `stops_at_error` that the first
     error ends all: calls without a reply are cancelled then, and their outcomes mean nothing.
     Arguments that are one and the same object are encoded once. A cancellation is passed on to all

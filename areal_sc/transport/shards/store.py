@@ -235,14 +235,14 @@ class TensorStore:
     def tensors(self, shard_id: str) -> dict[str, torch.Tensor]:
         """Each field of a shard, [T], as it lies in the store: only to be read.
 
-        Raises: ShardGone: as `describe`.
+        Raises: ShardGone: see `describe`.
         """
         block = self._shard(shard_id).block
         fields = block.layout.fields.items()
         return {name: field.tensor_in(block.memory) for name, field in fields}
 
     def bytes_of(self, shard_id: str) -> int:
-        """What its fields take together. Raises: ShardGone: as `describe`."""
+        """What its fields take together. Raises: ShardGone: see `describe`."""
         return sum(len(field.values) for field in self._shard(shard_id).fields.values())
 
     def remove(self, shard_id: str) -> None:

@@ -71,7 +71,7 @@ class Interface:
 
     @classmethod
     def towards(cls, bind: str, hosts: Iterable[str]) -> Interface:
-        """The interface as `of` finds it for the first machine in reach; this machine comes last.
+        """What `of` finds for the first machine in reach; this machine comes last.
 
         Args:
             hosts: names or IP addresses of machines, of which one is enough.
