@@ -78,14 +78,16 @@ class SharedBuffer:
         if not is_pinned:
             self._pinned_at = 0
             return
-        outcome = torch.cuda.cudart().cudaHostRegister(self._pinned_at, self.num_bytes, 0)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        outcome = runtime.cudaHostRegister(self._pinned_at, self.num_bytes, 0)
         if int(outcome):
             raise RuntimeError(f"its memory cannot be pinned: {outcome}")
 
     def close(self) -> None:
         """The memory goes once nothing else reads it."""
         if self._pinned_at:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned_at)
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self._pinned_at)
         self.tensors.clear()
 
 
