@@ -17,11 +17,8 @@ from simulation.faults import FaultKind
 from simulation.plants import PLANTS
 
 TESTS = Path(__file__).parents[2]
-SEEDS = (*range(41), 77, 139, 175, 21867, 24041, 27983, 72300, 87917, 305584, 305667, 706262)
-"""139, 175: a full disk, a snapshot that cannot be read. Then, what others do not reach: a group
-that was joined loses its worker, and runs again when the run goes back; rows of a step are lost
-that an earlier start had begun; the journal fails between a snapshot in memory and the release of
-the rows that it covers; a worker waits for a source of weights while the run goes back."""
+SEEDS = (*range(50), 77)
+"""77: a full disk, which is rare, as it ends all else."""
 MAX_SEEDS = 1000
 
 FOUND_BY = {
