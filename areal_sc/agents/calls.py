@@ -177,7 +177,7 @@ class Dialect(Protocol):
         """
 
     def stream(self, call: ModelCall, answer_id: str, created_s: int) -> AnswerStream:
-        """Begins a streamed answer; `call` as of `write`."""
+        """Begins a streamed answer; `call`: see `write`."""
 
     def refuse(self, refused: CallRefused) -> dict[str, Any]:
         """The body of an answer that says why there is none."""

@@ -108,7 +108,7 @@ class AgentPool:
         processes: forks their processes.
         server: of their sessions.
         config: how they run; of `max_turns` it knows nothing.
-        log_path, sources, isolation, hides: as of `OwnProcesses`.
+        log_path, sources, isolation, hides: see `OwnProcesses`.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class AgentPool:
     async def _start(self, crew: _Crew) -> OwnProcess:
         """A process that has loaded the agent.
 
-        Raises: AgentError, NeverWorks, WorkerError, ConfigError: as `run`.
+        Raises: AgentError, NeverWorks, WorkerError, ConfigError: see `run`.
         """
         spec = {**Narrowing()._asdict(), "python": crew.python}
         if self.config.network == AgentNetwork.session:

@@ -29,7 +29,7 @@ def run_agent_process(spec: dict[str, Any]) -> int:
     """Returns at the end of file of the socket to the pool.
 
     Args:
-        spec: as of `begin_apart`; `python`: the interpreter that goes on, "": this one.
+        spec: see `begin_apart`; `python`: the interpreter that goes on, "": this one.
     """
     connection = begin_apart(spec)
     if connection is None:

@@ -184,7 +184,7 @@ class AgentServer:
     async def reachable(self, interface: Interface) -> AgentsAt:
         """Where the process that has the run's address reaches this: by TLS, unless on loopback.
 
-        Raises: WorkerError: as `open`. OSError: the interface cannot be listened on.
+        Raises: WorkerError: see `open`. OSError: the interface cannot be listened on.
         """
         await self._started()
         if ipaddress.ip_address(interface.host).is_loopback:

@@ -76,7 +76,7 @@ class SessionSettings:
         rows: see `AgentRows`.
         history: see `PastTurns`.
         max_turns: most calls; 0: any number.
-        chat_template_arguments: as of a `Conversation`.
+        chat_template_arguments: see `Conversation`.
     Raises: WorkflowError: one of them is none of those that there are.
     """
 

@@ -34,7 +34,7 @@ class SessionWorkflow(Workflow):
 
     Args:
         discount: of the reward, for each call before the last one; in [0, 1].
-        rows, history, chat_template_arguments: as of `EpisodeEngine.open_session`.
+        rows, history, chat_template_arguments: see `EpisodeEngine.open_session`.
     Raises: WorkflowError: an argument is none of those.
     """
 
@@ -74,7 +74,7 @@ class AgentWorkflow(SessionWorkflow):
             a number, or several by the name of the model in its calls. Or its name, `module:name`
             or `file.py:name`, for what only workers import; or an `AgentCommand`.
         discount: of the reward, for each call before the last one; in [0, 1].
-        rows, history, chat_template_arguments: as of `EpisodeEngine.open_session`.
+        rows, history, chat_template_arguments: see `EpisodeEngine.open_session`.
     Raises: WorkflowError: there is no agent of that name, or an argument is none of those.
     """
 

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: there is no such snapshot, or FOLDER cannot be written now. ModelError:
-    the run's first model is gone. CheckpointError: as of `export_snapshot`.
+    the run's first model is gone. CheckpointError: see `export_snapshot`.
     """
     from areal_sc.engines.snapshot_model import export_snapshot
 

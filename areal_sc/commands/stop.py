@@ -146,7 +146,7 @@ class _LivingRun:
     def wait(self, timeout_s: float) -> None:
         """Waits for the end of script and agents, and asks those that come.
 
-        Raises: WaitTimeout: something of the run still lives. TransportError: as `ask`.
+        Raises: WaitTimeout: something of the run still lives. TransportError: see `ask`.
         """
         give_up_s = time.monotonic() + timeout_s
         while self._is_left():
@@ -181,7 +181,7 @@ class _LivingRun:
         return address if is_first or (is_late and self._folder.is_taken) else ""
 
     async def _ask(self, script: str, agents: Sequence[AgentFile]) -> bool:
-        """Whether a script hears it. Raises: as `ask`."""
+        """Whether a script hears it. Raises: the errors of `ask`."""
         if not agents and not self._folder.keys_path.exists():
             return False  # the script begins, or has ended
         keys = RunKeys.read(self._folder.keys_path)

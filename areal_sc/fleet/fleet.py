@@ -248,7 +248,7 @@ class Fleet:
         """Reply of one worker.
 
         Args:
-            timeout_s: None: as the method's declaration says.
+            timeout_s: None: that of the method's declaration.
         Raises: WorkerLost: the worker is, or gets, lost. Typed errors of the method.
         """
         if member.failure:

@@ -86,7 +86,7 @@ class FoundWorkers:
     """The workers of a role that were found on a node.
 
     Attributes:
-        adopted: those that are as they are wanted now.
+        adopted: those whose orders are still the same.
         unwanted: the others.
     """
 

@@ -243,8 +243,8 @@ class NodeWorkers:
         """Asks for news, until it is cancelled. If that fails, all workers are lost.
 
         Args:
-            first_hold_s: of the first question. Where nodes are many, different times for each of
-                them spread their answers over the interval.
+            first_hold_s: how long the agent may hold the first question. Different times for many
+                nodes spread their answers over the interval.
         """
         try:
             await self._ask(first_hold_s)

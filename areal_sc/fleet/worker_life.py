@@ -227,9 +227,9 @@ class Life:
         silent: those of them that give no signs of life.
         is_adopted: an earlier start of the script has started some of them.
         cause: of a loss before the first start was over.
-        has_served: it came up in this start; then its store counts as room.
-        is_down: it has been lost since it last served, and that was told.
-        num_restarts: that were decided on.
+        has_served: the unit came up in this start, so its store counts as room.
+        is_down: the unit has been lost since it last served, and that was told.
+        num_restarts: decided on so far.
     """
 
     unit: str
@@ -272,7 +272,7 @@ class Lives:
         unit: of all workers of the role; "": each is a unit of its own.
 
     Attributes:
-        num_restarts: that were decided on so far.
+        num_restarts: decided on so far.
         has_begun: the first start is over.
         has_failed: a unit was given up: nothing is started any more.
     """

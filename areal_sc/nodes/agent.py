@@ -68,7 +68,7 @@ def main(
     """An agent as a process.
 
     Args:
-        target, preload: of its workers, as in `ForkServer`.
+        target, preload: of its workers, see `ForkServer`.
     """
     run_id, settings, *address = sys.argv[1:] if argv is None else argv
     config = json.decode(settings, type=SchedulerConfig)

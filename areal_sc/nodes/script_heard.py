@@ -75,8 +75,8 @@ class ScriptHeard:
         """Returns at the first answer of a script on another machine, or when the agent ends.
 
         Args:
-            join: as for `is_done`.
-        Raises: TransportError: none comes, or the run is to end before. NotPermitted: as `join`.
+            join: see `is_done`.
+        Raises: TransportError: none comes, or the run is to end before. NotPermitted: see `join`.
         """
         meeting = asyncio.create_task(self._meet(join))
         ending = asyncio.create_task(ended.wait())

@@ -285,7 +285,7 @@ class Launch:
     Attributes:
         keys: of each of them.
         timeout_s: after which those that do not serve are given up.
-        replaced: as in `Watch`, all of them.
+        replaced: see `Watch`; all of them.
     """
 
     orders: list[WorkerOrder]

@@ -52,7 +52,7 @@ class FollowedRun:
     """Views of a run, as plain data.
 
     Args:
-        name: as the page calls it.
+        name: what the page calls it.
         cache: folder of what is read of runs; None: that of the user.
 
     Attributes:

@@ -35,8 +35,8 @@ class GroupQuery:
     Attributes:
         outcome: see `GroupAccount`; also `undone`.
         cause: of a rejection.
-        worker: that ran it last.
-        step: that consumed it.
+        worker: the one that ran it last.
+        step: the one that consumed it.
     """
 
     outcome: str = ""

@@ -76,7 +76,7 @@ class Fate(NamedTuple):
     """What became of an attempt of a group, as the page tells it.
 
     Attributes:
-        step: that trained it.
+        step: the one that trained it.
         cause: of a rejection; "" without one.
     """
 

@@ -101,7 +101,7 @@ class StepMetrics(_Record):
         sync_s: publication of the weights.
         num_train_workers: ranks.
         num_rollout_workers: those that are to stay, also while one is started again.
-        max_staleness: as set.
+        max_staleness: the setting.
         group_time_s: of groups that ended since the step before, from their start on a worker until
             their rows were sealed; None where none ended.
         longest_tokens_mean, longest_tokens_std, longest_tokens_max: generated tokens of a group's
@@ -224,7 +224,7 @@ class EvaluationResult(_Record):
         step: training steps done when it began.
         reward: mean over answers that were not rejected; so are the workflow's metrics, but for
             `accuracy`, in which an answer that was rejected or cut is wrong.
-        num_prompts: that were evaluated.
+        num_prompts: evaluated ones.
         num_rejected: answers whose episode was rejected.
         rejected_answers: their number by cause.
         num_cut: answers that did not end by themselves, as far as the workflow tells.

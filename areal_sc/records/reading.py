@@ -54,7 +54,7 @@ class Row:
     """A row of a run, with all of its tokens.
 
     Attributes:
-        worker: that generated it.
+        worker: the one that generated it.
         group, attempt: of its prompt, as in the ledger. A run that has gone back to a snapshot may
             have them twice; the one that has `began` later counts.
         episode, row: its numbers within the group, and within the episode.

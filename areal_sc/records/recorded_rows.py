@@ -91,8 +91,8 @@ class RecordedGroup(Struct, frozen=True, kw_only=True):
     """What the head of a block tells of a group.
 
     Attributes:
-        worker: that played it.
-        group, attempt: as in the ledger.
+        worker: the one that played it.
+        group, attempt: the numbers of the ledger.
         dataset, index: its prompt.
         prompt: the row of the dataset, as text; a long one is cut.
         admitted_version: policy version when it was admitted.

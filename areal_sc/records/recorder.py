@@ -102,7 +102,7 @@ class Recorder:
         groups_per_step: of the run; which groups `keep=none` keeps follows from it.
 
     Attributes:
-        process: as given.
+        process: see above.
         is_open: it records the groups that `keep` asks for.
         is_on: it also records what the process does, and what updates compute.
         find_open: gives the spans that have begun until a Unix time, and not ended, but for those

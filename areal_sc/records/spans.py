@@ -35,7 +35,7 @@ class RecordedSpan(Struct, frozen=True, kw_only=True, gc=False):
             or went its name, of `LOST` how many, else the number of the step.
         first_version, last_version: policy versions of the first and the last sampled token, or
             of the weights; -1: none.
-        num_tokens: that were sampled.
+        num_tokens: sampled ones.
     """
 
     process: str

@@ -24,7 +24,7 @@ class TrainedRow(Struct, frozen=True, kw_only=True):
     Attributes:
         worker: the rank.
         group, attempt, episode, row: name it, as in the other records.
-        step: that trained it, as in `metrics.jsonl`.
+        step: the one that trained it, by its number in `metrics.jsonl`.
         minibatch: number within its update, from 0; a step may have several updates.
         at: Unix time in seconds. Of a step that was made again, the later record counts.
     """

@@ -39,7 +39,7 @@ def name_path(sources: Path, path: str | Path, contents: Contents) -> None:
     """From now on nodes may have it. Blocks.
 
     Args:
-        sources: that folder of the run.
+        sources: the run's folder `sources`.
     Raises: OSError: it cannot be noted.
     """
     named = NamedPath(str(Path(path).absolute()), contents)

@@ -53,7 +53,7 @@ class RunBegin:
     def compare(self, now: Mapping[str, Mapping[str, str]]) -> None:
         """Warns where something is not what it was at the begin of the run; what is new is noted.
 
-        Args: now: name -> facts. Raises: RunFolderError: as of `note`.
+        Args: now: name -> facts. Raises: RunFolderError: see `note`.
         """
         with _one_compares:
             noted = self._read()

@@ -70,7 +70,7 @@ class HowToOpen(TypedDict, total=False):
         resume: `auto`, unless it is said, goes on with an unfinished run, else starts one; `never`
             needs a new or empty folder; `must` needs an unfinished run with a snapshot.
         overwrite: empty the folder first, provided that it is a run's.
-        total_steps: that are planned; a finished run with fewer goes on. None: not known.
+        total_steps: planned ones; a finished run with fewer goes on. None: not known.
     """
 
     resume: str
@@ -269,7 +269,7 @@ class RunFolder(RunFiles):
         was deleted has none. As long as agents live, or may, the next start needs the keys.
 
         Args:
-            agent: that calls, as the last thing it does: it counts as ended.
+            agent: the one that calls, as the last thing that it does: it counts as ended.
         """
         # several agents may end at one time
         lock = self._lock or take_lock(self.path / LOCK, fcntl.LOCK_SH)

@@ -46,7 +46,7 @@ class RunMarker:
     def write(self, folder: WrittenFolder) -> None:
         """Marks the folder; tells of damage that is made good by it.
 
-        Raises: RunFolderError: as `RunFolder.write_atomic`.
+        Raises: RunFolderError: see `RunFolder.write_atomic`.
         """
         for name, other in ((COPY, MARKER), (MARKER, COPY)):
             path = folder.path / name

@@ -74,7 +74,7 @@ class TreePiece:
 
     Attributes:
         digest: of the tree; see `trees.digest_of`.
-        name, offset, num_bytes: as in `FilePiece`.
+        name, offset, num_bytes: see `FilePiece`.
     """
 
     digest: str

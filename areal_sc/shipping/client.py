@@ -215,7 +215,7 @@ def _checked(listing: calls.Listing) -> calls.Listing:
 async def _read_file(
     path: str, fact: calls.FileFact, target: Path, read: Callable[[int, int], Awaitable[bytes]]
 ) -> None:
-    """Makes a file of the pieces that `read` gives, by offset and size. Raises: as `read_file`."""
+    """Makes a file of the pieces that `read` gives, by offset and size. Raises: see `read_file`."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(target, flags, 0o600)
     try:

@@ -75,7 +75,7 @@ class RecordSender:
                 return
 
     def replace_open(self, content: bytes) -> None:
-        """Raises: as `append`."""
+        """Raises: the errors of `append`."""
         if len(content) <= PIECE_BYTES:
             self._send(Series.open, content, int(self._has_open))
             self._has_open = bool(content)

@@ -81,7 +81,7 @@ class FileServer:
         ]
 
     async def list_path(self, path: str) -> calls.Listing:
-        """Raises: ConfigError: as `Trees.list`."""
+        """Raises: ConfigError: see `Trees.list`."""
         named = await asyncio.to_thread(find_named_path, self._folder.sources, path)
         if named is None:
             return calls.Listing([], is_missing=True)
@@ -92,7 +92,7 @@ class FileServer:
             return listing
 
     async def read_piece(self, piece: calls.FilePiece, reader: str) -> bytes:
-        """Raises: as `_read`."""
+        """Raises: the errors of `_read`."""
         self._turns.note_read(reader)
         return await asyncio.to_thread(self._read, piece)
 

@@ -30,7 +30,7 @@ class PromptPast(Struct, frozen=True, array_like=True):
     """What the groups of a prompt have given.
 
     Attributes:
-        num_groups: that are finished, 1 or more.
+        num_groups: finished ones, 1 or more.
         success: of the newest one: its mean accuracy; its mean reward if there is no accuracy,
             without what shapes it.
         has_signal: whether its episodes differ in their rewards, without what shapes them.

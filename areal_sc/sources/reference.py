@@ -102,7 +102,7 @@ def written_reference(obj: Any, sources: Path) -> dict[str, Any]:
     """The wire form of a reference like that of `reference_of`, which also reaches a session.
 
     Args:
-        sources: that folder of the run; gets a file of what a session defines.
+        sources: the run's folder `sources`; gets a file of what a session defines.
     Raises: WorkflowError: see `reference_of`. WorkflowError, RunFolderError: see `write_session`.
     """
     of_session: list[Any] = []
@@ -185,7 +185,7 @@ def resolve(reference: ObjectReference, sources: Path | None = None) -> Any:
     """Imports the target and, when the reference has arguments, constructs the instance.
 
     Args:
-        sources: that folder of the run, which has what a session defines.
+        sources: the run's folder `sources`, which has what a session defines.
     Raises: WorkflowError: the module or name is not there, or does not take the arguments.
     """
 

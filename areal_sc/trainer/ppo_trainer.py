@@ -56,7 +56,7 @@ class PPOTrainer(Run):
             prompts: a dataset, a list of dicts, or a stream of dicts.
             evaluation_prompts: held-out prompts, beside those of `evaluation.sets`; or several
                 sets by name, each of them prompts or an `EvaluationSet`.
-            evaluation_workflow: of sets that have none of their own; None: as for training.
+            evaluation_workflow: of sets that have none of their own; None: that of training.
         Returns: the numbers of `summary.json`.
         Raises: ConfigError: the policy is to be trained with dropout.
         """

@@ -42,7 +42,7 @@ class EpisodeWait(Struct, eq=False, gc=False):
     Attributes:
         began: Unix time in seconds.
         since_s: the same by the monotonic clock.
-        versions: of the first and the last token that were sampled; -1: of none.
+        versions: of the first and the last sampled token; -1: none was sampled.
     """
 
     what: str

@@ -55,7 +55,7 @@ def seal_changes(store: TensorStore, old: str, new: str, num_threads: int) -> st
     """Seals what has changed between two shards of the same parameters.
 
     Args:
-        num_threads: that compare, at the most.
+        num_threads: most threads that compare.
     Returns: the id of the new shard; "": there is too much of it, or no room.
     """
     before, after = store.tensors(old), store.tensors(new)

@@ -82,7 +82,7 @@ class EpisodeEngine(TokenEngine, Protocol):
         """Samples the next answer of a conversation, and adds it there.
 
         Args:
-            tools: that the model may call, as `{"type": "function", "function": {...}}`.
+            tools: what the model may call, as `{"type": "function", "function": {...}}`.
             stop: strings that end the answer, in place of `generation.stop`.
             sampling: None samples as the run's `generation` section says.
             on_text: called with pieces of the message's content while it is sampled; joined, they

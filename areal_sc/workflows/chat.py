@@ -41,7 +41,7 @@ class Conversation:
     """A conversation, and the rows to train on that come from it.
 
     Args:
-        messages: that it begins with; a text is one of the user.
+        messages: those that it begins with; a text is one of the user.
         history: see `PastTurns`.
         chat_template_arguments: what the model's template reads beside messages and tools, by name,
             such as `{"enable_thinking": False}`.
@@ -75,7 +75,7 @@ class Conversation:
     def add(self, *messages: Mapping[str, Any]) -> None:
         """Adds messages of the user, of tools, or of whoever else speaks.
 
-        Raises: WorkflowError: as for the first ones.
+        Raises: WorkflowError: see `Conversation`.
         """
         self._messages += [
             checked_message(message, number)

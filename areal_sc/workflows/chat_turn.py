@@ -49,7 +49,7 @@ class TokenEngine(Protocol):
     """An engine by its tokens.
 
     Attributes:
-        end_token_ids: that end an answer, beside those of its `GenerationConfig`.
+        end_token_ids: they end an answer, beside those of its `GenerationConfig`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -93,13 +93,13 @@ class ChatTurn:
         message: in OpenAI's form: `content`, `tool_calls` (with arguments as objects), and
             `reasoning_content` where the template knows reasoning.
         text: all that was sampled, up to the token or string that ends it.
-        tool_calls: that can be run.
+        tool_calls: those that can be run.
         invalid_calls: why other calls cannot be: broken JSON, an unknown tool, arguments that are
             no object. Their text is in the message's content. Or the template takes one call in an
             answer, and they are more.
         finish_reason: `stop`, `length`, or `context`: no room was left to go on, or to begin an
             answer.
-        num_tokens: that were sampled; 0: there was no room to begin.
+        num_tokens: sampled ones; 0: there was no room to begin.
     """
 
     message: Message

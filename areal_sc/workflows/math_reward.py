@@ -67,7 +67,7 @@ class NumericMatch(ReferenceReward):
             return 0.0
 
     def reference(self, row: Mapping[str, Any]) -> Answer:
-        """As the strict reading reads it."""
+        """The row's right answer, read strictly."""
         return _read_reference(str(right_answer_of(row)))
 
     def vote(self, completion: str) -> str | None:

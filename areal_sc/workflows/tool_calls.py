@@ -74,7 +74,7 @@ class ToolFormat:
     """How a model writes calls: `marker` before each, and before the first `section`, too.
 
     Attributes:
-        max_calls: that the template takes in one answer; None: any number.
+        max_calls: most that the template takes in one answer; None: any number.
     """
 
     marker: str
@@ -85,7 +85,7 @@ class ToolFormat:
         """Takes an answer apart.
 
         Args:
-            tools: that there are, in OpenAI's form; a call of another one is a problem.
+            tools: all that there are, in OpenAI's form; a call of another one is a problem.
         """
         content, *parts = self._parts(text)
         known = {tool["function"]["name"]: tool["function"] for tool in tools}

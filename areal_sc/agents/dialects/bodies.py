@@ -61,7 +61,7 @@ def openai_error(refused: CallRefused, of_overflow: str, prompt: str) -> dict[st
     """A refusal as OpenAI's clients read it.
 
     Args:
-        of_overflow: as of `CallRefused.told`.
+        of_overflow: see `CallRefused.told`.
         prompt: the field that has the prompt.
     """
     return {

@@ -97,7 +97,7 @@ def past_of(
     """What a prompt has given, once another group of it is finished.
 
     Args:
-        batch, metrics: as of `Group`.
+        batch, metrics: see `Group`.
         before: what it had given until then.
     """
     rows = batch.rows

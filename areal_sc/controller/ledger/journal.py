@@ -118,7 +118,7 @@ class Journal:
     def take_up(self, ledger: Ledger) -> Ledger:
         """The ledger as earlier starts have left it, else the given one; its changes are written.
 
-        Raises: RunFolderError: as `ledger_on_disk`.
+        Raises: RunFolderError: see `ledger_on_disk`.
         """
         remembers_prompts = ledger.remembers_prompts
         ledger = (
@@ -246,7 +246,7 @@ class Journal:
 def ledger_on_disk(folder: Path, disk: Disk, *, remembers_prompts: bool = False) -> Ledger | None:
     """The ledger as the journal in a folder tells it; None: there is no journal.
 
-    Args: remembers_prompts: as of `Ledger`.
+    Args: remembers_prompts: see `Ledger`.
     Raises: RunFolderError: its newest segment is damaged, or of another format.
     """
     try:

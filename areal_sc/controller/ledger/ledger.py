@@ -268,7 +268,7 @@ class Ledger:
         later step has begun, counts as trained twice.
 
         Args:
-            splits: as of `Trained`.
+            splits: see `Trained`.
         Raises: LedgerError: a row's group was not consumed.
         """
         self.record_trained_counts(Counter(row.group_id for row in rows), splits)

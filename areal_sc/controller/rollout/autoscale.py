@@ -55,8 +55,8 @@ class SeenStep(NamedTuple):
 
     Attributes:
         num_workers: that there are, but for those that leave, or wait for their node.
-        slack: as `Admission.slack`.
-        spare_lead: as of `Admission`; 0: workers have all the work that they can take, or may get.
+        slack: see `Admission.slack`.
+        spare_lead: see `Admission`; 0: workers have all the work that they can take, or may get.
         is_steady: all these workers did their work, and nobody else, since the batch before.
         num_coming: further ones, which were asked for, and whose nodes are on their way.
     """

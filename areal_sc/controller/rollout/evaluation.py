@@ -29,7 +29,7 @@ class EvaluationSet:
         prompts: a dataset, a list of dicts, or a stream of dicts.
         workflow: the episode; None: that of the evaluation.
         num_prompts: the first so many are evaluated; None: all.
-        num_samples: answers a prompt, >= 1; None: as `evaluation.num_samples` says.
+        num_samples: answers a prompt, >= 1; None: `evaluation.num_samples`.
         temperature: of the answers; 0 is greedy, with one answer a prompt; None: as the run's.
     """
 

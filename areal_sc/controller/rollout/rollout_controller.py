@@ -248,7 +248,7 @@ class RolloutController(Controller):
             temperature: replaces that of the run; 0 is greedy; None keeps it.
             cut_is_wrong: see `EvaluationOutcome.of`.
         Raises: WorkflowError: every answer was rejected, or a stream ended. WorkerLost: a worker
-            died too often. StepsLost: as of `prepare_batch`. ValueError: a number is below 1.
+            died too often. StepsLost: see `prepare_batch`. ValueError: a number is below 1.
         """
         wanted = EvaluationSet(prompts, workflow, num_prompts, num_samples, temperature)
         (outcome,) = await self.evaluate_sets_async([wanted], cut_is_wrong=cut_is_wrong)
@@ -268,7 +268,7 @@ class RolloutController(Controller):
             sets: each has a workflow; without `num_samples` it has one answer a prompt.
             keep: gets each reply with its text, as soon as it is there.
             known: answers that are not generated.
-        Raises: as `evaluate`.
+        Raises: the errors of `evaluate`.
         """
         self._check_loop()
         registered = [await self._registration.register_set(one) for one in sets]

@@ -64,7 +64,7 @@ class RolloutWorkers:
 
     Args:
         needs: whose shards stay.
-        durable: as of `TrainingGroups`.
+        durable: see `TrainingGroups`.
         hear: takes what becomes of rows, and of their room.
         card: that the workers may share with training.
 
@@ -110,7 +110,7 @@ class RolloutWorkers:
     def track(self, members: Sequence[Member]) -> None:
         """The first workers. If an earlier start has left some, `take_over` follows.
 
-        Raises: ConfigError: as of `check_room`.
+        Raises: ConfigError: see `check_room`.
         """
         self._is_ledger_known = not any(member.is_adopted for member in members)
         self.set.track(members)
@@ -124,7 +124,7 @@ class RolloutWorkers:
         """Finds out what workers of an earlier start do and hold; `sweep` follows.
 
         Args:
-            goes_on: as of `RolloutController.take_over_async`.
+            goes_on: see `RolloutController.take_over_async`.
         """
         self.updates.take_over(ledger.version, goes_on=goes_on)
         found = await find_runs(self._states, self._fleet, ledger)
@@ -359,7 +359,7 @@ class RolloutWorkers:
 
         Args:
             source: None: the worker has begun the run, which is joined.
-        Raises: WorkerLost: as of `call`; nothing has come of the run, and nothing will.
+        Raises: WorkerLost: see `call`; nothing has come of the run, and nothing will.
         """
         run = GroupAttempt(group.group_id, group.attempt)
         incarnation = state.member.worker.incarnation

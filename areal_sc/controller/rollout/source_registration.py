@@ -53,7 +53,7 @@ class SourceRegistration:
             self._task_look = TaskLook(config, RunFolder(scheduler.config.run_dir).path)
 
     def register(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
-        """Names both for the workers. Raises: as `RolloutController.register`."""
+        """Names both for the workers. Raises: the errors of `RolloutController.register`."""
         dataset = self._sources.register_prompts(prompts)
         number = self._sources.register_workflow(workflow)
         source = RolloutSource(dataset, number, self._sources.num_rows(dataset))

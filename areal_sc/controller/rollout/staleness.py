@@ -206,7 +206,7 @@ class StalenessStats:
         """The statistics of the rows of a batch trained at `version`; all 0 without tokens.
 
         Args:
-            min_token_version: as of `StalenessPolicy.min_token_version`.
+            min_token_version: see `StalenessPolicy.min_token_version`.
         """
         spans = [span for row in rows for span in row.version_spans if span[1] > 0]
         trained = [

@@ -30,7 +30,7 @@ class StoreSweeps:
 
     Args:
         workers: whose stores are swept.
-        durable: as of `TrainingGroups`.
+        durable: see `TrainingGroups`.
         hear: takes that there is more room.
     """
 

@@ -81,7 +81,7 @@ class WorkerSet:
     def track(self, members: Sequence[Member]) -> None:
         """The first workers: those that were started are up.
 
-        Raises: ConfigError: as `check_room`, where no others are to come.
+        Raises: ConfigError: see `check_room`; where no others are to come.
         """
         self.states[:] = [self._state_of(member) for member in members]
         if all(member.has_lived for member in members):
@@ -125,7 +125,7 @@ class WorkerSet:
         return self._max_groups >= self.config.train_batch_groups
 
     def check_retiring(self, states: Sequence[RolloutWorkerState]) -> None:
-        """Raises: ConfigError: as `check_room`, of the workers that would be left."""
+        """Raises: ConfigError: see `check_room`; of the workers that would be left."""
         self._check_room_of([s for s in self.staying if s not in states])
 
     def check_room(self) -> None:

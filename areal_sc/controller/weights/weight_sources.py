@@ -163,7 +163,7 @@ class WeightSources:
     async def bring_near(self, member: Member, weights: WeightsReference, refused: Refused) -> None:
         """The worker's node has a copy when this returns, if the worker is not alone in need of it.
 
-        Raises: as `Fleet.call`.
+        Raises: the errors of `Fleet.call`.
         """
         place = self._place(member)
         while self.wants_copy(member, weights):

@@ -376,7 +376,7 @@ class HeldWorker:
     async def worker(self) -> RolloutWorkerState:
         """The worker, once it does not update its weights any more, and no pause goes on.
 
-        Raises: StepLost: as `Standstill.hold`.
+        Raises: StepLost: see `Standstill.hold`.
         """
         async with self._choice:
             await self._background.wait_for_pause_end()

@@ -182,7 +182,7 @@ def _wrap_layers(model: PackedModel, config: ActorConfig, device: torch.device) 
 
     What is kept for the second time, the inputs of layers, may lie in host memory.
 
-    Raises: ModelError: as `compile_layers`.
+    Raises: ModelError: see `compile_layers`.
     """
     layers = decoder_layers(model.causal_lm)
     if config.compile_layers:

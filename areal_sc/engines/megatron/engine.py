@@ -212,7 +212,7 @@ class MegatronEngine(RankEngine):
     def _check_mapping(self, rows: Sequence[torch.Tensor], expected: Expected) -> None:
         """Compares the stages' forward with that of the Hugging Face model.
 
-        Args: as `_try_model` returns them.
+        Args: what `_try_model` returns.
         Raises: ModelError: on every rank.
         """
         is_asked = _has_one_before(rows)

@@ -242,7 +242,7 @@ class ModelExport:
             )
 
     def _send_and_write(self, files: Iterable[_WeightsFile], scratch: torch.Tensor) -> None:
-        """Rank 0 alone sees the files; `scratch` as in `_at_rank_0`."""
+        """Rank 0 alone sees the files; `scratch`: see `_at_rank_0`."""
         failure: Exception | None = None
         for file in files:
             for name, stored in file.names.items():

@@ -92,7 +92,7 @@ class RankEngine(ABC):
         counts_rows: whether this rank is the one of its model group that counts for its rows in
             sums over `rows`.
         counts_metrics: whether it counts for what the losses of its tokens report.
-        shares_files, node: as in `TrainEngine`.
+        shares_files, node: see `TrainEngine`.
         logprob_noise: nats by which rounding moves a log-probability, in the mean over a few
             likely rows; None: not known.
     """

@@ -77,7 +77,7 @@ class SnapshotIndex(Struct, frozen=True):
 
     @classmethod
     def decode(cls, path: Path) -> SnapshotIndex:
-        """What `encode` made, in a file. Raises: ValueError, OSError: as `read`."""
+        """What `encode` made, in a file. Raises: ValueError, OSError: see `read`."""
         try:
             checked = msgspec.json.decode(path.read_bytes(), type=_Checked)
             if checked.format != FORMAT:

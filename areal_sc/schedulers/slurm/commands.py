@@ -83,7 +83,7 @@ class JobState:
 
     Attributes:
         state: in SLURM's words, such as `PENDING`.
-        nodes: that it has now.
+        nodes: those that it has now.
         reason: why it waits, or how it ended.
         start: when it is expected to start, or has started; `N/A`: not known.
     """

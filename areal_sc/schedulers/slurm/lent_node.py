@@ -52,7 +52,7 @@ class LentNode:
     Attributes:
         node: as controllers see it; the same one, whatever machine it is.
         name: SLURM's, of the machine; "": there is none yet.
-        job: that lends it.
+        job: the one that lends it.
         agent: the newest one; None: none has joined yet.
         is_given_back: nobody needs it any more.
         incarnations: of all its agents.
@@ -114,7 +114,7 @@ class Renewal:
     The first one of a node comes in the same way.
 
     Attributes:
-        job: which the agent will be of.
+        job: the agent will belong to it.
     """
 
     def __init__(self, lent: LentNode, jobs: Jobs) -> None:

@@ -207,7 +207,10 @@ class SlurmScheduler(OpenRun):
             return list(self._lent) if self._has_begun else None
 
     def _has_joined(self, job: Job) -> bool:
-        """Whether all agents of a job have, whose nodes are the run's then. Raises: as above."""
+        """Whether all agents of a job have joined; its nodes are the run's then.
+
+        Raises: the errors of `check_start` of its jobs.
+        """
         agents = self._joins.joined(job.job_id)
         if len(agents) < job.plan.num_nodes:
             self._jobs.check_start(job, len(agents))

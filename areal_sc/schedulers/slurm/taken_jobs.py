@@ -34,8 +34,8 @@ class EarlierStart:
     """What goes on of it; nothing of all that: the run begins anew.
 
     Attributes:
-        known: as its file tells, without jobs that have ended.
-        agents: that live, of its nodes.
+        known: what its file tells, without jobs that have ended.
+        agents: living ones, of its nodes.
     """
 
     known: RunJobs

@@ -43,7 +43,7 @@ class BestModel:
         num_samples: answers a prompt of each set, by its name.
 
     Attributes:
-        results: that are compared, in their order.
+        results: those that are compared, in their order.
     Raises: ConfigError: the number is of a set that is not there, or of more answers than it has.
     """
 

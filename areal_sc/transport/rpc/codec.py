@@ -80,8 +80,8 @@ class Failure(Struct, array_like=True, forbid_unknown_fields=True, tag=_PROTOCOL
         error_type: the exception's class name.
         known_as: nearest class of `areal_sc.errors` that it is an instance of, or "".
         message: its text.
-        traceback: as formatted in the server.
-        exit_code: that of an ArealError, else 1.
+        traceback: its text, made in the server.
+        exit_code: of an ArealError its own, else 1.
     """
 
     request_id: Name

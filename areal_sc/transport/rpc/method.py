@@ -106,7 +106,7 @@ class Served:
     """A method, and the function of a server that answers its calls.
 
     Attributes:
-        takes_key: it wants to know who calls.
+        takes_key: its function is told who calls.
     """
 
     method: Method[Any, Any]

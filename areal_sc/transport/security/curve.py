@@ -55,7 +55,7 @@ class CurveClient:
     """What a caller shows.
 
     Args:
-        own: it calls with.
+        own: the pair that it calls with.
         server_key: public key of the servers that it calls, where nothing else is said.
         shown_pass: who it is; b"": the controller, or an agent that joins.
     """
@@ -96,8 +96,8 @@ class CurveServer:
     """What a server admits; used from one event loop.
 
     Args:
-        own: it serves with.
-        callers: it knows.
+        own: the pair that it serves with.
+        callers: whom it knows.
         node_id: its name, for the log.
 
     Attributes:

@@ -77,7 +77,7 @@ class WorkerKeys:
     """What one life of a worker needs to call others, and to serve them. Its text shows no secret.
 
     Attributes:
-        own: it calls with.
+        own: the pair that it calls with.
         shown_pass: says whose key that is.
         servers: all workers serve with this pair.
         controller, authority: public keys of the run; see `RunKeys`.
@@ -149,8 +149,7 @@ class KnownCallers:
         takes_newcomers: keys that nobody knows are served, too, as far as newcomers may call.
 
     Attributes:
-        known: as what the owners of keys call, whose keys or passes were shown; it stays the same
-            object.
+        known: key -> caller, of keys and passes that were shown; it stays the same object.
     Raises: TransportError: the controller's is no key.
     """
 

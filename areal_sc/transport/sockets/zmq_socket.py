@@ -68,7 +68,7 @@ class AsyncSocket:
         knows_senders: it is guarded, so each message comes with the key of its connection.
 
     Attributes:
-        sender: that key, of the message that is handed over now.
+        sender: the key of the message that is handed over now.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def begin_adapter(
     """Writes an adapter to a folder, which it replaces; every rank makes the call.
 
     Args:
-        values: as in `write_adapter`, copies.
+        values: copies; see `write_adapter`.
         probe: by which servers show that they serve it.
     Returns: a future that is done when the folder has its name. It fails with CheckpointError, on
         every rank, when that could not be done.

@@ -93,7 +93,7 @@ def add_adapters(causal_lm: Any, lora: LoraConfig, head: ModelHead = ModelHead.l
 def describe_adapter(config: ActorConfig) -> str:
     """What `config` trains of the model whose folder is `config.path`; reads no weights.
 
-    Raises: ModelError: as of `add_adapters`, or there is no adapter to begin from.
+    Raises: ModelError: see `add_adapters`; or there is no adapter to begin from.
     """
     if config.lora.path:
         check_adapter(config.lora)
@@ -181,7 +181,7 @@ def without_adapters(causal_lm: Any) -> Iterator[None]:
 
 
 def targeted(causal_lm: Any, targets: Sequence[str]) -> list[nn.Linear]:
-    """The layers that adapters go beside. Raises: ModelError: as of `add_adapters`."""
+    """The layers that adapters go beside. Raises: ModelError: see `add_adapters`."""
     names = {id(module): name for name, module in causal_lm.named_modules()}
     linear = {
         names[id(module)]: module
