@@ -290,14 +290,11 @@ def main(number: int) -> list[str]:
 
 
 def warm_up() -> None:
-    """Does once what takes each script half of its time, and gives all of them the same.
+    """Does once what takes each script much of its time, and gives all of them the same.
 
-    The first configuration fills tables of its schema and of its grammar. A run that ends tries out
-    for a second how fast the cores are together.
+    The first configuration fills tables of its schema and of its grammar.
     """
     loader.config_text(loader.compose_config(TINY_YAML, TINY_PATHS, areal_sc.GRPOConfig))
-    cores._tried_out = cache(cores._tried_out)
-    cores._tried_out(cores.num_cores())
 
 
 def is_customized(path: str) -> bool:
@@ -393,7 +390,6 @@ if __name__ == "__main__":
     import areal_sc
     from areal_sc.config.loading import loader
     from areal_sc.nodes.agent import PRELOAD
-    from areal_sc.planning import cores
     from areal_sc.schedulers.agent_process import AGENT
     from areal_sc.sizing.machine import count_cuda_devices
 
