@@ -134,6 +134,10 @@ class Generator(Process):
         self.held = HeldWeights(self.plane)
 
 
+async def no_snapshot() -> None:
+    """Of ranks that are not there."""
+
+
 class Run:
     """The trainers' side and the fleet of rollout workers, in place of real ones.
 
@@ -250,7 +254,7 @@ class Run:
         self.versions[self.lineage, version] = self.ranks[0].weights
         operation = Operation(self.lineage, version - 1, Kind.publish)
         rollout: Any = SimpleNamespace(updates=self.updates)
-        await self.publisher.publish(operation, version, rollout, self._announce)
+        await self.publisher.publish(operation, version, rollout, no_snapshot, self._announce)
 
     async def _announce(self, weights: WeightsReference) -> None:
         self.updates.receive(weights)

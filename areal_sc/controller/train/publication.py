@@ -92,12 +92,15 @@ class Publisher:
         operation: Operation,
         version: int,
         rollout: WeightsReader,
+        take_snapshot: Callable[[], Awaitable[None]],
         announce: Announce,
     ) -> None:
         """Returns once the weights are sealed, broadcast or written; generation goes on.
 
         Args:
             operation: what the ranks are asked to do; a repeat does not publish again.
+            take_snapshot: is called when the ranks are at the version, and before they broadcast,
+                as they do nothing else meanwhile.
             announce: tells the new version.
         """
         started = time.perf_counter()
@@ -105,13 +108,17 @@ class Publisher:
         self.times.publish_hold_s += time.perf_counter() - started
         if self._may_have_adopted:
             await self.sweep_adopted()
-        match self._config.weight_update.method:
-            case WeightUpdateMethod.disk:
-                await announce(await self._save(operation, version, oldest))
-            case WeightUpdateMethod.pull:
-                await announce(await self.seal(operation, version))
-            case WeightUpdateMethod.collective:
-                await self._broadcast(operation, version, rollout, announce)
+        method = self._config.weight_update.method
+        broadcasts = method is WeightUpdateMethod.collective and await self._can_broadcast(rollout)
+        if method is WeightUpdateMethod.disk:
+            weights = await self._save(operation, version, oldest)
+        else:
+            weights = await self.seal(operation, version)
+        await take_snapshot()
+        if broadcasts:
+            await self._broadcast(weights, rollout, announce)
+        else:
+            await announce(weights)
 
     def note_new_ranks(self) -> None:
         """They are in no weight group, and have adopted what the lives before them had sealed."""
@@ -163,20 +170,18 @@ class Publisher:
         """The ranks forget all else: between two training steps nothing of it is still read."""
         await self._fleet.call_each(calls.SWEEP, sweeps)
 
-    async def _broadcast(
-        self,
-        operation: Operation,
-        version: int,
-        rollout: WeightsReader,
-        announce: Announce,
-    ) -> None:
+    async def _can_broadcast(self, rollout: WeightsReader) -> bool:
+        """Whether there is a group that weights reach somebody in."""
         if not rollout.updates.current_members or self._num_in_vain == MAX_BROADCASTS_IN_VAIN:
-            await announce(await self.seal(operation, version))
-            return
+            return False
         started = time.perf_counter()
         await self._ensure_group(rollout)
         self.times.publish_meet_s += time.perf_counter() - started
-        sealed = await self.seal(operation, version)
+        return True
+
+    async def _broadcast(
+        self, sealed: WeightsReference, rollout: WeightsReader, announce: Announce
+    ) -> None:
         started = time.perf_counter()
         sending = asyncio.create_task(
             self._fleet.call_all(
@@ -204,7 +209,7 @@ class Publisher:
         self.times.publish_broadcast_s += time.perf_counter() - started
         self.times.published_bytes += result.num_bytes
         if result.failure:
-            logger.warning("version=%d broadcast failed: %s", version, result.failure)
+            logger.warning("version=%d broadcast failed: %s", sealed.version, result.failure)
             self.times.failed_broadcasts += 1
             self._group = ""
         self._note_outcome(result)

@@ -40,10 +40,13 @@ class PublishedModel:
         await self.place.begin_to_publish()
         is_new = version > self.ranks.state.version
 
+        async def take_snapshot() -> None:
+            if is_new:
+                await self.ranks.take_snapshot(version)
+
         async def announce(weights: WeightsReference) -> None:
             self.note_reader(rollout)
             if is_new:
-                await self.ranks.take_snapshot(version)
                 step = self.ranks.step
                 await rollout.record_version_async(version, step.trained_rows, step.splits)
                 self.ranks.advance(version)
@@ -55,7 +58,7 @@ class PublishedModel:
             if is_new:
                 self.step.check(rollout)
             operation = self.ranks.operation(Kind.publish, str(version))
-            await self.publisher.publish(operation, version, rollout, announce)
+            await self.publisher.publish(operation, version, rollout, take_snapshot, announce)
 
         await self.ranks.repeated(publish)
 
