@@ -98,6 +98,8 @@ class RecordSender:
                 return await self._call(sent)
             except _COMES_AGAIN as error:
                 logger.debug("records wait: %s", error)
+                if sent.series is Series.open:  # it may be there, and its answer be lost
+                    sent = replace(sent, block_bytes=1)
                 if self._connection is not None:
                     await self._connection.close()
                     self._connection = None

@@ -303,7 +303,7 @@ async def test_without_a_tokenizer_messages_are_shown(
         sought = await shows(browser, "#/rows")
         filtered = await shows(browser, "#/run")
         assert "not on this machine" in sought
-        assert f"sought in {tmp_path / 'run' / 'model'}" in sought
+        assert f"sought in {tmp_path / 'run'}, {tmp_path / 'run' / 'model'}" in sought
         assert "settings" in filtered
         await browser.value(
             "document.querySelector('[data-name=settings]').open = true;"

@@ -66,7 +66,8 @@ def test_a_run_whose_job_is_requeued_goes_on_from_where_it_was(
         for _ in range(8):
             open_gate(run.run_dir)
         run.finish()
-        assert run.steps() == list(range(1, 9)), "no step is lost after the snapshot"
+        # those that went on after the snapshot are made again, of other rows
+        assert list(dict.fromkeys(run.steps())) == list(range(1, 9))
         assert run.summary()["num_rows_trained_twice"] == 0
         logs = [path.name for path in (run.run_dir / "logs").glob("agent-*")]
         assert sum(name.endswith("-1.log") for name in logs) == 2, logs
