@@ -769,9 +769,16 @@ async def test_an_owner_is_asked_for_a_new_session_when_nothing_moves() -> None:
             before = stream.moved_bytes
             await until(lambda before=before: stream.moved_bytes > before)
         assert connection._stream is stream
+        troubles, disconnect = list[str](), connection._disconnect
+
+        def note_and_disconnect() -> None:
+            troubles.append(connection.trouble)
+            disconnect()
+
+        connection._disconnect = note_and_disconnect  # type: ignore[method-assign]
         with unread(stream):
             await until(lambda: connection._stream is not stream)
-        assert "it was silent" in connection.trouble
+        assert "it was silent" in troubles[0]
         assert rows_of(await pull, "input_ids") == [token_values(0, 1_000_000)]
 
 
