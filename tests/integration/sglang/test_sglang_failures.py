@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.sglang.policies import Answers, Generating, Policies
-from integration.sglang.running_answers import wait_until
+from waiting import until
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -29,7 +29,6 @@ from areal_sc.errors import EngineFailed
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
-Until = Callable[[Callable[[], bool]], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)
 PROMPTS = [[5 + i, 6, 7 + i] for i in range(16)]
 
@@ -64,7 +63,7 @@ class Victim:
                 assert isinstance(outcome, EngineFailed)
                 assert re.fullmatch(lost, str(outcome))
         assert isinstance(outcome, EngineFailed), "the late one"
-        await wait_until(lambda: not any(map(read_process, self._members)))
+        await until(lambda: not any(map(read_process, self._members)))
         assert self._shared
         assert not any(map(Path.exists, self._shared))
 
@@ -100,7 +99,7 @@ async def test_a_stopped_scheduler(doomed: ServerEngine, generating_there: Gener
     await victim.check_loss(why)
 
 
-async def test_a_slow_answer_is_no_failure(engine: ServerEngine, until: Until) -> None:
+async def test_a_slow_answer_is_no_failure(engine: ServerEngine) -> None:
     """A server that is paused for longer than a hung one may be silent is left alone."""
     running = asyncio.create_task(engine.generate([5, 6], LONG))
     await until(lambda: engine.stats()["running_requests"] == 1)

@@ -260,8 +260,9 @@ def numbers_found(first: int, max_staleness: int, num_steps: int) -> list[int]:
 @pytest.mark.parametrize("first", [1, 6])
 def test_autoscaling_finds_the_number_that_the_trainer_needs(first: int) -> None:
     numbers = numbers_found(first, max_staleness=3, num_steps=300)
-    late = numbers[-200:]  # one less was tried now and then
-    assert sum(late) / len(late) == pytest.approx(4.0, abs=0.3), numbers
+    late = numbers[-200:]  # one less was tried now and then, and one more
+    assert mode(late) == 4, numbers
+    assert sum(late) / len(late) == pytest.approx(4.0, abs=0.5), numbers
 
 
 def test_autoscaling_without_staleness_gives_each_group_a_worker() -> None:
