@@ -339,11 +339,8 @@ class RolloutController(Controller):
     async def record_version_async(
         self, version: int, trained_rows: Iterable[RowMetadata], splits: tuple[Split, ...]
     ) -> None:
-        """Notes that a policy version exists; `receive_weights` with it follows.
+        """Notes that a policy version exists: see `WeightsReader`.
 
-        Args:
-            trained_rows: the rows whose training made it.
-            splits: how the ranks shared these rows.
         Raises: RunFolderError: the journal cannot be written.
         """
         self.groups.record_version(version, trained_rows, splits)

@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import Final
 
 CLONE_NEWNS: Final = 0x00020000
-CLONE_NEWUTS: Final = 0x04000000
 CLONE_NEWIPC: Final = 0x08000000
 CLONE_NEWUSER: Final = 0x10000000
 CLONE_NEWPID: Final = 0x20000000
