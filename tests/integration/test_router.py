@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import io
 import json
 import threading
@@ -108,8 +107,6 @@ async def test_a_key_leads_to_its_worker_in_the_clear_on_loopback_alone(
             assert len(session.trajectories(1.0)) == 2
 
 
-# what a TLS connection leaves that its client has refused
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_certificate_that_is_not_the_workers_gets_no_key(router: RouterProcess) -> None:
     async with running(router, Interface("0.0.0.0", "127.0.0.1")) as run:
         first, second = run.at.values()
@@ -119,7 +116,6 @@ async def test_a_certificate_that_is_not_the_workers_gets_no_key(router: RouterP
         run.router.tell({}, {"rollout/0": "it is another one"})
         assert await calling == (410, "session_lost")
         assert run.engines["rollout/0"].sent == []
-    gc.collect()
 
 
 async def test_strangers_get_nothing(router: RouterProcess) -> None:
