@@ -17,16 +17,14 @@ from areal_sc.engines.finite import require_finite
 LENGTHS: Final = (13, 3, 6, 1)
 """The rows by which a model is tried: some longer than limits that are made small, one a token."""
 
-_NUM_PASSES: Final = 3
-"""Forward passes that look for likely tokens. The first tokens of a row follow from the first
-passes; further ones continue a row that still changes before them."""
-
 
 @torch.no_grad()
 def likely_rows(causal_lm: Any, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
-    """A model's own continuations of its first token, without a token twice.
+    """Tokens that a model itself finds likely, none twice, by one forward pass.
 
-    A token that comes again would hide mistakes: attention to two equal ones is the same in any
+    Further passes, in which a row follows from itself, moved no less by rounding: 0.38 nats at most
+    in bfloat16 after one, two, three or five of them on SmolLM2-135M, 1.4 with tokens by number. A
+    token that comes again would hide mistakes: attention to two equal ones is the same in any
     order. A model without an output layer gets other tokens of its vocabulary.
 
     Args:
@@ -45,9 +43,8 @@ def likely_rows(causal_lm: Any, lengths: Sequence[int] = LENGTHS) -> list[torch.
     first = _first_token(causal_lm, vocabulary)
     for row in rows:
         row[0] = first
-    for _ in range(_NUM_PASSES):
-        logits = causal_lm(input_ids=pad_sequence(rows, batch_first=True), use_cache=False).logits
-        _choose_tokens(rows, logits[..., :vocabulary].float())
+    logits = causal_lm(input_ids=pad_sequence(rows, batch_first=True), use_cache=False).logits
+    _choose_tokens(rows, logits[..., :vocabulary].float())
     return rows
 
 

@@ -32,19 +32,27 @@ def with_small_limits(causal_lm: Any, attention: str, longest_input: int) -> Any
     config = copy.deepcopy(causal_lm.config)
     if not _make_small(vars(config.get_text_config()), longest_input):
         return causal_lm
+    try:
+        return with_same_weights(causal_lm, config, attention)
+    except (ValueError, TypeError, KeyError) as error:
+        name = type(causal_lm).__name__
+        raise ModelError(f"{name}: rows beyond its limits cannot be tried: {error}") from error
+
+
+def with_same_weights(causal_lm: Any, config: Any, attention: str) -> Any:
+    """Another model of these settings, which become its own, with the same memory for its weights.
+
+    Raises: ValueError, TypeError, KeyError: the model cannot be built with such settings.
+    """
     config._attn_implementation = attention
     config.dtype = causal_lm.dtype  # some layers make their buffers by it
-    name = type(causal_lm).__name__
-    try:
-        with no_init_weights():
-            smaller = type(causal_lm)(config)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{name}: rows beyond its limits cannot be tried: {error}") from error
-    smaller.load_state_dict(causal_lm.state_dict(), assign=True)  # shared, not copied
-    for module in smaller.modules():  # buffers that are not stored
+    with no_init_weights():
+        other = type(causal_lm)(config)
+    other.load_state_dict(causal_lm.state_dict(), assign=True)  # shared, not copied
+    for module in other.modules():  # buffers that are not stored
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(causal_lm.device))
-    return smaller.eval()
+    return other.eval()
 
 
 def _make_small(settings: dict[str, Any], longest_input: int) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,8 +21,11 @@ from areal_sc.engines.finite import require_finite
 from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel
 from areal_sc.engines.likely_rows import likely_rows
 from areal_sc.engines.rounding import WRONG, Expected, measure_noise, require_determined
-from areal_sc.engines.small_limits import with_small_limits
+from areal_sc.engines.small_limits import with_same_weights, with_small_limits
+from areal_sc.engines.training.streamed_layers import SharedPasses, decoder_layers
 from areal_sc.errors import ModelError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +52,39 @@ class ModelTrial:
     noise: float
 
 
+class _ModelPasses:
+    """Passes of a model that is tried. One whose layers are streamed is read once for all of them.
+
+    Args: fill: gives a copy of the model the values that it lacks.
+    """
+
+    def __init__(self, model: PackedModel, fill: Callable[[Any], None]) -> None:
+        self._model = model
+        self._fill = fill
+        self._is_streamed = any(parameter.is_meta for parameter in model.parameters())
+        self._passes = SharedPasses()
+        self.run = self._passes.run
+
+    def add(
+        self, compute: Callable[[PackedModel], T], abilities: ModelAbilities = _SLOWEST
+    ) -> Future[T]:
+        """What `compute` will have given, or raised, of a model that has these abilities."""
+
+        def of_one() -> T:
+            model = self._copy() if self._is_streamed else self._model
+            with _trying(model, abilities):
+                return compute(model)
+
+        return self._passes.add(of_one)
+
+    def _copy(self) -> PackedModel:
+        model, causal_lm = self._model, self._model.causal_lm
+        config = copy.deepcopy(causal_lm.config)
+        causal_lm = with_same_weights(causal_lm, config, model.own_attention)
+        self._fill(causal_lm)
+        return PackedModel(causal_lm, chunk_tokens=model.chunk_tokens, head=model.head)
+
+
 @torch.no_grad()
 def probe_abilities(
     model: PackedModel,
@@ -59,7 +98,8 @@ def probe_abilities(
     further apart than rounding explains is not taken.
 
     Args:
-        model: whole (not sharded), in float32; its `abilities` are left as they were.
+        model: whole (not sharded), in float32; its `abilities` are left as they were. One whose
+            layers are streamed is read twice, four times if it cannot pack rows.
         longest_input: most tokens of a micro-batch; limits that it never reaches stay.
         fill: gives a copy of the model that is tried in its place the values that it lacks.
         dtype: the type that the model will compute in.
@@ -70,34 +110,52 @@ def probe_abilities(
     if causal_lm is not model.causal_lm:
         fill(causal_lm)
         model = PackedModel(causal_lm, chunk_tokens=model.chunk_tokens, head=model.head)
-    name = type(model.causal_lm).__name__
+    name = type(causal_lm).__name__
+    may_be_linear = model.head is ModelHead.lm
+    packed = ModelAbilities(packs=True, has_linear_head=False)
+    fastest = ModelAbilities(packs=True, has_linear_head=may_be_linear)
     try:
         with _trying(model, _SLOWEST):
-            rows = likely_rows(model.causal_lm)
-            alone = [_of_batch(model, [row])[0] for row in rows]
-            shorter = _of_batch(model, [rows[0][:-1]])[0]
-            require_finite(causal_lm, torch.cat([*alone, shorter]))
-            noises = [_noise(model, rows, it) for it in dict.fromkeys((torch.float32, dtype))]
+            rows = likely_rows(causal_lm)
+        passes = _ModelPasses(model, fill)
+        alone = [passes.add(partial(_of_batch, rows=[row])) for row in (*rows, rows[0][:-1])]
+        moved = [
+            passes.add(partial(_noise, rows=rows, dtype=it))
+            for it in dict.fromkeys((torch.float32, dtype))
+        ]
+        is_linear = passes.add(partial(_gives_outputs_of_head, row=rows[0]))
+        tried = {
+            it: passes.add(partial(_probe, rows=rows), it)
+            for it in dict.fromkeys((packed, fastest))
+        }
+        passes.run()
+        *of_rows, shorter = (it.result()[0] for it in alone)
+        require_finite(causal_lm, torch.cat([*of_rows, shorter]))
+        noises = [it.result() for it in moved]
     except _FORWARD_ERRORS as error:
         raise ModelError(f"{name} does not compute rows of any length: {error!r}") from error
-    require_determined(model.causal_lm, noises[0])
-    expected = Expected(torch.cat(alone), noises[0])
+    require_determined(causal_lm, noises[0])
+    expected = Expected(torch.cat(of_rows), noises[0])
     before = expected.part(range(len(shorter) - 1))  # its last value is of another next token
     if before.distance(shorter[:-1]) > before.limit:
         raise ModelError(f"{name} is not causal here: a token changes what comes before it")
 
     def distance(abilities: ModelAbilities) -> float:
+        if abilities not in tried:
+            alone = _ModelPasses(model, fill)
+            tried[abilities] = alone.add(partial(_probe, rows=rows), abilities)
+            alone.run()
         try:
-            return expected.distance(_probe(model, rows, abilities))
+            return expected.distance(tried[abilities].result())
         except _FORWARD_ERRORS as error:
             logger.info("model_probe abilities=%s error=%r", abilities, error)
             return math.inf
 
-    packs = distance(ModelAbilities(packs=True, has_linear_head=False)) <= expected.limit
+    packs = distance(packed) <= expected.limit
     found = ModelAbilities(
         packs,
-        has_linear_head=model.head is ModelHead.lm
-        and _gives_outputs_of_head(model, rows[0])
+        has_linear_head=may_be_linear
+        and is_linear.result()
         and distance(ModelAbilities(packs, has_linear_head=True)) <= expected.limit,
     )
     if not packs:
@@ -180,22 +238,31 @@ def probe_hidden(
 
 def expected_hidden(
     model: PackedModel,
-    layers: Sequence[nn.Module],
+    fill: Callable[[Any], None],
     rows: Sequence[torch.Tensor],
     dtype: torch.dtype,
 ) -> Expected:
     """What `probe_hidden` has to give where the model computes in `dtype`, on any ranks.
 
     Args:
-        model: whole, in float32, on the CPU.
+        model: whole, in float32, on the CPU. One whose layers are streamed is read once.
+        fill: as of `probe_abilities`.
     Returns: of [C, H] or, where the model does not pack its rows, [R * L, H].
     """
 
-    def compute(num_copies: int) -> torch.Tensor:
+    def compute(model: PackedModel, num_copies: int) -> torch.Tensor:
+        layers = decoder_layers(model.causal_lm)
         hidden = probe_hidden(model, layers, [*rows] * num_copies, torch.device("cpu"))
         return hidden.view(num_copies, -1, hidden.shape[-1])
 
-    return Expected(compute(1)[0], measure_noise(model.causal_lm, dtype, compute), dtype)
+    def noise(model: PackedModel) -> torch.Tensor:
+        return measure_noise(model.causal_lm, dtype, partial(compute, model))
+
+    passes = _ModelPasses(model, fill)
+    once = passes.add(partial(compute, num_copies=1), model.abilities)
+    moved = passes.add(noise, model.abilities)
+    passes.run()
+    return Expected(once.result()[0], moved.result(), dtype)
 
 
 def _gives_outputs_of_head(model: PackedModel, row: torch.Tensor) -> bool:
@@ -210,21 +277,20 @@ def _gives_outputs_of_head(model: PackedModel, row: torch.Tensor) -> bool:
         return given[-1]
 
     head = model.causal_lm.get_output_embeddings()
-    with _trying(model, _SLOWEST), head.register_forward_hook(enlarge):
+    if head is None:
+        return False
+    with head.register_forward_hook(enlarge):
         logits = model.causal_lm(input_ids=row[None], use_cache=False).logits
     return len(given) == 1 and torch.allclose(logits, given[0])
 
 
-def _probe(
-    model: PackedModel, rows: Sequence[torch.Tensor], abilities: ModelAbilities
-) -> torch.Tensor:
-    """[T] what `model` with these abilities gives of the rows; as `_of_batch`."""
-    with _trying(model, abilities):
-        if model.head is ModelHead.lm:
-            return _outputs(model, rows)
-        layout = model.layout([len(row) for row in rows], model.device).on(model.device)
-        _, hidden = model.hidden_states(torch.cat(list(rows)), layout)
-        return _summed(hidden)  # values are 0 at first
+def _probe(model: PackedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[T] what `model` with its abilities gives of the rows; as `_of_batch`."""
+    if model.head is ModelHead.lm:
+        return _outputs(model, rows)
+    layout = model.layout([len(row) for row in rows], model.device).on(model.device)
+    _, hidden = model.hidden_states(torch.cat(list(rows)), layout)
+    return _summed(hidden)  # values are 0 at first
 
 
 def _outputs(model: PackedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -150,7 +150,7 @@ def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups
     model.abilities = trial.abilities
     hidden, layers = None, decoder_layers(causal_lm)
     if groups.is_model_split or (layers and config.dtype == Dtype.float16):
-        hidden = expected_hidden(model, layers, trial.rows, compute_dtype(config))
+        hidden = expected_hidden(model, fill, trial.rows, compute_dtype(config))
     return _RankTrial(trial, hidden)
 
 

@@ -12,6 +12,7 @@ every engine, and a snapshot goes on with any mesh, also of `engine: fsdp`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,7 @@ from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.rank_engine import PlannedBatch, RankEngine
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.stored_weights import ModelWeights
-from areal_sc.engines.training.streamed_layers import stream_layers
+from areal_sc.engines.training.streamed_layers import SharedPasses, stream_layers
 from areal_sc.engines.training.updates.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.updates.minibatch_loss import MinibatchLoss, Outputs
 from areal_sc.errors import WorkerStartError
@@ -189,20 +190,31 @@ class MegatronEngine(RankEngine):
         Returns: rows, each [T] int64, short enough for a micro-batch; [1, N] log-probabilities of
             their tokens but the first.
         """
-        causal_lm = build_without_parameters(Path(self.config.path))
-        stream_layers(causal_lm, weights.read, self.world.size)
+
+        def streamed() -> Any:
+            causal_lm = build_without_parameters(Path(self.config.path))
+            stream_layers(causal_lm, weights.read, self.world.size)
+            return causal_lm
+
+        causal_lm = streamed()
         limit = self.config.max_tokens_per_micro_batch
         rows = [row[:limit] for row in likely_rows(causal_lm)]
         is_asked = _has_one_before(rows)
+        dtype = torch.float16 if self._has_tf32 else compute_dtype(self.config)
 
-        def compute(num_copies: int) -> torch.Tensor:
+        def compute(causal_lm: Any, num_copies: int) -> torch.Tensor:
             return plain_logprobs(causal_lm, rows * num_copies).view(num_copies, -1)[:, is_asked]
 
-        dtype = torch.float16 if self._has_tf32 else compute_dtype(self.config)
-        noise = measure_noise(causal_lm, dtype, compute)
+        def noise() -> torch.Tensor:
+            moved = streamed()
+            return measure_noise(moved, dtype, functools.partial(compute, moved))
+
+        passes = SharedPasses()
+        once, moved = passes.add(lambda: compute(causal_lm, 1)), passes.add(noise)
+        passes.run()
         if dtype is torch.float32:
-            require_determined(causal_lm, noise)
-        return rows, Expected(compute(1), noise[None], dtype)
+            require_determined(causal_lm, moved.result())
+        return rows, Expected(once.result(), moved.result()[None], dtype)
 
     @property
     def _has_tf32(self) -> bool:

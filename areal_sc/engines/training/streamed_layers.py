@@ -1,16 +1,91 @@
-"""A model whose layers have values only while they compute: it computes all, and holds little."""
+"""A model whose layers have values only while they compute: it computes all, and holds little.
+
+Several passes of it that run together read a layer once: each waits before a layer until all have
+come to it, or to another one, or have ended. One computes at a time.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+T = TypeVar("T")
+
 Read = Callable[[Iterable[str]], Mapping[str, torch.Tensor]]
 """Parameters and buffers by name; buffers that are not stored are left out."""
+
+
+class SharedPasses:
+    """Passes without gradients that read layers together, each of a streamed model of its own.
+
+    Layers whose values have the same names are read once for all of them, and have one memory.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()  # who has it computes
+        self._threads = list[threading.Thread]()
+        self._num_left = 0
+        self._waiting = dict[int, tuple[str, ...]]()  # by thread, the names of a layer's values
+        self._values: Mapping[str, torch.Tensor] = {}
+        self._error: Exception | None = None
+
+    def add(self, compute: Callable[[], T]) -> Future[T]:
+        """What the pass will have given, or raised, once they have run."""
+        future = Future[T]()
+
+        def run() -> None:
+            with self._turn, torch.no_grad():
+                _passes.set(self)  # in this thread
+                try:
+                    future.set_result(compute())
+                except BaseException as error:
+                    future.set_exception(error)
+                finally:
+                    self._num_left -= 1
+                    self._go_on()
+
+        self._threads.append(threading.Thread(target=run, name="a model's pass", daemon=True))
+        return future
+
+    def run(self) -> None:
+        """Runs those that were added. Once."""
+        self._num_left = len(self._threads)
+        for thread in self._threads:
+            thread.start()
+        for thread in self._threads:
+            thread.join()
+
+    def values(self, names: tuple[str, ...], read: Read) -> Mapping[str, torch.Tensor]:
+        """Those of a layer, when its turn has come. Raises: what `read` raises, in all passes."""
+        thread = threading.get_ident()
+        self._waiting[thread] = names
+        self._go_on()
+        self._turn.wait_for(lambda: thread not in self._waiting)
+        if not self._values and self._error is None:
+            try:
+                self._values = read(names)
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._values
+
+    def _go_on(self) -> None:
+        """Lets those go on that wait for the same layer as the first one, once all wait."""
+        if self._waiting and len(self._waiting) == self._num_left:
+            layer, self._values = next(iter(self._waiting.values())), {}
+            self._waiting = {it: names for it, names in self._waiting.items() if names != layer}
+            self._turn.notify_all()
+
+
+_passes: ContextVar[SharedPasses | None] = ContextVar("_passes", default=None)
 
 
 def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:
@@ -61,7 +136,8 @@ def _fill_when_called(
     unfilled = {name: causal_lm.get_parameter(name) for name in names}
 
     def fill(*_: Any) -> None:
-        _put(causal_lm, read(names))
+        shared = _passes.get()
+        _put(causal_lm, read(names) if shared is None else shared.values(tuple(names), read))
 
     def drop(*_: Any) -> None:
         _put(causal_lm, unfilled)

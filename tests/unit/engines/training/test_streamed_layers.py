@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,11 @@ from areal_sc.engines.fsdp.model import take_memory
 from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.training.causal_lm import build_without_parameters
 from areal_sc.engines.training.stored_weights import WeightsInMemory
-from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers
+from areal_sc.engines.training.streamed_layers import (
+    SharedPasses,
+    decoder_layers,
+    stream_layers,
+)
 
 INPUT_IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])
 
@@ -93,6 +99,80 @@ def test_the_probe_finds_the_same_without_the_whole_model(
     assert [*map(torch.Tensor.tolist, found.rows)] == [*map(torch.Tensor.tolist, expected.rows)]
     assert found.noise == pytest.approx(expected.noise)
     assert most == num_kept  # before the next one is read
+
+
+def test_the_probe_reads_each_layer_twice(tmp_path: Path) -> None:
+    model = hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(**FOUR_LAYERS)).eval()
+    reads = Counter[str]()
+
+    def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
+        reads.update(names := list(names))
+        return WeightsInMemory(model).read(names)
+
+    def fill(causal_lm: Any) -> None:
+        stream_layers(causal_lm, read, 8)
+
+    streamed = PackedModel(unfilled_copy(model, tmp_path), chunk_tokens=4)
+    fill(streamed.causal_lm)
+    probe_abilities(streamed, 64, fill)
+    of_layers = {name: reads[name] for name, _ in model.named_parameters() if ".layers." in name}
+    assert set(of_layers.values()) == {2}  # for rows to try, and for all that is tried
+
+
+class Passes:
+    """Streamed models of the same weights, and which layers were read for their passes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(**FOUR_LAYERS)).eval()
+        self.models = [unfilled_copy(self.model, folder) for _ in range(3)]
+        self.read_layers = list[str]()
+        self.fails_at = ""
+        for causal_lm in self.models:
+            stream_layers(causal_lm, self._read, 8)
+        self._shared = SharedPasses()
+        self.read_layers.clear()
+
+    def _read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        names = list(names)
+        self.read_layers += {name.split(".")[2] for name in names if ".layers." in name}
+        if self.fails_at and self.fails_at in self.read_layers:
+            raise OSError("the disk is gone")
+        return WeightsInMemory(self.model).read(names)
+
+    def logits(self, num_calls: int = 1) -> list[Future[torch.Tensor]]:
+        """Of all models; the first one is called so often."""
+        asked = [
+            self._shared.add(lambda it=it, n=n: [it(INPUT_IDS).logits for _ in range(n)][-1])
+            for it, n in zip(self.models, (num_calls, 1, 1), strict=True)
+        ]
+        self._shared.run()
+        return asked
+
+
+def test_passes_together_read_a_layer_once(tmp_path: Path) -> None:
+    passes = Passes(tmp_path)
+    with torch.no_grad():
+        expected = passes.model(INPUT_IDS).logits
+    for logits in passes.logits():
+        assert torch.equal(logits.result(), expected)
+    assert passes.read_layers == ["0", "1", "2", "3"]
+    assert [*map(num_filled, passes.models)] == [0, 0, 0]
+
+
+def test_a_pass_that_ends_early_or_goes_on_holds_no_other_up(tmp_path: Path) -> None:
+    passes = Passes(tmp_path)
+    decoder_layers(passes.models[1])[1].mlp.forward = None  # type: ignore[assignment]
+    first, second, third = passes.logits(num_calls=2)
+    assert isinstance(second.exception(), TypeError)
+    assert torch.equal(first.result(), third.result())
+    assert passes.read_layers == ["0", "1", "2", "3"] * 2
+
+
+def test_what_cannot_be_read_ends_all_passes(tmp_path: Path) -> None:
+    passes = Passes(tmp_path)
+    passes.fails_at = "2"
+    assert {type(it.exception()) for it in passes.logits()} == {OSError}
+    assert passes.read_layers == ["0", "1", "2"]
 
 
 def test_memory_for_an_unfilled_model_leaves_tied_parameters_tied(tmp_path: Path) -> None:
