@@ -23,18 +23,18 @@ from planes_role import serve_async
 from weight_nodes import NUM_PARAMETERS, Nodes, WeightWorker
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateConfig
-from areal_sc.weights import WeightsReference
-from areal_sc.workers import calls, rank_methods
+from areal_sc.weights import methods
+from areal_sc.weights.published import WeightsReference
+from areal_sc.weights.rank_weights import RankWeights
 from areal_sc.workers.operations import Operations
-from areal_sc.workers.rank import Published, Rank
-from areal_sc.workers.rank_weights import seal_weights
+from areal_sc.workers.rank import Rank
 
 WHOLE_EVERY_STEPS = 2
 """Versions come in turn by their changes, and whole."""
 
 
 class ChangingWorker(WeightWorker):
-    """Either kind of worker; of a rank it has what `seal_weights` asks for."""
+    """Either kind of worker; of a rank it has what `RankWeights` asks for."""
 
     sums = Path()
 
@@ -49,11 +49,12 @@ class ChangingWorker(WeightWorker):
         self._rng = rng
         self.operations = Operations(self.name)
         self.operations.lineage = 1
-        self.published: Published | None = None
         self.engine, self.spec = self, self
         self.recorder = SimpleNamespace(span=lambda *_, **__: contextlib.nullcontext())
         update = WeightUpdateConfig(whole_every_steps=WHOLE_EVERY_STEPS)
         self.handle = SimpleNamespace(config=ActorConfig(weight_update=update))
+        rank: Any = self
+        self._gives = RankWeights(rank)
 
     def change(self, version: int, share: float) -> None:
         """This share of the values, in any places, becomes others."""
@@ -73,11 +74,10 @@ class ChangingWorker(WeightWorker):
 
     sealed = Rank.sealed
 
-    async def seal(self, args: rank_methods.SealWeights) -> calls.SealedWeights:
-        rank: Any = self
-        return await seal_weights(rank, args)
+    async def seal(self, args: methods.SealWeights) -> methods.SealedWeights:
+        return await self._gives.seal(args)
 
-    async def update_weights(self, weights: WeightsReference) -> None:
+    async def adopt_weights(self, weights: WeightsReference) -> None:
         expected = [
             json.loads((self.sums / f"{weights.version}-{rank}.json").read_text())
             for rank in range(self._num_ranks)

@@ -145,12 +145,12 @@ def main(argv: list[str]) -> None:
     from letter_sort_task import LetterSortPrompts, letter_sort_reward
 
     from areal_sc import PPOTrainer, SingleTurnWorkflow, load_config
-    from areal_sc.controller.weights.weight_sources import WeightSources
+    from areal_sc.weights.tree import WeightTree
 
     start_workers_by(__file__)
     config = load_config(argv, Config, makes_model=True)
     if config.weight_update.has_changes:  # workers are taken for those of another node
-        WeightSources._is_far = lambda *_: True  # type: ignore[method-assign]
+        WeightTree._is_far = lambda *_: True  # type: ignore[method-assign]
     with PPOTrainer(config) as trainer:
         warm_start(config, trainer)
         trainer.fit(

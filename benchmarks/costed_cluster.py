@@ -27,7 +27,7 @@ from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata, RowMetadata
-from areal_sc.weights import WeightsReference
+from areal_sc.weights.published import WeightsReference
 from areal_sc.workers import calls, rank_methods
 
 

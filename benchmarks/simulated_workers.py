@@ -24,7 +24,8 @@ from areal_sc.nodes.spec import WorkerReport
 from areal_sc.token_fields import TRAJECTORY_FIELDS
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import make_shard_id
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.weights import methods
+from areal_sc.weights.published import ShardReference, WeightsReference
 from areal_sc.workers import calls, rank_methods
 
 WORKERS_PER_NODE = 8
@@ -61,12 +62,12 @@ class SimulatedWorker:
             calls.ADOPTED_SHARDS.served_by(_none),
             calls.INITIALIZE_ENGINE.served_by(_nothing),
             calls.RUN_GROUP.served_by(self.run_group),
-            calls.UPDATE_WEIGHTS.served_by(self.update_weights),
-            calls.COPY_WEIGHTS.served_by(self.copy_weights),
+            methods.ADOPT_WEIGHTS.served_by(self.adopt_weights),
+            methods.COPY_WEIGHTS.served_by(self.copy_weights),
             rank_methods.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
             rank_methods.INITIALIZE_RANK.served_by(self.initialize),
             rank_methods.COMPUTE.served_by(self.seal),
-            rank_methods.SEAL_WEIGHTS.served_by(self.seal),
+            methods.SEAL_WEIGHTS.served_by(self.seal),
             rank_methods.TRY_LOSS.served_by(_none),
             rank_methods.UPDATE.served_by(_update),
         ]
@@ -104,10 +105,10 @@ class SimulatedWorker:
             metrics={"accuracy": (4.0, num_rows)},
         )
 
-    async def update_weights(self, _: WeightsReference) -> None:
+    async def adopt_weights(self, _: WeightsReference) -> None:
         await asyncio.sleep(random.uniform(*UPDATE_S))
 
-    async def copy_weights(self, _: calls.CopyWeights) -> tuple[ShardReference, ...]:
+    async def copy_weights(self, _: methods.CopyWeights) -> tuple[ShardReference, ...]:
         await asyncio.sleep(random.uniform(*UPDATE_S))
         return ((await self.seal(None)).shard,)
 

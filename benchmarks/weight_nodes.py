@@ -23,9 +23,10 @@ from areal_sc.ids import random_id
 from areal_sc.nodes.spec import WorkerReport
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.shards.memory_folder import ArenaFolder, memory_root
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.weights import methods
+from areal_sc.weights.adopter import HeldWeights
+from areal_sc.weights.published import ShardReference, WeightsReference
 from areal_sc.workers import calls
-from areal_sc.workers.held_weights import HeldWeights
 
 NUM_PARAMETERS = 16
 STORE_BYTES = 64 << 20
@@ -69,11 +70,11 @@ class WeightWorker(SimulatedWorker):
         self.plane.store.sweep(sweep.live, sweep.acknowledged, sweep.dead)
         return self.plane.store.last_sequence
 
-    async def copy_weights(self, wanted: calls.CopyWeights) -> tuple[ShardReference, ...]:
+    async def copy_weights(self, wanted: methods.CopyWeights) -> tuple[ShardReference, ...]:
         ids = await self._held.copy(wanted)
         return tuple(ShardReference(self.name, self.address, shard_id) for shard_id in ids)
 
-    async def update_weights(self, weights: WeightsReference) -> None:
+    async def adopt_weights(self, weights: WeightsReference) -> None:
         """Reads and compares all values."""
         for number, (name, values) in enumerate(await self._held.read(weights)):
             expected = [part_of(weights.version, number, r, 1) for r in range(self._num_ranks)]

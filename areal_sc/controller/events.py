@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from areal_sc.weights import WeightsReference
+from areal_sc.weights.published import WeightsReference
 from areal_sc.workers.calls import GroupAttempt
 
 

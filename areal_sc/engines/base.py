@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from areal_sc.algorithms.named_loss import NamedLoss
     from areal_sc.config.schema import ActorConfig, GenerationConfig
     from areal_sc.engines.training.updates.update_trace import UpdateTrace
-    from areal_sc.engines.weight_group import NamedTensor
     from areal_sc.transport.packed_rows import PackedRows
-    from areal_sc.weights import BucketLayout, WeightGroup
+    from areal_sc.weights.group import NamedTensor
+    from areal_sc.weights.published import BucketLayout, WeightGroup
 
     TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
     """Gives every parameter, flat or shaped."""

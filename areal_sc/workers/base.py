@@ -19,7 +19,6 @@ from msgspec import msgpack
 
 from areal_sc.config.schema import RolloutConfig, WeightUpdateMethod
 from areal_sc.engines.handles import handle_from_plain
-from areal_sc.engines.weight_group import tell_nccl
 from areal_sc.log import take_warnings
 from areal_sc.nodes.beats import Beats
 from areal_sc.nodes.node_folder import WorkerFiles
@@ -34,6 +33,7 @@ from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.passes import WorkerKeys
 from areal_sc.transport.shards.memory_folder import OFF, ArenaFolder
 from areal_sc.transport.sockets.interface import Interface
+from areal_sc.weights.group import tell_nccl
 from areal_sc.workers import calls
 from areal_sc.workflows.registry import SourceReader
 

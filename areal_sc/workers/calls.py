@@ -1,7 +1,7 @@
 """The methods of the workers: name, arguments, reply and deadline of each, declared once. No torch.
 
 The methods of every worker come first, then those of rollout workers; those of ranks are in
-`rank_methods`.
+`rank_methods`, and those about weights in `weights/methods.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.rejection import Rejection
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Method
-from areal_sc.transport.shards.ids import parse_shard_id
-from areal_sc.weights import ShardReference, WeightChanges, WeightGroup, WeightsReference
+from areal_sc.weights.published import ShardReference
 
 SHUTDOWN_TIMEOUT_S: Final = 2.0
 """A worker that has not answered by then is ended."""
@@ -83,24 +82,6 @@ class SealedShard(Struct, frozen=True, array_like=True):
 
     shard: ShardReference
     last_sequence: int
-
-
-class SealedWeights(SealedShard, frozen=True, array_like=True):
-    """A rank's part of a version.
-
-    Attributes:
-        num_bytes: of the whole part.
-        changes: since the version that the rank has published before, in one shard.
-    """
-
-    num_bytes: int = 0
-    changes: WeightChanges | None = None
-
-    @property
-    def live(self) -> tuple[int, ...]:
-        """Numbers of the shards."""
-        shards = [self.shard, *(self.changes.shards if self.changes else ())]
-        return tuple(parse_shard_id(shard.shard_id)[1] for shard in shards)
 
 
 class RunGroup(Struct, frozen=True, array_like=True):
@@ -235,40 +216,6 @@ class EpisodesReport(Struct, frozen=True, array_like=True):
     new_causes: tuple[Rejection, ...] = ()
 
 
-class WeightRanks(Struct, frozen=True, array_like=True):
-    """What the engine of a worker needs in a weight group.
-
-    Attributes:
-        devices: names of its GPUs by `own_devices`.
-        is_member: all its ranks are in the group that was asked for.
-    """
-
-    num_ranks: int
-    is_cuda: bool
-    devices: tuple[str, ...]
-    is_member: bool
-
-
-class JoinWeightGroup(Struct, frozen=True, array_like=True):
-    """A weight group to join, with consecutive ranks."""
-
-    group: WeightGroup
-    first_rank: int
-
-
-class CopyWeights(Struct, frozen=True, array_like=True):
-    """Published weights of which the worker is to keep a copy, in place of the one before.
-
-    Attributes:
-        spare_bytes: of its node's shared memory, so much must stay free for rows.
-        base: a copy of the version that `weights.changes` are of, on its node.
-    """
-
-    weights: WeightsReference
-    spare_bytes: int
-    base: ShardReference | None = None
-
-
 INITIALIZE_ENGINE = Method("initialize_engine", NoneType, NoneType)
 """Once; a repeat waits for the first one."""
 RUN_GROUP = Method("run_group", RunGroup, GroupReply)
@@ -279,13 +226,5 @@ AGENTS_AT = Method("agents_at", NoneType, AgentsAt)
 """Where the sessions of the worker are served to the process that has the run's address."""
 EPISODES = Method("episodes", NoneType, EpisodesReport)
 RUN_EVALUATION = Method("run_evaluation", RunEvaluation, EvaluationReply)
-UPDATE_WEIGHTS = Method("update_weights", WeightsReference, NoneType)
-COPY_WEIGHTS = Method("copy_weights", CopyWeights, tuple[ShardReference, ...])
-"""Its reply is the copy, which the worker serves until it has newer weights; and one of the changes
-behind it, if it has them."""
-WEIGHT_RANKS = Method("weight_ranks", str, WeightRanks)
-"""Its argument is the weight group."""
-JOIN_WEIGHT_GROUP = Method("join_weight_group", JoinWeightGroup, NoneType)
-LEAVE_WEIGHT_GROUP = Method("leave_weight_group", str, NoneType)
 PAUSE = Method("pause", NoneType, NoneType)
 RESUME = Method("resume", NoneType, NoneType)

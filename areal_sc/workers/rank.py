@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from areal_sc.engines.base import ManyRanks, RankPosition, StowsState, TrainEngine, able
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.nodes.spec import WorkerSpec
-from areal_sc.weights import ShardReference
+from areal_sc.weights.published import ShardReference
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.base import Worker
 from areal_sc.workers.operations import Operations
@@ -22,19 +21,6 @@ T = TypeVar("T")
 Work = Callable[[A], Coroutine[Any, Any, T]]
 
 
-class Published(NamedTuple):
-    """Weights that a rank has sealed.
-
-    Attributes:
-        policy: (lineage, version).
-        whole, changes: ids of shards; "" where there are no changes.
-    """
-
-    policy: tuple[int, int]
-    whole: str
-    changes: str
-
-
 class Rank(Worker):
     """One rank of a model.
 
@@ -42,8 +28,6 @@ class Rank(Worker):
         operations: those that change its state; see `operations`.
         position: its share of the rows, once it has joined the others.
         number: among all ranks.
-        weights_root: `weight_update.folder`, for method `disk`.
-        published: what this life of it has sealed last.
         world_size: of all ranks; 0 until it has joined them.
         num_computed: times that it was asked to compute a field of rows.
         num_computing: of these calls, those that go on.
@@ -60,8 +44,6 @@ class Rank(Worker):
         self.operations = Operations(spec.name)
         self.position = RankPosition(0, is_head=True)
         self.number = self.world_size = 0
-        self.weights_root = Path(self.handle.config.weight_update.folder).absolute()
-        self.published: Published | None = None
         self.num_computed = self.num_computing = 0
         self._is_asleep = False  # in the engine's thread
         self._num_using, self._is_unused = 0, asyncio.Event()

@@ -2,7 +2,8 @@
 
 A method whose arguments are a `Change` changes the rank's state, or writes: the change names its
 operation, which runs once however often it is asked for (see `operations`). What a rank does is in
-files by subject: `rank_updates`, `rank_weights`, `begun_writes`, `weight_broadcasts`.
+files by subject: `rank_updates`, `begun_writes`, and `weights/rank_weights.py`, whose methods are
+declared in `weights/methods.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from msgspec.structs import replace
 from areal_sc.engines.base import RankPosition
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import Method
-from areal_sc.transport.security.passes import CONTROLLER, Caller
-from areal_sc.weights import BucketLayout, WeightGroup
-from areal_sc.workers.calls import Numbers, SealedShard, SealedWeights
+from areal_sc.workers.calls import Numbers, SealedShard
 from areal_sc.workers.operations import Operation
 
 BatchMap = Callable[[BatchMetadata], BatchMetadata]
@@ -140,32 +139,6 @@ class Update(Change, frozen=True, array_like=True):
         return replace(self, rows=tuple(map(current, self.rows)))
 
 
-class SealWeights(Change, frozen=True, array_like=True):
-    """The weights are sealed, and the policy version becomes `version`."""
-
-    version: int
-
-
-class SaveWeights(Change, frozen=True, array_like=True):
-    """The weights are written to a folder, and the policy version becomes `version`.
-
-    Attributes:
-        oldest: version that somebody may still read; the folders of earlier ones go.
-        run: folder of the run; tells its folders from those of other runs.
-    """
-
-    version: int
-    oldest: int
-    run: str
-
-
-class SavedWeights(Struct, frozen=True, array_like=True):
-    """Weights in a folder; `last_sequence`: see `SealedShard`."""
-
-    folder: str
-    last_sequence: int
-
-
 class SnapshotPlace(StrEnum):
     """Where a state is that ranks begin from.
 
@@ -200,27 +173,6 @@ class Load(Change, frozen=True, array_like=True):
     place: SnapshotPlace
 
 
-class OpenWeightGroup(Struct, frozen=True, array_like=True):
-    """A weight group of rank 0 and the generating ranks, which rank 0 is to open.
-
-    Attributes:
-        is_cuda: all generating ranks compute on GPUs.
-        devices: names of their GPUs by `own_devices`, as far as they are known.
-    """
-
-    name: str
-    world_size: int
-    is_cuda: bool
-    devices: tuple[str, ...]
-
-
-class SentWeights(Struct, frozen=True, array_like=True):
-    """The end of a broadcast; `failure` says why not all was sent, "" if it was."""
-
-    num_bytes: int
-    failure: str
-
-
 CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
 INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition, writes=True)
 """It reads the model and tries it, which takes the longer the larger the model is."""
@@ -234,16 +186,6 @@ SCORE_BATCH = Method("score_batch", Compute, tuple[float, ...])
 TRY_LOSS = Method("try_loss", TryLoss, tuple[str, ...])
 """The names of its metrics."""
 UPDATE = Method("update", Update, Numbers)
-SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedWeights)
-SAVE_WEIGHTS = Method("save_weights", SaveWeights, SavedWeights, writes=True)
-"""Also waits for a snapshot that is being written."""
-OPEN_WEIGHT_GROUP = Method("open_weight_group", OpenWeightGroup, WeightGroup)
-MEET_WEIGHT_GROUP = Method("meet_weight_group", int, NoneType)
-"""Its argument is the number of ranks."""
-WEIGHT_LAYOUTS = Method("weight_layouts", NoneType, tuple[BucketLayout, ...])
-BROADCAST_WEIGHTS = Method("broadcast_weights", NoneType, SentWeights)
-CANCEL_BROADCAST = Method("cancel_broadcast", str, NoneType, callers=CONTROLLER | {Caller.rollout})
-"""Its argument is the weight group. Also called by rollout workers, whose servers have refused."""
 BEGIN_WRITE = Method("begin_write", Write, str, writes=True)
 """Takes this rank's part of what is written, and names its folder. A snapshot on the disk is
 completed by the controller."""

@@ -6,7 +6,7 @@ run_group    `group_size` episodes of one prompt, concurrently -> one sealed sha
              and fails the call.
              Asked for again, the run is joined, or its reply repeated: see `group_runs`.
              `give_up_group` ends the episodes; the reply then says that nothing was sealed
-weights      read beside generation (`held_weights`), then applied between two decode steps
+weights      read beside generation (`weights/adopter.py`), then applied between two decode steps
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -29,11 +28,8 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.base import (
     CountsRequests,
     EndsWithServer,
-    FollowsWeights,
     GenerationEngine,
-    JoinsWeightGroup,
     RunsBesideWorker,
-    SleepsUntilWeights,
     able,
 )
 from areal_sc.engines.handle_base import GeneratorHandle
@@ -51,10 +47,10 @@ from areal_sc.system.waiting import all_of
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.tensor_bytes import dtype_name
 from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe, text_of
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.weights.adopter import Adopter
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
-from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, NO_POLICY, RolloutDescription
+from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
 from areal_sc.workers.episodes import Episodes, WorkerEpisodeEngine
 from areal_sc.workers.evaluated import (
     EvaluatedEpisode,
@@ -64,16 +60,12 @@ from areal_sc.workers.evaluated import (
 )
 from areal_sc.workers.group_rows import fields_of, metadata_of
 from areal_sc.workers.group_runs import GroupRuns
-from areal_sc.workers.held_weights import HeldWeights
 from areal_sc.workers.played_groups import played_group, row_text
 from areal_sc.workers.trajectory_checks import checked_episode
-from areal_sc.workers.weight_broadcasts import cancel_broadcast, own_devices
 from areal_sc.workflows.base import Trajectory, Workflow
 from areal_sc.workflows.text import describe_unknown
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Episode = list[Trajectory]
 """The rows that one run of a workflow gave, at least one."""
@@ -112,9 +104,7 @@ class RolloutWorker(Worker):
         self._all_episodes = Episodes(self.recorder)
         self._runs = GroupRuns(config.group_timeout_s + 2 * CANCEL_GRACE_S)
         self._starting: asyncio.Task[None] | None = None
-        self._one_update = asyncio.Lock()
-        self._policy: tuple[int, int] | None = None
-        self._weights = HeldWeights(self.plane)
+        self._weights = Adopter(self, lambda: self.engine, self._agents.clock)
         self._group_counters = {"finished_groups": 0, "group_s": 0.0}
 
     @property
@@ -132,15 +122,7 @@ class RolloutWorker(Worker):
             calls.AGENTS_AT.served_by(lambda _: self._agents.reachable(self._interface)),
             calls.EPISODES.served_by(lambda _: self._all_episodes.report()),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
-            calls.UPDATE_WEIGHTS.served_by(self.update_weights),
-            calls.COPY_WEIGHTS.served_by(self.copy_weights),
-            calls.WEIGHT_RANKS.served_by(self.weight_ranks),
-            calls.JOIN_WEIGHT_GROUP.served_by(
-                lambda args: self._as(JoinsWeightGroup).join_group(args.group, args.first_rank)
-            ),
-            calls.LEAVE_WEIGHT_GROUP.served_by(
-                lambda group: self._as(JoinsWeightGroup).leave_group(group)
-            ),
+            *self._weights.served(),
             calls.SLEEP.served_by(self.sleep),
             calls.PAUSE.served_by(self.pause),
             calls.RESUME.served_by(self.resume),
@@ -180,7 +162,9 @@ class RolloutWorker(Worker):
 
     async def describe(self, _: None) -> RolloutDescription:
         runs = self._runs
-        return RolloutDescription(self._policy, runs.going, runs.ended, tuple(self.plane.store.ids))
+        return RolloutDescription(
+            self._weights.policy, runs.going, runs.ended, tuple(self.plane.store.ids)
+        )
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         run = calls.GroupAttempt(group.group_id, group.attempt)
@@ -235,85 +219,27 @@ class RolloutWorker(Worker):
         self._runs.forget(self.plane.store.__contains__)
         return last_sequence
 
-    async def update_weights(self, weights: WeightsReference) -> None:
-        """Gives the engine the weights of a version, in the way that the trainers publish them.
-
-        Those that it holds already change nothing: an update that a controller asked for before it
-        died ends by itself.
-        """
-        async with self._one_update:
-            if self._policy != weights.policy:
-                with self.recorder.span("updating weights", version=weights.version):
-                    await self._update(weights)
-                self._policy = weights.policy
-                self._agents.clock.go_on()
-                self._weights.keep_only(weights)
-                logger.info("policy_version=%d", weights.version)
-
-    async def copy_weights(self, wanted: calls.CopyWeights) -> tuple[ShardReference, ...]:
-        async with self._one_update:
-            ids = await self._weights.copy(wanted)
-        logger.info("policy_version=%d is served to others", wanted.weights.version)
-        return tuple(ShardReference(self.spec.name, self.address, shard_id) for shard_id in ids)
-
-    async def _update(self, weights: WeightsReference) -> None:
-        async def read() -> list[tuple[str, torch.Tensor]]:
-            with self.recorder.span("fetching weights", version=weights.version):
-                return await self._weights.read(weights)
-
-        if weights.folder or weights.is_of_model_folder:
-            config = self.handle.config
-            folder = Path(weights.folder or local_model(config.path, config.revision))
-            await self._as(FollowsWeights).update_weights_from_disk(weights.version, folder)
-        elif weights.broadcast:
-            sent = weights.broadcast
-            await self._as(JoinsWeightGroup).update_weights_from_group(
-                weights.version,
-                sent.group,
-                sent.buckets,
-                again=read,
-                give_up=lambda: cancel_broadcast(self.transport, sent),
-            )
-        else:
-            await self._as(FollowsWeights).update_weights(weights.version, read)
-
-    async def weight_ranks(self, group: str) -> calls.WeightRanks:
-        engine = self._as(JoinsWeightGroup)
-        return calls.WeightRanks(
-            num_ranks=engine.count_ranks(),
-            is_cuda=engine.is_cuda,
-            devices=tuple(own_devices(self.node)) if engine.is_cuda else (),
-            is_member=engine.has_whole_group(group),
-        )
-
     async def sleep(self, _: None) -> None:
         """The engine gives up the memory of its device until it gets weights."""
         if self._starting is not None:
             await asyncio.shield(self._starting)
-            async with self._one_update:
-                await self._as(SleepsUntilWeights).sleep()
-                self._agents.clock.stop()
-                self._policy = NO_POLICY
+            await self._weights.sleep()
             self.recorder.add_event("sleep")
 
     async def pause(self, _: None) -> None:
-        await self._as(RunsBesideWorker).pause()
+        await able(self.engine, RunsBesideWorker).pause()
         self.recorder.add_event("pause")
 
     async def resume(self, _: None) -> None:
-        await self._as(RunsBesideWorker).resume()
+        await able(self.engine, RunsBesideWorker).resume()
         self.recorder.add_event("resume")
-
-    def _as(self, what: type[T]) -> T:
-        """The engine with the members of a protocol. Raises: ConfigError: it has not got them."""
-        return able(self.engine, what)
 
     def engine_stats(self) -> dict[str, float]:
         if self._engine is None:
             return {}
         own = self._engine.stats() if isinstance(self._engine, CountsRequests) else {}
         late = {"late_rewards": self._rewards.num_late}
-        return {**own, **self._group_counters, **self._weights.counters, **late}
+        return {**own, **self._group_counters, **self._weights.held.counters, **late}
 
     async def _end_with_rewards(self) -> None:
         """Without rewards no episode can end, so the worker does: it will be started again."""

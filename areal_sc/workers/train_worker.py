@@ -8,13 +8,12 @@ from areal_sc.engines.base import ManyRanks, able
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.sockets.interface import host_of
+from areal_sc.weights.rank_weights import RankWeights
 from areal_sc.workers import calls, rank_methods, rank_updates
 from areal_sc.workers.base import Worker
 from areal_sc.workers.begun_writes import BegunWrites
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.rank import Rank
-from areal_sc.workers.rank_weights import save_weights, seal_weights
-from areal_sc.workers.weight_broadcasts import WeightBroadcasts
 
 
 class TrainWorker(Rank):
@@ -23,7 +22,7 @@ class TrainWorker(Rank):
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
         super().__init__(spec, agent)
         self._writes = BegunWrites(self)
-        self._broadcasts = WeightBroadcasts(self)
+        self._weights = RankWeights(self)
 
     def methods(self) -> list[Served]:
         return [
@@ -37,13 +36,7 @@ class TrainWorker(Rank):
             rank_methods.SCORE_BATCH.served_by(self.using(partial(rank_updates.score_batch, self))),
             rank_methods.TRY_LOSS.served_by(partial(rank_updates.try_registered_loss, self)),
             rank_methods.UPDATE.served_by(self.using(partial(rank_updates.update, self))),
-            rank_methods.SEAL_WEIGHTS.served_by(self.using(partial(seal_weights, self))),
-            rank_methods.SAVE_WEIGHTS.served_by(self.using(partial(save_weights, self))),
-            rank_methods.OPEN_WEIGHT_GROUP.served_by(self._broadcasts.open_group),
-            rank_methods.MEET_WEIGHT_GROUP.served_by(self._broadcasts.meet_group),
-            rank_methods.WEIGHT_LAYOUTS.served_by(self._broadcasts.layouts),
-            rank_methods.BROADCAST_WEIGHTS.served_by(self._broadcasts.broadcast),
-            rank_methods.CANCEL_BROADCAST.served_by(self._broadcasts.cancel_broadcast),
+            *self._weights.served(),
             rank_methods.BEGIN_WRITE.served_by(self.using(self._writes.begin)),
             rank_methods.KEEP_STATE.served_by(self.using(self._writes.keep_state)),
             rank_methods.DROP_MEMORY_SNAPSHOTS.served_by(self._writes.drop_memory_snapshots),
@@ -54,7 +47,7 @@ class TrainWorker(Rank):
     async def close(self) -> None:
         await self.operations.close()
         await self._writes.close()
-        self._broadcasts.close()
+        self._weights.close()
         if isinstance(self.engine, ManyRanks):
             await Worker.compute(self, self.engine.close)  # it need not wake for that
 

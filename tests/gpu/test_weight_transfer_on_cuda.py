@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from areal_sc.config.schema import Device
-from areal_sc.engines.training.publication import through_pinned_memory
-from areal_sc.engines.weight_group import (
+from areal_sc.engines.training.whole_tensors import through_pinned_memory
+from areal_sc.errors import EngineFailed
+from areal_sc.weights.group import (
     Backend,
     NamedTensor,
     WeightBroadcaster,
@@ -19,7 +20,6 @@ from areal_sc.engines.weight_group import (
     layout_of,
     split_into_buckets,
 )
-from areal_sc.errors import EngineFailed
 
 pytestmark = pytest.mark.gpu
 

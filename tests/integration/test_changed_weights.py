@@ -27,21 +27,23 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
 )
 from areal_sc.controller.background import Background
-from areal_sc.controller.train.publication import Publisher
-from areal_sc.controller.weights import weight_updates
-from areal_sc.controller.weights.weight_updates import RolloutWorkerState, WeightUpdates
+from areal_sc.controller.rollout.worker_state import RolloutWorkerState
 from areal_sc.engines.handles import make_generator
 from areal_sc.fleet.worker_life import LifeState
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.shards.memory_folder import ArenaFolder
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.weights import methods
+from areal_sc.weights import updates as weight_updates
+from areal_sc.weights.adopter import HeldWeights
+from areal_sc.weights.published import ShardReference
+from areal_sc.weights.pull import PullChannel
+from areal_sc.weights.rank_weights import RankWeights
+from areal_sc.weights.updates import WeightUpdates
 from areal_sc.workers import calls
-from areal_sc.workers.held_weights import HeldWeights
 from areal_sc.workers.operations import Kind, Operation, Operations
-from areal_sc.workers.rank import Published, Rank
-from areal_sc.workers.rank_weights import seal_weights
+from areal_sc.workers.rank import Rank
 
 NUM_VERSIONS = 100
 NUM_RANKS = 2
@@ -85,7 +87,7 @@ class Process:
 
 
 class Trainer(Process):
-    """What `seal_weights` needs of a rank: it has the first or the second half of each parameter.
+    """What `RankWeights` needs of a rank: it has the first or the second half of each parameter.
 
     Attributes:
         weights: all parameters, as they are now.
@@ -96,12 +98,13 @@ class Trainer(Process):
         self.number = number
         self.weights = weights
         self.operations = Operations(self.name)
-        self.published: Published | None = None
         self.engine = self
         self.recorder = SimpleNamespace(span=lambda *_, **__: nullcontext())
         self.handle = SimpleNamespace(
             config=ActorConfig(weight_update=WeightUpdateConfig(whole_every_steps=WHOLE_EVERY))
         )
+        rank: Any = self
+        self.gives = RankWeights(rank)
 
     def published_parts(self) -> tuple[dict[str, torch.Tensor], Iterator[torch.Tensor]]:
         parts = {
@@ -132,10 +135,6 @@ class Generator(Process):
     async def start(self) -> None:
         await super().start()
         self.held = HeldWeights(self.plane)
-
-
-async def no_snapshot() -> None:
-    """Of ranks that are not there."""
 
 
 class Run:
@@ -178,7 +177,7 @@ class Run:
             call_all=self._seal_all, call_each=self._sweep_each, members=[]
         )
         self.train_members = train_fleet.members
-        self.publisher = Publisher(ActorConfig(weight_update=update), train_fleet, lambda: "id")
+        self.channel = PullChannel(ActorConfig(weight_update=update), train_fleet)
         self.ranks: list[Trainer] = []
         self.awaits_machines = False
         self.members: list[Any] = []
@@ -216,10 +215,10 @@ class Run:
     async def call(self, member: Any, method: Any, args: Any, *, timeout_s: float) -> Any:
         process: Generator = member.process
         async with process.one_update:
-            if method is calls.COPY_WEIGHTS:
+            if method is methods.COPY_WEIGHTS:
                 ids = await process.held.copy(args)
                 return tuple(ShardReference(process.name, process.address, i) for i in ids)
-            assert method is calls.UPDATE_WEIGHTS
+            assert method is methods.ADOPT_WEIGHTS
             read = dict(await process.held.read(args))
             expected = self.versions[args.policy]
             assert read.keys() == expected.keys()
@@ -234,7 +233,7 @@ class Run:
         raise AssertionError(what)
 
     async def _seal_all(self, method: Any, args: Any) -> list[Any]:
-        return [await seal_weights(rank, args) for rank in self.ranks]
+        return [await rank.gives.seal(args) for rank in self.ranks]
 
     async def _sweep_each(self, method: Any, sweeps: list[calls.Sweep]) -> None:
         for rank, it in zip(self.ranks, sweeps, strict=True):
@@ -253,11 +252,9 @@ class Run:
     async def publish(self, version: int) -> None:
         self.versions[self.lineage, version] = self.ranks[0].weights
         operation = Operation(self.lineage, version - 1, Kind.publish)
-        rollout: Any = SimpleNamespace(updates=self.updates)
-        await self.publisher.publish(operation, version, rollout, no_snapshot, self._announce)
-
-    async def _announce(self, weights: WeightsReference) -> None:
-        self.updates.receive(weights)
+        reader: Any = SimpleNamespace(adopt_weights=self.updates.adopt)
+        oldest = await self.updates.hold()
+        await self.channel.send(await self.channel.seal(operation, version, reader, oldest), reader)
 
     async def go_back(self, version: int) -> None:
         """The run goes back to a version, in a new lineage."""
@@ -288,7 +285,7 @@ class Run:
             rank.operations.version = version - 1
         self.versions[self.lineage, version] = weights
         operation = Operation(self.lineage, version - 1, Kind.publish, f"again {self._num_lives}")
-        self.updates.renew(await self.publisher.seal(operation, version))
+        self.updates.renew(await self.channel._seal(operation, version))
 
     async def kill(self, number: int) -> None:
         """A rollout worker dies; what it held goes with it."""

@@ -31,10 +31,10 @@ from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.shards.layout import ShardLayout
 from areal_sc.transport.shards.memory_folder import ArenaFolder
-from areal_sc.weights import ShardReference, WeightChanges, WeightsReference
-from areal_sc.workers.calls import CopyWeights
-from areal_sc.workers.held_weights import HeldWeights
-from areal_sc.workers.weight_changes import seal_changes
+from areal_sc.weights.adopter import HeldWeights
+from areal_sc.weights.changes import seal_changes
+from areal_sc.weights.methods import CopyWeights
+from areal_sc.weights.published import ShardReference, WeightChanges, WeightsReference
 
 STORE_BYTES = 64 << 20
 

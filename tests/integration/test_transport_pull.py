@@ -42,7 +42,7 @@ from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.shards.store import TensorStore
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.weights.published import ShardReference, WeightsReference
 
 LARGE = 8 << 20
 """Values of 8 bytes: 64 requests, of which several are under way."""

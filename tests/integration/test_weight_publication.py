@@ -27,9 +27,9 @@ from areal_sc import (
     make_generator,
 )
 from areal_sc import start as start_controllers
-from areal_sc.controller.weights.weight_sources import WeightSources
 from areal_sc.schedulers.base import Scheduler
-from areal_sc.workers.calls import LEAVE_WEIGHT_GROUP, WEIGHT_RANKS, WeightRanks
+from areal_sc.weights.methods import LEAVE_WEIGHT_GROUP, WEIGHT_RANKS, WeightRanks
+from areal_sc.weights.tree import WeightTree
 
 PROMPTS = letter_prompts(16, seed=3)
 WORKFLOW = SingleTurnWorkflow(by_letters)
@@ -84,15 +84,15 @@ def test_generation_has_the_trainers_weights(
         is_far: the workers are taken for those of another node, of which one keeps a copy.
     """
     copies = []
-    copy = WeightSources._copy
+    copy = WeightTree._copy
 
-    async def counted(self: WeightSources, member: Any, source: Any) -> None:
+    async def counted(self: WeightTree, member: Any, source: Any) -> None:
         copies.append(member.name)
         await copy(self, member, source)
 
-    monkeypatch.setattr(WeightSources, "_copy", counted)
+    monkeypatch.setattr(WeightTree, "_copy", counted)
     if is_far:
-        monkeypatch.setattr(WeightSources, "_is_far", lambda *_: True)
+        monkeypatch.setattr(WeightTree, "_is_far", lambda *_: True)
     config = tiny_config(
         f"weight_update.method={method}",
         f"weight_update.folder={tmp_path / 'weights'}",
@@ -125,7 +125,7 @@ def test_other_nodes_get_what_has_changed(
     tiny_config: Callable[..., GRPOConfig], scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The version after the first; each third comes whole."""
-    monkeypatch.setattr(WeightSources, "_is_far", lambda *_: True)
+    monkeypatch.setattr(WeightTree, "_is_far", lambda *_: True)
     config = tiny_config(
         "weight_update.whole_every_steps=3",
         "actor.dtype=bfloat16",

@@ -118,7 +118,7 @@ class Fault:
 
 ROLLOUT_METHODS = (
     "run_group",
-    "update_weights",
+    "adopt_weights",
     "copy_weights",
     "initialize_engine",
     "sweep",

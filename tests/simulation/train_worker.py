@@ -14,7 +14,8 @@ from areal_sc.engines.base import RankPosition
 from areal_sc.errors import CheckpointError, EngineFailed, StaleCall
 from areal_sc.nodes.spec import TRAIN_ROLE, WorkerOrder
 from areal_sc.transport.rpc.method import A, R, Served
-from areal_sc.weights import BucketLayout, WeightGroup
+from areal_sc.weights import methods
+from areal_sc.weights.published import BucketLayout, WeightGroup
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.operations import Operation, Operations
@@ -57,13 +58,13 @@ class SimulatedTrainWorker(SimulatedWorker):
             rank_methods.COMPUTE.served_by(self.using(self.compute_field)),
             rank_methods.TRY_LOSS.served_by(self.try_loss),
             rank_methods.UPDATE.served_by(self.using(self.update)),
-            rank_methods.SEAL_WEIGHTS.served_by(self.using(self.seal_weights)),
-            rank_methods.SAVE_WEIGHTS.served_by(self.using(self.save_weights)),
-            rank_methods.WEIGHT_LAYOUTS.served_by(self.weight_layouts),
-            rank_methods.OPEN_WEIGHT_GROUP.served_by(self.open_weight_group),
-            rank_methods.MEET_WEIGHT_GROUP.served_by(self.meet_weight_group),
-            rank_methods.BROADCAST_WEIGHTS.served_by(self.broadcast_weights),
-            rank_methods.CANCEL_BROADCAST.served_by(self.cancel_broadcast),
+            methods.SEAL_WEIGHTS.served_by(self.using(self.seal_weights)),
+            methods.SAVE_WEIGHTS.served_by(self.using(self.save_weights)),
+            methods.WEIGHT_LAYOUTS.served_by(self.weight_layouts),
+            methods.OPEN_WEIGHT_GROUP.served_by(self.open_weight_group),
+            methods.MEET_WEIGHT_GROUP.served_by(self.meet_weight_group),
+            methods.BROADCAST_WEIGHTS.served_by(self.broadcast_weights),
+            methods.CANCEL_BROADCAST.served_by(self.cancel_broadcast),
             rank_methods.BEGIN_WRITE.served_by(self.using(self.begin_write)),
             rank_methods.KEEP_STATE.served_by(self.using(self.keep_state)),
             rank_methods.DROP_MEMORY_SNAPSHOTS.served_by(self.drop_memory_snapshots),
@@ -201,24 +202,24 @@ class SimulatedTrainWorker(SimulatedWorker):
         lineage, node = (operation.lineage, self.node) if is_in_memory else (-1, "")
         return SnapshotKey(node, lineage, operation.version, self.name)
 
-    async def seal_weights(self, args: rank_methods.SealWeights) -> calls.SealedShard:
+    async def seal_weights(self, args: methods.SealWeights) -> calls.SealedShard:
         async def seal() -> calls.SealedShard:
             await self._make_version(args.version)
             return self.sealed(self.store.put(WEIGHTS_BYTES))
 
         return await self.operations.join(args.operation, seal, next_version=args.version)
 
-    async def save_weights(self, args: rank_methods.SaveWeights) -> rank_methods.SavedWeights:
-        async def save() -> rank_methods.SavedWeights:
+    async def save_weights(self, args: methods.SaveWeights) -> methods.SavedWeights:
+        async def save() -> methods.SavedWeights:
             await self._make_version(args.version)
-            return rank_methods.SavedWeights(f"version-{args.version}", self.store.last_sequence)
+            return methods.SavedWeights(f"version-{args.version}", self.store.last_sequence)
 
         return await self.operations.join(args.operation, save, next_version=args.version)
 
     async def weight_layouts(self, _: None) -> tuple[BucketLayout, ...]:
         return (BucketLayout(("w",), ("float32",), ((1,),)),)
 
-    async def open_weight_group(self, wanted: rank_methods.OpenWeightGroup) -> WeightGroup:
+    async def open_weight_group(self, wanted: methods.OpenWeightGroup) -> WeightGroup:
         if self._weight_group is not None:
             self._weight_group.close()
         timeout_s = self.config["weight_update"]["step_timeout_s"]
@@ -230,9 +231,9 @@ class SimulatedTrainWorker(SimulatedWorker):
         assert self._weight_group is not None
         await self._weight_group.meet(self)
 
-    async def broadcast_weights(self, _: None) -> rank_methods.SentWeights:
+    async def broadcast_weights(self, _: None) -> methods.SentWeights:
         if self.data_rank or not self.is_head:  # it only helps to gather them
-            return rank_methods.SentWeights(0, "")
+            return methods.SentWeights(0, "")
         if self._weight_group is None:
             raise StaleCall("there is no weight group; open one first")
         group = self._weight_group
@@ -242,8 +243,8 @@ class SimulatedTrainWorker(SimulatedWorker):
             group.close()
             if self._weight_group is group:
                 self._weight_group = None
-            return rank_methods.SentWeights(0, str(error))
-        return rank_methods.SentWeights(WEIGHTS_BYTES, "")
+            return methods.SentWeights(0, str(error))
+        return methods.SentWeights(WEIGHTS_BYTES, "")
 
     async def cancel_broadcast(self, name: str) -> None:
         if self._weight_group is not None and self._weight_group.name == name:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from areal_sc.errors import EngineFailed
-from areal_sc.weights import WeightGroup
+from areal_sc.weights.published import WeightGroup
 
 if TYPE_CHECKING:
     from simulation.workers import SimulatedWorker

@@ -24,7 +24,8 @@ from areal_sc.token_fields import TRAJECTORY_FIELDS
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.newest_term import NewestTerm
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.weights import methods
+from areal_sc.weights.published import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, NO_POLICY, RolloutDescription
 from areal_sc.workers.group_runs import GroupRuns
@@ -214,11 +215,11 @@ class SimulatedRolloutWorker(SimulatedWorker):
             calls.GIVE_UP_GROUP.served_by(self.runs.give_up),
             calls.EPISODES.served_by(self.report),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
-            calls.UPDATE_WEIGHTS.served_by(self.update_weights),
-            calls.COPY_WEIGHTS.served_by(self.copy_weights),
-            calls.WEIGHT_RANKS.served_by(self.weight_ranks),
-            calls.JOIN_WEIGHT_GROUP.served_by(self.join_weight_group),
-            calls.LEAVE_WEIGHT_GROUP.served_by(self.leave_weight_group),
+            methods.ADOPT_WEIGHTS.served_by(self.adopt_weights),
+            methods.COPY_WEIGHTS.served_by(self.copy_weights),
+            methods.WEIGHT_RANKS.served_by(self.weight_ranks),
+            methods.JOIN_WEIGHT_GROUP.served_by(self.join_weight_group),
+            methods.LEAVE_WEIGHT_GROUP.served_by(self.leave_weight_group),
             calls.SLEEP.served_by(self.sleep),
             calls.PAUSE.served_by(self.pause),
             calls.RESUME.served_by(self.resume),
@@ -328,7 +329,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         self.runs.forget(self.store.sizes.__contains__)
         return last_sequence
 
-    async def update_weights(self, weights: WeightsReference) -> None:
+    async def adopt_weights(self, weights: WeightsReference) -> None:
         async with self._one_update:
             if self.policy != weights.policy:
                 self.take_memory()
@@ -339,7 +340,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
                 if [shard.shard_id for shard in weights.shards] != [self._copy]:
                     self.store.remove(self._copy)
 
-    async def copy_weights(self, wanted: calls.CopyWeights) -> tuple[ShardReference, ...]:
+    async def copy_weights(self, wanted: methods.CopyWeights) -> tuple[ShardReference, ...]:
         async with self._one_update:
             self.store.remove(self._copy)
             await self._pull(wanted.weights)
@@ -377,11 +378,11 @@ class SimulatedRolloutWorker(SimulatedWorker):
             return False
         return True
 
-    async def weight_ranks(self, name: str) -> calls.WeightRanks:
+    async def weight_ranks(self, name: str) -> methods.WeightRanks:
         is_member = bool(name) and self.cluster.weight_groups[name].is_joined_by(self)
-        return calls.WeightRanks(1, is_cuda=False, devices=(), is_member=is_member)
+        return methods.WeightRanks(1, is_cuda=False, devices=(), is_member=is_member)
 
-    async def join_weight_group(self, join: calls.JoinWeightGroup) -> None:
+    async def join_weight_group(self, join: methods.JoinWeightGroup) -> None:
         await self.cluster.weight_groups[join.group.name].meet(self)
 
     async def leave_weight_group(self, name: str) -> None:

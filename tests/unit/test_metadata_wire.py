@@ -12,7 +12,12 @@ from random_batches import batches, rows_of
 
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata, concat
 from areal_sc.token_fields import TRAJECTORY_FIELDS
-from areal_sc.weights import BucketLayout, ShardReference, WeightBroadcast, WeightsReference
+from areal_sc.weights.published import (
+    BucketLayout,
+    ShardReference,
+    WeightBroadcast,
+    WeightsReference,
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(BatchMetadata).decode

@@ -42,9 +42,6 @@ from areal_sc.controller.rollout.source_registration import SourceRegistration
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.turns import Side
-from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
-from areal_sc.controller.weights.weight_updates import WeightUpdates, update_timeout_s
-from areal_sc.controller.weights.weights_reader import YieldMemory
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import RunFolderError, WorkerError
 from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
@@ -60,7 +57,10 @@ from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.durable import write_atomic
 from areal_sc.system.os_errors import os_errors_as
-from areal_sc.weights import WeightsReference
+from areal_sc.weights.channel import YieldMemory
+from areal_sc.weights.published import WeightsReference
+from areal_sc.weights.tree import RPC_MARGIN_S
+from areal_sc.weights.updates import WeightUpdates, update_timeout_s
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
 
@@ -329,10 +329,10 @@ class RolloutController(Controller):
         self.groups.step = self._outside.step = step
         self._workers.yield_memory = yield_memory
 
-    def receive_weights(self, weights: WeightsReference) -> None:
-        """A new policy version exists: workers begin to pull it, admission counts from it."""
-        self.groups.begin_version(weights.version)
-        self.updates.receive(weights)
+    def adopt_weights(self, weights: WeightsReference) -> None:
+        """Workers begin to adopt a policy version, and admission counts from it."""
+        self.groups.adopt_version(weights.version)
+        self.updates.adopt(weights)
         self.groups.admit()
         self._background.notify()
 

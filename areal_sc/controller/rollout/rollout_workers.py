@@ -7,7 +7,7 @@ groups       each is one call of the worker that was chosen for it. A run whose 
 stores       a group reserves its worst-case bytes in a worker's store and in its node's memory
              until nothing of it is left there (`worker_store`): a full store means that admission
              waits, not that a put fails. For shards that nobody needs any more see `store_sweeps`
-weights      see `weight_updates`
+weights      see `weights/updates.py`
 deaths       a worker that is lost, or of no use any more, is left out of everything until it has
              been started again: with the shards that outlived it, a new engine and the newest
              weights, in this order. Its runs end with `WorkerLost`; where it is not back soon, its
@@ -30,14 +30,9 @@ from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
 from areal_sc.controller.rollout.store_sweeps import StoreSweeps
 from areal_sc.controller.rollout.worker_set import WorkerSet
+from areal_sc.controller.rollout.worker_state import RolloutWorkerState
 from areal_sc.controller.shared_card import SharedCard
 from areal_sc.controller.turns import Side
-from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
-from areal_sc.controller.weights.weight_updates import (
-    RolloutWorkerState,
-    WeightUpdates,
-)
-from areal_sc.controller.weights.weights_reader import YieldMemory
 from areal_sc.controller.worker_store import Needs
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ArealError, PeerLost, RpcTimeout, StoreFull, WorkerError, WorkerLost
@@ -46,6 +41,9 @@ from areal_sc.fleet.member import Member
 from areal_sc.fleet.worker_life import Built, Dismissed, Progressed
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.weights.channel import YieldMemory
+from areal_sc.weights.tree import RPC_MARGIN_S
+from areal_sc.weights.updates import WeightUpdates
 from areal_sc.workers import calls
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 

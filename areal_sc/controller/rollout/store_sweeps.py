@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from areal_sc.controller.background import Background
 from areal_sc.controller.events import Hear, RoomFreed
 from areal_sc.controller.rollout.worker_set import WorkerSet
-from areal_sc.controller.weights.weight_updates import RolloutWorkerState, begin_in_turns, goes_on
+from areal_sc.controller.rollout.worker_state import RolloutWorkerState, goes_on
 from areal_sc.errors import WorkerLost
 from areal_sc.transport.rpc.method import Method
+from areal_sc.weights.updates import begin_in_turns
 from areal_sc.workers.calls import SWEEP, Sweep
 
 CallSweep = Callable[[RolloutWorkerState, Method[Sweep, int], Sweep], Awaitable[int]]

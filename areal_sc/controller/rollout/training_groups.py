@@ -36,8 +36,8 @@ from areal_sc.controller.rollout.groups import Groups, GroupTools
 from areal_sc.controller.rollout.rejections import STALE, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.staleness import StalenessPolicy, by_deadline
+from areal_sc.controller.rollout.worker_state import RolloutWorkerState
 from areal_sc.controller.turns import Side
-from areal_sc.controller.weights.weight_updates import RolloutWorkerState
 from areal_sc.errors import ConfigError, StoreFull, WorkerLost
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
 from areal_sc.run.run_status import RoleStatus
@@ -170,7 +170,7 @@ class TrainingGroups(Groups):
     def record_version(
         self, version: int, trained_rows: Iterable[RowMetadata], splits: tuple[Split, ...]
     ) -> None:
-        """A new policy version exists; `begin_version` follows when that is durable.
+        """A new policy version exists; `adopt_version` follows when that is durable.
 
         A repeat, of a publication that was given up meanwhile, changes nothing.
 
@@ -186,7 +186,7 @@ class TrainingGroups(Groups):
         self.ledger.publish(version)
         self.step.record()
 
-    def begin_version(self, version: int) -> None:
+    def adopt_version(self, version: int) -> None:
         """The version is the current one; `admit` follows when workers may get it.
 
         The step before is complete: nobody reads its rows any more.

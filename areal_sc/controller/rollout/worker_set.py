@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.worker_choice import WorkerLoads, WorkerQueue
-from areal_sc.controller.weights.weight_updates import NO_VERSION, RolloutWorkerState
+from areal_sc.controller.rollout.worker_state import NO_VERSION, RolloutWorkerState
 from areal_sc.controller.worker_store import Needs, WorkerStore
 from areal_sc.errors import ConfigError
 from areal_sc.fleet.member import Member

@@ -9,13 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from areal_sc.controller.train.publication import Publisher
 from areal_sc.controller.train.rank_layout import RankLayout
 from areal_sc.controller.train.rank_state import Asked, RankState
-from areal_sc.errors import ConfigError, RpcTimeout, StoreFull, WorkerLost
+from areal_sc.errors import ConfigError, RpcTimeout, WorkerLost
 from areal_sc.fleet.fleet import Fleet
-from areal_sc.weights import WeightsReference
-from areal_sc.workers.operations import Kind, Operation, digest
 from areal_sc.workers.rank_methods import TRY_LOSS, TryLoss
 
 
@@ -28,7 +25,6 @@ class RankCalls:
     """
 
     fleet: Fleet
-    publisher: Publisher
     state: RankState
 
     def __post_init__(self) -> None:
@@ -63,16 +59,6 @@ class RankCalls:
             replies = await self.ask(call)
             for shard, again in zip(call.shards, replies, strict=False):  # most have sealed none
                 self.state.move(shard.shard_id, again.shard)
-
-    async def seal_again(self) -> WeightsReference:
-        """The weights of the present version, which the ranks seal once more."""
-        lineage, version = self.state.lineage, self.state.version
-        operation = Operation(lineage, version, Kind.publish, str(version), digest(None))
-        try:
-            return await self.publisher.seal(operation, version, keeps_adopted=True)
-        except StoreFull:  # after several deaths; who reads the old copies asks for the new ones
-            await self.publisher.sweep_adopted()
-            return await self.publisher.seal(operation, version)
 
     async def lose_hung(self, error: Exception) -> WorkerLost | None:
         """Ranks are started again if the error is that one has not replied in time; or None."""

@@ -18,7 +18,7 @@ from areal_sc.engines.base import RankPosition
 from areal_sc.errors import WorkerStartError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
-from areal_sc.weights import ShardReference
+from areal_sc.weights.published import ShardReference
 from areal_sc.workers import rank_methods
 
 T = TypeVar("T")

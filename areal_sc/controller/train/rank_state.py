@@ -21,7 +21,7 @@ from msgspec import structs
 
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import Method
-from areal_sc.weights import ShardReference
+from areal_sc.weights.published import ShardReference
 from areal_sc.workers.operations import Kind, Operation
 from areal_sc.workers.rank_methods import Change, RankCall, SnapshotPlace
 

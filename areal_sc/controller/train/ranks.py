@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
+from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.common import NeedsRun
 from areal_sc.controller.events import Hear, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.ledger_records import Split
@@ -28,7 +28,6 @@ from areal_sc.controller.shared_card import SharedCard
 from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.train.computed_fields import ComputedFields
 from areal_sc.controller.train.memory_snapshots import MemorySnapshots
-from areal_sc.controller.train.publication import Publisher
 from areal_sc.controller.train.rank_calls import RankCalls
 from areal_sc.controller.train.rank_layout import RankLayout, meet
 from areal_sc.controller.train.rank_state import Asked, RankState, StartingPoint
@@ -50,6 +49,7 @@ from areal_sc.fleet.worker_life import Progressed
 from areal_sc.metadata import RowMetadata
 from areal_sc.run.run_status import RoleStatus
 from areal_sc.transport.rpc.method import Method
+from areal_sc.weights.channel import Channel
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.operations import Kind, Operation, digest
 from areal_sc.workers.rank_methods import RankCall, SnapshotPlace
@@ -72,6 +72,7 @@ class Ranks:
     """Calls the ranks of one model, and brings them back when some of them die.
 
     Args:
+        channel: by which rollout workers get the weights.
         needs: what the rollout controllers say of rows.
         card: that the ranks may share with generation.
         hear: takes what becomes of the steps.
@@ -88,7 +89,7 @@ class Ranks:
         self,
         config: ActorConfig,
         recovery: Recovery,
-        publisher: Publisher,
+        channel: Channel,
         needs: Set[NeedsRun],
         card: SharedCard,
         hear: Hear,
@@ -98,11 +99,11 @@ class Ranks:
         self._recovery = recovery
         self._fleet = fleet = recovery.fleet
         self.state = RankState()
-        self.calls = RankCalls(fleet, publisher, self.state)
+        self.calls = RankCalls(fleet, self.state)
         self._fields = ComputedFields(fleet, needs)
         self.memory = MemorySnapshots(fleet, self.state, config.memory_snapshots)
         self._config = config
-        self._publisher = publisher
+        self._channel = channel
         self._hear = hear
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
         self._are_as_built = False
@@ -355,7 +356,7 @@ class Ranks:
             await self._bring_back_now()
 
     async def _bring_back_now(self) -> None:
-        self._publisher.note_new_ranks()
+        self._channel.note_new_ranks()
         self.calls.layout = await meet(self._fleet, lineage=0)
         self._are_as_built = bool(self.step.why_lost)
         if self._are_as_built:
@@ -410,6 +411,7 @@ class Ranks:
 
     async def _announce_again(self) -> None:
         """Offers the weights of the new lives to whoever waits for the newest ones."""
-        is_sealed = self._config.weight_update.method is not WeightUpdateMethod.disk
-        if self.step.are_weights_told and is_sealed:
-            self._hear(WeightsMoved(await self.calls.seal_again()))
+        if self.step.are_weights_told:
+            moved = await self._channel.seal_again(self.state.lineage, self.state.version)
+            if moved is not None:
+                self._hear(WeightsMoved(moved))

@@ -4,7 +4,7 @@
     per step       advantages (scalars of the rows' metadata, computed here)
                    -> proximal log-probabilities (recomputed by the ranks, sealed as new shards)
                    -> PPO minibatches, each split over the model groups by tokens
-    publishes      policy version i+1, by pull, broadcast or disk; see `publication`
+    publishes      policy version i+1, by pull, broadcast or disk; see `weights/publisher.py`
 
 Minibatches are cut from the whole batch before the split over ranks, so what one optimizer update
 trains on does not depend on the number of ranks.
@@ -31,8 +31,6 @@ from areal_sc.controller.common import common_of
 from areal_sc.controller.events import StepEvent, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.train.model_place import PlaceFile
-from areal_sc.controller.train.publication import Publisher
-from areal_sc.controller.train.published_model import PublishedModel
 from areal_sc.controller.train.rank_state import StartingPoint
 from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
 from areal_sc.controller.train.rank_work import RankWork
@@ -47,7 +45,6 @@ from areal_sc.controller.train.train_step import (
     trained_content,
 )
 from areal_sc.controller.turns import Side
-from areal_sc.controller.weights.weights_reader import WeightsReader
 from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ROWS_GONE, ConfigError
@@ -59,6 +56,8 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sizing.model_folder import check_replaceable
 from areal_sc.sources.row_file import PromptSource
+from areal_sc.weights.channel import WeightsReader
+from areal_sc.weights.publisher import Publisher, channel_of
 from areal_sc.workers.rank_methods import SnapshotPlace
 
 
@@ -95,11 +94,11 @@ class TrainController(Controller):
         self._common = common_of(scheduler)
         path = self._folder.histories / f"{role}.json"
         self.place = PlaceFile(path, self._runtime.disk)
-        self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
+        self._channel = channel_of(self.config, self.fleet, self._runtime.new_id)
         self._ranks = Ranks(
             self.config,
             self._recovery,
-            self._publisher,
+            self._channel,
             self._common.needs,
             self._common.card,
             self._hear,
@@ -111,7 +110,7 @@ class TrainController(Controller):
         self._loss = loss_of(self.config.ppo)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
         self._work = RankWork(self._ranks, self._step, self._sources, self.place)
-        self._published = PublishedModel(self._ranks, self._step, self._publisher, self.place)
+        self._publisher = Publisher(self._ranks, self._step, self._channel, self.place)
 
     @property
     def version(self) -> int:
@@ -292,7 +291,7 @@ class TrainController(Controller):
         """`sft_update` by any loss; an item may also be a pair of such, `chosen` and `rejected`."""
         check_trains(self.config, self.role)
         if advances and (
-            self._published.reader or (self.role == TRAIN_ROLE and self._common.needs)
+            self._publisher.reader or (self.role == TRAIN_ROLE and self._common.needs)
         ):
             raise ConfigError(POLICY_ADVANCES)
         if advances:  # else it is part of a step that goes on
@@ -339,11 +338,11 @@ class TrainController(Controller):
             ConfigError: the model is frozen.
         """
         check_trains(self.config, self.role)
-        await self._published.publish(rollout, self.version + 1)
+        await self._publisher.publish(rollout, self.version + 1)
 
     async def share_weights_async(self, rollout: WeightsReader) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
-        await self._published.publish(rollout, self.version)
+        await self._publisher.publish(rollout, self.version)
 
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces a model there.
@@ -400,11 +399,11 @@ class TrainController(Controller):
     @property
     def publication_stats(self) -> dict[str, float]:
         """Where the time of publications went; see `PublicationTimes`."""
-        return asdict(self._publisher.times)
+        return asdict(self._channel.times)
 
     def note_reader(self, rollout: WeightsReader) -> None:
         """Workers of this controller get the weights, now or from an earlier start."""
-        self._published.note_reader(rollout)
+        self._publisher.note_reader(rollout)
 
     def begin_step_anew(self) -> None:
         """Rows of the step that goes on are gone: the ranks go back to its beginning."""
@@ -417,7 +416,7 @@ class TrainController(Controller):
             case RunFailed(cause):
                 self._give_up(cause)
             case TrainingLost() | WeightsMoved():
-                self._published.hear(event)
+                self._publisher.hear(event)
 
     compute = blocking(compute_async)
     compute_logprobs = blocking(compute_logprobs_async)

@@ -17,9 +17,9 @@ from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.ppo_settings import GAE, ClipCenter, PPOConfig
 from areal_sc.controller.step_life import StepState
 from areal_sc.controller.train.ranks import Ranks
-from areal_sc.controller.weights.weights_reader import WeightsReader
 from areal_sc.errors import ArealError, BatchLost, ConfigError, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.weights.channel import WeightsReader
 
 MODEL_FIELDS: Final = ("input_ids", "loss_mask", "temperatures")
 """What a model reads of a row."""

@@ -36,13 +36,12 @@ from areal_sc.engines.training.causal_lm import compute_dtype
 from areal_sc.engines.training.export import ModelExport
 from areal_sc.engines.training.kept_states import KeptStates
 from areal_sc.engines.training.process_group import ProcessGroups
-from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.rank_engine import PlannedBatch, RankEngine
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.stowed import Stowed
 from areal_sc.engines.training.updates.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.updates.minibatch_loss import MinibatchLoss, Outputs
-from areal_sc.engines.training.whole_tensors import Values, gather_whole
+from areal_sc.engines.training.whole_tensors import Publication, Values, gather_whole
 from areal_sc.errors import ConfigError
 from areal_sc.transport.packed_rows import PackedRows
 

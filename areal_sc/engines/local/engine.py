@@ -34,11 +34,11 @@ from areal_sc.engines.partial_answers import hand_over
 from areal_sc.engines.request_checks import check_prompt, check_sampling
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.tokenizer import end_token_ids
-from areal_sc.engines.weight_group import NamedTensor, WeightReceiver
 from areal_sc.errors import EngineFailed
 from areal_sc.sizing.machine import resolved_device
 from areal_sc.sizing.model_folder import check_model_folder
-from areal_sc.weights import BucketLayout, WeightGroup
+from areal_sc.weights.group import NamedTensor, WeightReceiver
+from areal_sc.weights.published import BucketLayout, WeightGroup
 
 if TYPE_CHECKING:
     from areal_sc.engines.base import OnTokens, TensorSource

@@ -50,13 +50,13 @@ from areal_sc.engines.training.process_group import (
     ProcessGroup,
     join_world,
 )
-from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.rank_engine import PlannedBatch, RankEngine
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.stored_weights import ModelWeights
 from areal_sc.engines.training.streamed_layers import SharedPasses, stream_layers
 from areal_sc.engines.training.updates.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.updates.minibatch_loss import MinibatchLoss, Outputs
+from areal_sc.engines.training.whole_tensors import Publication
 from areal_sc.errors import WorkerStartError
 from areal_sc.transport.packed_rows import PackedRows
 

@@ -22,9 +22,9 @@ from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights
 from areal_sc.engines.training.adapters.adapter_files import write_adapter
 from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
 from areal_sc.engines.training.adapters.lora import LORA_A
-from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import EngineFailed, ModelError
 from areal_sc.sizing.adapter_folder import ADAPTER_WEIGHTS
+from areal_sc.weights.group import NamedTensor
 
 _NAME: Final = re.compile(r"policy-\d+-[0-9a-f]{8}")
 """The names of adapters that a run has loaded into its servers: version and checksum."""

@@ -39,7 +39,7 @@ from areal_sc.sizing.model_folder import read_model_config
 if TYPE_CHECKING:
     import torch
 
-    from areal_sc.weights import BucketLayout, WeightGroup
+    from areal_sc.weights.published import BucketLayout, WeightGroup
 
 
 MAX_ANSWER_BYTES = 256 << 20

@@ -3,7 +3,7 @@
     generate ──► Completer ──► Places ──► ServerLife ──► server (HTTP)
                                wait for     watched until
                                a place      it is lost
-    publish ───► update_server: hold, pause, load, name the version, go on
+    adopt ─────► update_server: hold, pause, load, name the version, go on
 
 Consumes: `generate`, weights, `pause`, `resume`. Waits for: a place on the server, its answer, its
 start. Unblocked by: answers, and the loss of the server, which ends the worker.
@@ -37,20 +37,21 @@ from areal_sc.engines.servers.model import (
 )
 from areal_sc.engines.servers.requests import CompletionRequest
 from areal_sc.engines.servers.server import ServerLife
-from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
-from areal_sc.engines.servers.updates import update_server
 from areal_sc.engines.servers.weights import (
     CollectiveWeights,
     DiskWeights,
+    SharedBuckets,
+    TensorWeights,
     UpdateTimes,
     VersionWeights,
     WrittenWeights,
+    update_server,
 )
 from areal_sc.engines.stop_strings import StopStrings
-from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ConfigError, EngineFailed, ModelError, PeerLost, RpcTimeout, WorkerError
 from areal_sc.sizing.machine import resolved_device
-from areal_sc.weights import BucketLayout, WeightGroup
+from areal_sc.weights.group import NamedTensor
+from areal_sc.weights.published import BucketLayout, WeightGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -171,7 +172,7 @@ class ServerEngine:
 
         return await hand_over(on_tokens, complete)
 
-    async def publish(self, weights: VersionWeights) -> None:
+    async def adopt(self, weights: VersionWeights) -> None:
         """Gives the server these weights.
 
         Raises: as `update_server`. What getting the weights raises; nothing has changed then.
@@ -251,7 +252,7 @@ class ServerEngine:
                 f"{self._handle.section}.urls names others: set weight_update.method to disk or "
                 "collective"
             )
-        await self.publish(self._tensor_weights(version, source))
+        await self.adopt(self._tensor_weights(version, source))
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
         """The same, by a Hugging Face folder that the server sees.
@@ -263,11 +264,11 @@ class ServerEngine:
             await self._publish_adapter(version, folder)
             return
         check_weights_folder(str(folder), self._model.shapes_in_folders)
-        await self.publish(DiskWeights(version, folder))
+        await self.adopt(DiskWeights(version, folder))
 
     async def _publish_adapter(self, version: int, folder: Path) -> None:
         weights = await asyncio.to_thread(AdapterWeights.read, version, folder, self._config)
-        await self.publish(weights)
+        await self.adopt(weights)
 
     async def update_weights_from_group(
         self,
@@ -297,7 +298,7 @@ class ServerEngine:
             late = WrittenWeights(version, folder, self._as_served(again), Path(self._config.path))
         if (stored_names := self._model.stored_names) is not None:
             buckets = [stored_names.describe(layout) for layout in buckets]
-        await self.publish(CollectiveWeights(version, group_name, buckets, late, give_up))
+        await self.adopt(CollectiveWeights(version, group_name, buckets, late, give_up))
 
     @property
     def num_waiting(self) -> int:

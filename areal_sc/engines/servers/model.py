@@ -19,7 +19,7 @@ from areal_sc.errors import ModelError
 from areal_sc.sizing.model_folder import check_model_folder, read_model_config, read_stored_shapes
 
 if TYPE_CHECKING:
-    from areal_sc.engines.weight_group import NamedTensor
+    from areal_sc.weights.group import NamedTensor
 
 logger = logging.getLogger(__name__)
 

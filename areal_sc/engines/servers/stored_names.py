@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from areal_sc.weights import BucketLayout
+from areal_sc.weights.published import BucketLayout
 
 if TYPE_CHECKING:
-    from areal_sc.engines.weight_group import NamedTensor
+    from areal_sc.weights.group import NamedTensor
 
 Shape = tuple[int, ...]
 

@@ -29,10 +29,10 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.config.schema import Device
 from areal_sc.engines.base import RankPosition
-from areal_sc.engines.weight_group import listening_store
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.sizing.machine import resolved_device
 from areal_sc.transport.sockets.interface import bracketed
+from areal_sc.weights.group import listening_store
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 _LEAST_DRIVERS = {"12": 525, "13": 580}

@@ -33,7 +33,6 @@ from areal_sc.engines.training.process_group import (
     select_device,
     take_device,
 )
-from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.row_numbers import RowNumbers, ShareOfRows, count_rows
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.updates.micro_batches import (
@@ -52,11 +51,12 @@ from areal_sc.engines.training.updates.update_metrics import (
     UpdateMetrics,
 )
 from areal_sc.engines.training.updates.update_trace import UpdateTrace
-from areal_sc.engines.weight_group import NamedTensor
+from areal_sc.engines.training.whole_tensors import Publication
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import threads_of_rank
 from areal_sc.transport.packed_rows import PackedRows
-from areal_sc.weights import BucketLayout
+from areal_sc.weights.group import NamedTensor
+from areal_sc.weights.published import BucketLayout
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.transport.shards.layout import SealedField
 from areal_sc.transport.shards.store import TensorStore
 from areal_sc.transport.tensor_bytes import dtype_named, tensor_over
-from areal_sc.weights import WeightsReference
+from areal_sc.weights.published import WeightsReference
 
 _ALIGNMENT: Final = 64
 

@@ -12,7 +12,7 @@ from integration.sglang.policies import Policies
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.engines.likely_rows import likely_rows
 from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
-from areal_sc.engines.weight_group import NamedTensor
+from areal_sc.weights.group import NamedTensor
 
 LORA = LoraConfig(rank=4, alpha=8.0, publish_merged=False)
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
-from areal_sc.engines.weight_group import NamedTensor
+from areal_sc.weights.group import NamedTensor
 
 Answers = list[asyncio.Task[Completion]]
 Generating = Callable[[Callable[[], Answers]], Awaitable[Answers]]

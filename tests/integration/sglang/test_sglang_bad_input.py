@@ -19,8 +19,8 @@ from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.process import free_port
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
-from areal_sc.engines.weight_group import layout_of
 from areal_sc.errors import ConfigError, ModelError, WorkerStartError
+from areal_sc.weights.group import layout_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

@@ -24,8 +24,8 @@ from areal_sc.engines.servers.process import (
     read_process,
     session_members,
 )
-from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import EngineFailed
+from areal_sc.weights.group import NamedTensor
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

@@ -9,8 +9,8 @@ import torch
 from integration.sglang.policies import Policies
 
 from areal_sc.engines.servers.engine import ServerEngine
-from areal_sc.engines.weight_group import WeightBroadcaster, layout_of, split_into_buckets
-from areal_sc.weights import BucketLayout
+from areal_sc.weights.group import WeightBroadcaster, layout_of, split_into_buckets
+from areal_sc.weights.published import BucketLayout
 
 BROADCAST_BYTES = 50_000
 GROUP_TIMEOUT_S = 30.0

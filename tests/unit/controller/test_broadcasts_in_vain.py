@@ -9,8 +9,8 @@ from simulation.virtual_loop import run_virtual
 from simulation.weight_groups import SimulatedWeightGroup
 
 from areal_sc.config.schema import WeightUpdateMethod
-from areal_sc.controller.train.publication import MAX_BROADCASTS_IN_VAIN
 from areal_sc.errors import EngineFailed
+from areal_sc.weights.collective import MAX_BROADCASTS_IN_VAIN
 
 NUM_STEPS = MAX_BROADCASTS_IN_VAIN + 4
 

@@ -30,8 +30,8 @@ from areal_sc.errors import (
     WorkflowError,
 )
 from areal_sc.nodes.spec import WorkerOrder
-from areal_sc.weights import WeightsReference
-from areal_sc.workers.calls import UPDATE_WEIGHTS
+from areal_sc.weights.methods import ADOPT_WEIGHTS
+from areal_sc.weights.published import WeightsReference
 
 
 async def fails_within(seconds: float, call: Awaitable[Any], expected: type[Exception]) -> Any:
@@ -169,7 +169,7 @@ def test_a_worker_that_cannot_pull_weights_fails_the_run() -> None:
                 raise ShardGone("shard x is gone")
 
             served = run.cluster.workers["rollout/1"].served
-            served["update_weights"] = UPDATE_WEIGHTS.served_by(gone)
+            served["adopt_weights"] = ADOPT_WEIGHTS.served_by(gone)
             await run.step()
             await fails_within(10.0, run.step(), ShardGone)
 

@@ -20,9 +20,10 @@ from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 
 from areal_sc import controller
 from areal_sc.controller.rollout.worker_choice import GROUPS_PER_TURN, WorkerLoads
-from areal_sc.controller.weights.weight_updates import BEGUN_PER_TURN
 from areal_sc.transport.rpc.method import Method
-from areal_sc.workers.calls import RUN_GROUP, UPDATE_WEIGHTS
+from areal_sc.weights.methods import ADOPT_WEIGHTS
+from areal_sc.weights.updates import BEGUN_PER_TURN
+from areal_sc.workers.calls import RUN_GROUP
 
 NUM_GROUPS = 96
 
@@ -61,7 +62,7 @@ def test_the_work_of_a_batch_grows_no_faster_than_the_number_of_workers() -> Non
 
 
 @pytest.mark.parametrize(
-    ("method", "limit"), [(RUN_GROUP, GROUPS_PER_TURN), (UPDATE_WEIGHTS, BEGUN_PER_TURN)]
+    ("method", "limit"), [(RUN_GROUP, GROUPS_PER_TURN), (ADOPT_WEIGHTS, BEGUN_PER_TURN)]
 )
 def test_calls_of_many_workers_leave_the_loop_its_turns(
     method: Method[Any, Any], limit: int, monkeypatch: pytest.MonkeyPatch

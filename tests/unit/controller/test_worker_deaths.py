@@ -16,7 +16,7 @@ from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.config.schema import OverBound
 from areal_sc.errors import CrashLoop, EngineFailed
-from areal_sc.weights import WeightsReference
+from areal_sc.weights.published import WeightsReference
 from areal_sc.workers.calls import RUN_GROUP, GroupAttempt, GroupReply, RunGroup
 from areal_sc.workers.rank_methods import Update
 
@@ -353,7 +353,7 @@ async def never_answered(*_: object) -> None:
 def test_a_worker_that_never_takes_new_weights_is_started_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    update, hung = SimulatedRolloutWorker.update_weights, []
+    update, hung = SimulatedRolloutWorker.adopt_weights, []
 
     async def one_hangs(worker: SimulatedRolloutWorker, weights: WeightsReference) -> None:
         if worker.name == "rollout/0" and weights.version == 2 and not hung:
@@ -361,7 +361,7 @@ def test_a_worker_that_never_takes_new_weights_is_started_again(
             await never_answered()
         await update(worker, weights)
 
-    monkeypatch.setattr(SimulatedRolloutWorker, "update_weights", one_hangs)
+    monkeypatch.setattr(SimulatedRolloutWorker, "adopt_weights", one_hangs)
 
     async def scenario() -> None:
         async with TrainingRun(Settings(num_steps=6)).started() as run:
@@ -372,7 +372,7 @@ def test_a_worker_that_never_takes_new_weights_is_started_again(
             for _ in range(3):
                 await run.step(checks_business=False)
             await run.check_end()
-        assert "update_weights on rollout/0 gave no reply" in caplog.text
+        assert "adopt_weights on rollout/0 gave no reply" in caplog.text
         assert "weight_update.step_timeout_s" in caplog.text
         assert "the log of rollout/0" in caplog.text, "where its threads are"
 

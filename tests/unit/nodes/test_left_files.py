@@ -23,7 +23,7 @@ sys.stdin.read()
 
 FILLER = """
 import sys, torch
-from areal_sc.engines.servers.tensors import SharedBuckets
+from areal_sc.engines.servers.weights import SharedBuckets
 buckets = SharedBuckets()
 buckets._fill([("weight", torch.ones(9))], 0)
 print("ready", flush=True)

@@ -14,7 +14,8 @@ from areal_sc import user_code
 from areal_sc.agents.server import AgentServer
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.rejection import Rejection, RejectionKind
-from areal_sc.weights import WeightsReference
+from areal_sc.weights.adopter import Adopter
+from areal_sc.weights.published import WeightsReference
 from areal_sc.workers import rollout_worker
 from areal_sc.workers.rollout_worker import RolloutWorker
 from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
@@ -60,9 +61,11 @@ async def test_an_episode_is_late_only_by_the_time_in_which_its_engine_is_awake(
     worker: Any = RolloutWorker.__new__(RolloutWorker)
     config = RolloutConfig(train_batch_groups=1, max_context_tokens=8, group_timeout_s=LIMIT_S)
     worker.handle, worker.recorder = SimpleNamespace(config=config), recorder
-    worker._engine, worker._one_update, worker._policy = Engine(), asyncio.Lock(), (1, 0)
+    worker._engine, worker.plane = Engine(), None
     worker._starting = asyncio.ensure_future(asyncio.sleep(0))
-    worker._agents, worker._weights = AgentServer("rollout/0"), SimpleNamespace(keep_only=id)
+    worker._agents = AgentServer("rollout/0")
+    worker._weights = Adopter(worker, lambda: worker.engine, worker._agents.clock)
+    worker._weights.held = SimpleNamespace(keep_only=id)
     worker._rewards = worker._agent_pool = None
     worker._all_episodes = SimpleNamespace(running=lambda _: nullcontext(), note_rejected=id)
     worker.spec = SimpleNamespace(log_path="")
@@ -79,5 +82,5 @@ async def test_an_episode_is_late_only_by_the_time_in_which_its_engine_is_awake(
     assert not playing.done()
     workflow.may_end.set()
     assert (await playing).kind is not RejectionKind.timeout
-    await worker.update_weights(WeightsReference(1, ()))
+    await worker._weights.adopt(WeightsReference(1, ()))
     assert (await play(Waits())).kind is RejectionKind.timeout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_sc.engines.weight_group import tell_nccl
+from areal_sc.weights.group import tell_nccl
 from areal_sc.workers import entry
 from areal_sc.workers.entry import tell_allocator, tell_cuda
 

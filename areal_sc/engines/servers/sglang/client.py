@@ -37,7 +37,7 @@ from areal_sc.engines.servers.sglang.arguments import OLDEST_VERSION
 from areal_sc.errors import EngineFailed, ProtocolError, RpcTimeout, ServerBusy
 
 if TYPE_CHECKING:
-    from areal_sc.weights import BucketLayout, WeightGroup
+    from areal_sc.weights.published import BucketLayout, WeightGroup
 
 logger = logging.getLogger(__name__)
 

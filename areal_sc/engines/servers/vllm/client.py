@@ -24,7 +24,7 @@ from areal_sc.engines.servers.vllm.arguments import OLDEST_VERSION
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError
 
 if TYPE_CHECKING:
-    from areal_sc.weights import BucketLayout, WeightGroup
+    from areal_sc.weights.published import BucketLayout, WeightGroup
 
 _GENERATE = "/inference/v1/generate"
 _ID_PREFIX = "generate-tokens-"

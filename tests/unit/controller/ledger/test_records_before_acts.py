@@ -23,7 +23,7 @@ from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.controller.ledger.ledger_replay import replay
 from areal_sc.errors import RunFolderError
 from areal_sc.metadata import BatchMetadata
-from areal_sc.weights import WeightsReference
+from areal_sc.weights.published import WeightsReference
 from areal_sc.workers.calls import RunGroup
 
 SETTINGS = Settings(
@@ -72,15 +72,15 @@ def checked_run() -> TrainingRun:
     cluster, disk = run.cluster, run.disk
     cluster.disk = disk
     disk.latency_s = lambda rng: rng.expovariate(10)
-    receive = run.rollout.receive_weights
+    adopt = run.rollout.adopt_weights
 
     def check(weights: WeightsReference) -> None:
         found = cluster.on_disk()
         assert found.version == weights.version
         assert found.account()["rows_trained"] == sum(b.total_batch_size for b in run.batches)
-        receive(weights)
+        adopt(weights)
 
-    run.rollout.receive_weights = check  # type: ignore[method-assign]
+    run.rollout.adopt_weights = check  # type: ignore[method-assign]
     return run
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from areal_sc.controller.train.rank_state import MAX_UNUSED, Asked, RankState, StartingPoint
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
-from areal_sc.weights import ShardReference
+from areal_sc.weights.published import ShardReference
 from areal_sc.workers.operations import Kind, Operation
 from areal_sc.workers.rank_methods import (
     BEGIN_WRITE,

@@ -27,13 +27,13 @@ from areal_sc.config.schema import (
 )
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.engine import LocalEngine
-from areal_sc.engines.weight_group import (
+from areal_sc.errors import ConfigError, ModelError, WorkerError, WorkflowError
+from areal_sc.weights.group import (
     NamedTensor,
     WeightBroadcaster,
     layout_of,
     split_into_buckets,
 )
-from areal_sc.errors import ConfigError, ModelError, WorkerError, WorkflowError
 
 TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
 

@@ -26,7 +26,7 @@ from areal_sc.engines.servers.sglang.client import SGLangClient
 from areal_sc.engines.servers.vllm import arguments as vllm_arguments
 from areal_sc.engines.servers.vllm.client import VLLMClient
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError
-from areal_sc.weights import BucketLayout, WeightGroup
+from areal_sc.weights.published import BucketLayout, WeightGroup
 
 TABLES = Path(__file__).parents[3] / "server_tables"
 REPOSITORY = TABLES.parents[1]

@@ -16,17 +16,22 @@ import torch
 
 from areal_sc.engines.servers.model import as_served, check_weights_folder
 from areal_sc.engines.servers.sglang.client import _pickle
-from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
-from areal_sc.engines.servers.weights import CollectiveWeights, UpdateTimes, VersionWeights
-from areal_sc.engines.weight_group import (
+from areal_sc.engines.servers.weights import (
+    CollectiveWeights,
+    SharedBuckets,
+    TensorWeights,
+    UpdateTimes,
+    VersionWeights,
+)
+from areal_sc.errors import EngineFailed, ModelError, PeerLost
+from areal_sc.sizing.model_folder import read_stored_shapes
+from areal_sc.weights.group import (
     NamedTensor,
     in_byte_order,
     layout_of,
     split_into_buckets,
 )
-from areal_sc.errors import EngineFailed, ModelError, PeerLost
-from areal_sc.sizing.model_folder import read_stored_shapes
-from areal_sc.weights import BucketLayout
+from areal_sc.weights.published import BucketLayout
 
 READER = """
 import base64, json, pickle, sys, torch

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from unit.engines.families import build
 
 from areal_sc.engines.servers.stored_names import StoredNames
-from areal_sc.engines.weight_group import in_byte_order, layout_of
 from areal_sc.sizing.model_folder import read_stored_shapes
+from areal_sc.weights.group import in_byte_order, layout_of
 
 FUSED = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2"),

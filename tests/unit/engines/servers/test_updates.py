@@ -13,8 +13,7 @@ import pytest
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.server import ServerLife
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
-from areal_sc.engines.servers.updates import update_server
-from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights
+from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights, update_server
 from areal_sc.errors import ArealError, EngineFailed, ModelError, PeerLost
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal_sc.engines.training.publication import through_pinned_memory
+from areal_sc.engines.training.whole_tensors import through_pinned_memory
 
 
 def test_each_copy_is_awaited_while_the_next_one_is_on_its_way(

@@ -10,6 +10,7 @@ from msgspec import Struct
 from areal_sc.errors import ProtocolError
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.transport.rpc.method import Method, pack
+from areal_sc.weights import methods
 from areal_sc.workers import calls, rank_methods
 
 
@@ -37,7 +38,7 @@ def test_other_arguments_name_the_method_and_what_is_wrong(args: object) -> None
 
 
 def test_the_declarations_of_the_workers_differ_in_name() -> None:
-    named = {**vars(calls), **vars(rank_methods)}.values()
+    named = {**vars(calls), **vars(rank_methods), **vars(methods)}.values()
     declared = [method for method in named if isinstance(method, Method)]
     assert len({method.name for method in declared}) == len(declared) > 25
 

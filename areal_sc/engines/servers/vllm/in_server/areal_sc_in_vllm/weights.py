@@ -42,8 +42,8 @@ def _make_importable() -> None:
 
 _make_importable()
 
-from areal_sc.engines.weight_group import WeightReceiver, cut  # noqa: E402
-from areal_sc.weights import BucketLayout, WeightGroup  # noqa: E402
+from areal_sc.weights.group import WeightReceiver, cut  # noqa: E402
+from areal_sc.weights.published import BucketLayout, WeightGroup  # noqa: E402
 
 if TYPE_CHECKING:
 

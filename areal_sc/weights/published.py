@@ -1,4 +1,8 @@
-"""Published weights: what controllers and workers tell each other of them, but no values."""
+"""What a version of the weights is, as controllers and workers tell each other; without values.
+
+It is whole in the ranks' sealed shards, of an adapter or of all parameters, with what has changed
+since another version beside them; or in a folder; or broadcast meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ class WeightBroadcast(Struct, frozen=True, array_like=True):
 
 
 class WeightChanges(Struct, frozen=True, array_like=True):
-    """What makes the weights of a version of those of another one; see `workers/weight_changes`.
+    """What makes the weights of a version of those of another one; see `changes`.
 
     Attributes:
         base: (lineage, version) of the other one.

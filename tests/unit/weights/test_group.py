@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from areal_sc.engines import weight_group
-from areal_sc.engines.weight_group import WeightBroadcaster
 from areal_sc.errors import EngineFailed
+from areal_sc.weights import group as weight_group
+from areal_sc.weights.group import WeightBroadcaster
 
 BUCKET = [("weight", torch.ones(3))]
 LIMIT_S = 60.0

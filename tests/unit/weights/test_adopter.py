@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from areal_sc.weights import WeightsReference
-from areal_sc.workers.held_weights import HeldWeights
+from areal_sc.weights.adopter import HeldWeights
+from areal_sc.weights.published import WeightsReference
 
 PARTS = {"of two ranks": [torch.tensor([1.0, 2.0]), torch.tensor([3.0])], "whole": [torch.ones(2)]}
 

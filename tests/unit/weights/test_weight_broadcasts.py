@@ -9,9 +9,9 @@ import pytest
 
 from areal_sc.config.schema import WeightUpdateConfig
 from areal_sc.errors import EngineFailed
-from areal_sc.workers import weight_broadcasts
-from areal_sc.workers.rank_methods import OpenWeightGroup, SentWeights
-from areal_sc.workers.weight_broadcasts import WeightBroadcasts
+from areal_sc.weights import rank_weights
+from areal_sc.weights.methods import OpenWeightGroup, SentWeights
+from areal_sc.weights.rank_weights import RankWeights
 
 
 class Engine:
@@ -48,8 +48,8 @@ class Broadcaster:
 
 
 @pytest.fixture
-def broadcasts(monkeypatch: pytest.MonkeyPatch) -> WeightBroadcasts:
-    monkeypatch.setattr(weight_broadcasts, "WeightBroadcaster", Broadcaster)
+def broadcasts(monkeypatch: pytest.MonkeyPatch) -> RankWeights:
+    monkeypatch.setattr(rank_weights, "WeightBroadcaster", Broadcaster)
     rank: Any = SimpleNamespace(
         engine=Engine(),
         handle=SimpleNamespace(config=SimpleNamespace(weight_update=WeightUpdateConfig())),
@@ -58,7 +58,7 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> WeightBroadcasts:
         address="tcp://127.0.0.1:1",
         node="n",
     )
-    return WeightBroadcasts(rank)
+    return RankWeights(rank)
 
 
 def wanted(name: str) -> OpenWeightGroup:
@@ -66,7 +66,7 @@ def wanted(name: str) -> OpenWeightGroup:
 
 
 async def test_a_broadcast_to_an_earlier_group_does_not_end_the_one_that_is_open(
-    broadcasts: WeightBroadcasts,
+    broadcasts: RankWeights,
 ) -> None:
     await broadcasts.open_group(wanted("first"))
     first: Any = broadcasts._broadcaster

@@ -12,7 +12,7 @@ import torch
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.shards.store import TensorStore
-from areal_sc.workers.weight_changes import apply, apply_all, encode, seal_changes, values_of
+from areal_sc.weights.changes import apply, apply_all, encode, seal_changes, values_of
 
 NUM_VALUES = 600_000
 

@@ -36,8 +36,8 @@ from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.sizing.store_room import live_row_bytes
 from areal_sc.transport.shards.memory_folder import OFF
-from areal_sc.weights import ShardReference, WeightsReference
-from areal_sc.workers.calls import COPY_WEIGHTS, CopyWeights
+from areal_sc.weights.methods import COPY_WEIGHTS, CopyWeights
+from areal_sc.weights.published import ShardReference, WeightsReference
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class _Waiter:
     pull: asyncio.Future[Pull | None]
 
 
-class WeightSources:
+class WeightTree:
     """Gives each rollout worker a source of the newest weights.
 
     Args:
@@ -123,7 +123,7 @@ class WeightSources:
         self._num_stores: Counter[str] = Counter()  # by node
         self._last_pull_s = 0.0
 
-    def begin(self, weights: WeightsReference) -> None:
+    def adopt(self, weights: WeightsReference) -> None:
         """There is a new version, or the trainers serve from elsewhere."""
         if weights.policy != self._trainers.weights.policy:
             self._bases, self._copies = self._copies, {}

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from areal_sc.errors import EngineFailed
 from areal_sc.transport.sockets.interface import family_of
-from areal_sc.weights import BucketLayout, WeightGroup
+from areal_sc.weights.published import BucketLayout, WeightGroup
 
 NamedTensor = tuple[str, torch.Tensor]
 

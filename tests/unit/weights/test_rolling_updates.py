@@ -18,12 +18,12 @@ from areal_sc.config.schema import (
 from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.rollout.worker_state import NO_VERSION
 from areal_sc.controller.shared_card import SharedCard
-from areal_sc.controller.weights.weight_updates import NO_VERSION
 from areal_sc.engines.handles import make_generator
 from areal_sc.fleet.worker_life import Tell
-from areal_sc.weights import WeightsReference
-from areal_sc.workers.calls import UPDATE_WEIGHTS
+from areal_sc.weights.methods import ADOPT_WEIGHTS
+from areal_sc.weights.published import WeightsReference
 
 NUM_WORKERS = 6
 
@@ -43,7 +43,7 @@ class UpdatingFleet:
         self, member: Any, method: Any, weights: WeightsReference, *, timeout_s: float
     ) -> None:
         assert timeout_s > 600  # far above what any update takes
-        assert method is UPDATE_WEIGHTS
+        assert method is ADOPT_WEIGHTS
         future = self.updating[member.name] = asyncio.get_running_loop().create_future()
         await future
         self.updated.append((member.name, weights.version))
@@ -95,7 +95,7 @@ async def turn() -> None:
 )
 async def test_as_many_at_once_as_may_stand_still(settings: dict[str, Any], at_once: int) -> None:
     workers, fleet = make_workers(**settings)
-    workers.updates.receive(WeightsReference(1))
+    workers.updates.adopt(WeightsReference(1))
     num_left = NUM_WORKERS
     while num_left:
         await turn()
@@ -108,9 +108,9 @@ async def test_as_many_at_once_as_may_stand_still(settings: dict[str, Any], at_o
 
 async def test_whoever_waits_for_its_turn_gets_the_newest() -> None:
     workers, fleet = make_workers(max_unavailable=1)
-    workers.updates.receive(WeightsReference(1))
+    workers.updates.adopt(WeightsReference(1))
     await turn()
-    workers.updates.receive(WeightsReference(2))
+    workers.updates.adopt(WeightsReference(2))
     while fleet.updating:
         fleet.finish(next(iter(fleet.updating)))
         await turn()
@@ -123,7 +123,7 @@ async def test_weights_of_a_lineage_that_was_left_are_of_no_use() -> None:
     """Also those that come late, and those of the same version."""
     workers, fleet = make_workers()
     updates = workers.updates
-    updates.receive(WeightsReference(7, lineage=1))
+    updates.adopt(WeightsReference(7, lineage=1))
     await turn()
     *ended, late = list(fleet.updating)
     for name in ended:
@@ -137,7 +137,7 @@ async def test_weights_of_a_lineage_that_was_left_are_of_no_use() -> None:
     fleet.finish(late)
     await turn()
     assert not taken.done(), "it has got weights of the lineage that was left"
-    updates.receive(WeightsReference(7, lineage=2))
+    updates.adopt(WeightsReference(7, lineage=2))
     await turn()
     assert len(fleet.updating) == NUM_WORKERS
     assert not taken.done()
@@ -151,11 +151,11 @@ async def test_weights_of_a_lineage_that_was_left_are_of_no_use() -> None:
 
 async def test_a_late_update_goes_on_with_the_weights_of_the_new_lineage() -> None:
     workers, fleet = make_workers(num_workers=1)
-    workers.updates.receive(WeightsReference(7, lineage=1))
+    workers.updates.adopt(WeightsReference(7, lineage=1))
     await turn()
     (name,) = fleet.updating
     workers.updates.forget()
-    workers.updates.receive(WeightsReference(5, lineage=2))
+    workers.updates.adopt(WeightsReference(5, lineage=2))
     fleet.finish(name)
     await turn()
     assert workers.updates.states[0].version == NO_VERSION
@@ -171,7 +171,7 @@ async def test_nobody_begins_while_updates_are_held() -> None:
         await held.worker()
         await turn()
     assert not fleet.updating
-    workers.updates.receive(WeightsReference(1))
+    workers.updates.adopt(WeightsReference(1))
     await turn()
     assert len(fleet.updating) == 2
     await workers._background.close()
@@ -186,7 +186,7 @@ async def test_a_broadcast_needs_the_worker_that_evaluates(
     workers, fleet = make_workers(weight_update=WeightUpdateConfig(method=method))
     async with workers.updates.held_for_evaluation() as held:
         state = await held.worker()
-        workers.updates.receive(WeightsReference(1))
+        workers.updates.adopt(WeightsReference(1))
         await turn()
         assert (state.name not in fleet.updating) == is_held
     await turn()

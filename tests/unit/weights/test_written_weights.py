@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_sc.workers.rank_weights import remove_before
+from areal_sc.weights.rank_weights import remove_before
 
 
 def test_of_runs_with_one_folder_each_deletes_its_own_weights(tmp_path: Path) -> None:

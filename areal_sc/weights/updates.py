@@ -1,6 +1,6 @@
 """Which policy version each rollout worker holds, and its way to the newest one.
 
-consumes     new versions; workers that are there again after a restart; see `weight_sources` for
+consumes     new versions; workers that are there again after a restart; see `tree` for
              whom each of them reads from
 waits for    the reply of each worker that updates; as many do so at one time as may stand still
 unblocked by that reply, its deadline, or the loss of the worker
@@ -16,7 +16,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec.structs import replace
@@ -24,15 +23,14 @@ from msgspec.structs import replace
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import OnWeightUpdate, WeightUpdateMethod
 from areal_sc.controller.background import Background
-from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S, Refused, WeightSources
-from areal_sc.controller.worker_store import WorkerStore
+from areal_sc.controller.rollout.worker_state import NO_VERSION, RolloutWorkerState, goes_on
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import RpcTimeout, TransportError, WorkerError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
-from areal_sc.fleet.worker_life import Life
-from areal_sc.weights import WeightsReference
-from areal_sc.workers.calls import UPDATE_WEIGHTS, GroupAttempt
+from areal_sc.weights.methods import ADOPT_WEIGHTS
+from areal_sc.weights.published import WeightsReference
+from areal_sc.weights.tree import RPC_MARGIN_S, Refused, WeightTree
 
 logger = logging.getLogger(__name__)
 
@@ -42,59 +40,11 @@ UPDATE_STEPS: Final = 4
 RETRY_S: Final = 0.5
 """Between two attempts to read the same weights."""
 
-NO_VERSION: Final = -1
-"""Version of a worker that can get no groups: it is below the version of every group."""
-
 BEGUN_PER_TURN: Final = 32
 """Most calls of workers that begin in one turn of the event loop; they take some milliseconds."""
 
 _ALL: Final = 1 << 40
 """More workers than there will ever be."""
-
-
-@dataclass(eq=False)
-class RolloutWorkerState:
-    """One rollout worker, through all its lives.
-
-    Attributes:
-        number: its index within its role; no other worker has it as long as this one is there.
-        store: the groups that take room in its store.
-        built_with: the policy version of its engine as it was built, or NO_VERSION.
-        version: the policy version that its engine holds; NO_VERSION: it must get one first.
-        are_rows_known: it is known which shards its present life holds.
-        num_calls: of groups and evaluations, that it has not answered.
-        holds: evaluations that it skips publications for.
-        update: the weight update that goes on, or the last one.
-        sweep: the sweep of its store that goes on, or the last one.
-        has_memory: it has memory of its device, or takes some, as far as is known.
-        is_building: it builds its engine.
-    """
-
-    member: Member
-    number: int
-    store: WorkerStore[GroupAttempt]
-    built_with: int = 0
-    version: int = 0
-    are_rows_known: bool = True
-    num_calls: int = 0
-    holds: set[HeldWorker] = field(default_factory=set)
-    update: asyncio.Task[None] | None = None
-    sweep: asyncio.Task[None] | None = None
-    has_memory: bool = False
-    is_building: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.member.name
-
-    @property
-    def life(self) -> Life:
-        """Whether it is up, and whether it leaves."""
-        return self.member.life
-
-    @property
-    def is_updating(self) -> bool:
-        return goes_on(self.update)
 
 
 class WeightUpdates:
@@ -126,23 +76,23 @@ class WeightUpdates:
         self._is_stopped = self._has_stopped = False
         self._round: asyncio.Task[None] | None = None
         self._slots = asyncio.Semaphore(config.max_unavailable or _ALL)
-        self._sources = WeightSources(
+        self._tree = WeightTree(
             config,
             fleet,
             lambda: (state.member for state in self.states if not self._is_newest(state)),
         )
 
-    def receive(self, weights: WeightsReference) -> None:
-        """Workers begin to update to the new version."""
+    def adopt(self, weights: WeightsReference) -> None:
+        """Workers begin to adopt the new version."""
         self._weights = weights
-        self._sources.begin(weights)
+        self._tree.adopt(weights)
         self._are_held = self._is_forgotten = False
         self.begin_all()
 
     def forget(self) -> None:
         """A new lineage has begun: what workers hold, or still get, is of no use any more.
 
-        None does any work before `receive`. Where nothing was received yet, they hold their first
+        None does any work before `adopt`. Where nothing was received yet, they hold their first
         weights, and go on.
         """
         if self._weights is not None or self._is_forgotten:
@@ -154,7 +104,7 @@ class WeightUpdates:
     def take_over(self, version: int, *, goes_on: bool) -> None:
         """Workers hold what an earlier start of the script has given them, up to that version.
 
-        Others do no work before `receive`.
+        Others do no work before `adopt`.
         """
         self._is_forgotten = version > 0 or self._config.waits_for_weights
         if self._has_stopped and goes_on:  # else they get others
@@ -191,7 +141,7 @@ class WeightUpdates:
         """The weights that workers update to are to be had elsewhere."""
         if self._weights is not None and self._weights.policy == weights.policy:
             self._weights = weights
-            self._sources.begin(weights)
+            self._tree.adopt(weights)
 
     def leave_out(self, state: RolloutWorkerState) -> None:
         """The worker updates to nothing, and nobody reads from it, until it is there again."""
@@ -199,10 +149,10 @@ class WeightUpdates:
         state.holds.clear()
         if state.update is not None:
             state.update.cancel()
-        self._sources.forget(state.member)
+        self._tree.forget(state.member)
 
     async def hold(self) -> int:
-        """Waits until no worker updates its weights; none begins before `receive`.
+        """Waits until no worker updates its weights; none begins before `adopt`.
 
         Returns: the oldest version that a worker holds.
         """
@@ -313,18 +263,18 @@ class WeightUpdates:
         while (weights := self._wanted(state)) is not None:
             num_refused, began_s = len(refused), loop.time()
             try:
-                await self._sources.bring_near(state.member, weights, refused)
+                await self._tree.bring_near(state.member, weights, refused)
                 async with self._slots:
                     if (weights := self._wanted(state)) is None:
                         return
-                    if self._sources.wants_copy(state.member, weights):
+                    if self._tree.wants_copy(state.member, weights):
                         continue  # there are newer weights by now
                     began_s = loop.time()
-                    async with self._sources.reading(state.member, weights, refused) as source:
+                    async with self._tree.reading(state.member, weights, refused) as source:
                         if self._wanted(state) != weights:
                             continue  # a source was waited for, and the run has gone on, or back
                         await self._fleet.call(
-                            state.member, UPDATE_WEIGHTS, source, timeout_s=timeout_s
+                            state.member, ADOPT_WEIGHTS, source, timeout_s=timeout_s
                         )
             except WorkerError as error:
                 self._fleet.lose(state.member, incarnation, f"has kept old weights: {error}")
@@ -435,7 +385,3 @@ async def begin_in_turns(
         if num_begun == BEGUN_PER_TURN:
             num_begun = 0
             await asyncio.sleep(0)
-
-
-def goes_on(task: asyncio.Task[None] | None) -> bool:
-    return task is not None and not task.done()

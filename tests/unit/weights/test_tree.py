@@ -23,19 +23,19 @@ from areal_sc.config.schema import RolloutConfig, SchedulerConfig, WeightUpdateC
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.shared_card import SharedCard
-from areal_sc.controller.weights.weight_sources import (
-    MAX_REFUSED,
-    MIN_LATE_S,
-    TRAINER_PULLS,
-    WeightHolder,
-    WeightSources,
-)
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.fleet.worker_life import LifeState, Tell
 from areal_sc.sizing.store_room import live_row_bytes
-from areal_sc.weights import ShardReference, WeightChanges, WeightsReference
-from areal_sc.workers.calls import COPY_WEIGHTS, CopyWeights
+from areal_sc.weights.methods import COPY_WEIGHTS, CopyWeights
+from areal_sc.weights.published import ShardReference, WeightChanges, WeightsReference
+from areal_sc.weights.tree import (
+    MAX_REFUSED,
+    MIN_LATE_S,
+    TRAINER_PULLS,
+    WeightHolder,
+    WeightTree,
+)
 
 TRAINERS = "trainers"
 STORE_BYTES = 1 << 20
@@ -116,7 +116,7 @@ class Cluster:
         if base is not None:
             changes = ShardReference(TRAINERS, "address", f"life.{version}000")
             weights = replace(weights, changes=WeightChanges((0, base), (changes,), 9))
-        self.workers.updates.receive(weights)
+        self.workers.updates.adopt(weights)
 
     async def call(self, member: Any, method: Any, args: Any, *, timeout_s: float) -> Any:
         assert timeout_s > 300
@@ -262,7 +262,7 @@ def test_a_node_gets_what_has_changed_with_the_copy_that_it_is_of() -> None:
         assert await copy_all(2, base=1) == first
         assert None not in (await copy_all(3, base=2)).values()
         assert set((await copy_all(4, base=2)).values()) == {None}, "they have version 3"
-        cluster.workers.updates._sources.forget(cluster.members[1])
+        cluster.workers.updates._tree.forget(cluster.members[1])
         bases = await copy_all(5, base=4)
         assert bases["rollout/0"] is not None
         assert bases["rollout/1"] is None, "its memory went with it"
@@ -427,9 +427,9 @@ def test_a_run_whose_nodes_die_while_they_serve_others_goes_on(seed: int) -> Non
     async def scenario() -> None:
         run = TrainingRun(settings)
         run.cluster.num_nodes = 9
-        copy = WeightSources._copy
+        copy = WeightTree._copy
 
-        async def counted(self: WeightSources, member: Any, source: WeightHolder) -> None:
+        async def counted(self: WeightTree, member: Any, source: WeightHolder) -> None:
             pulls["trainers" if source.keeper is None else "nodes"] += 1
             await copy(self, member, source)
             pulls["copies"] += 1
@@ -444,7 +444,7 @@ def test_a_run_whose_nodes_die_while_they_serve_others_goes_on(seed: int) -> Non
                     for shard_id in list(victim.store.copies):
                         victim.store.remove(shard_id)
 
-        with patch.object(WeightSources, "_copy", counted):
+        with patch.object(WeightTree, "_copy", counted):
             async with run.started():
                 killer = asyncio.create_task(keep_killing())
                 for _ in range(settings.num_steps):
