@@ -46,51 +46,6 @@ def fetch_of(name: str, sizes: list[int], num_fields: int = 1) -> Fetch:
     return Fetch(f"{name}.0", parts, sum(sizes) * num_fields, loop.create_future(), 0.0)
 
 
-def asked(connection: OwnerConnection) -> list[tuple[str, int]]:
-    """(shard, bytes) of each part of the next request."""
-    request = connection._next_request()
-    return [(transfer.rows.shard_id, transfer.rows.num_bytes) for _, transfer in request]
-
-
-async def test_large_pulls_take_turns_and_small_ones_share_a_request() -> None:
-    async with owner_connection() as connection:
-        connection.submit(fetch_of("A", [250]))
-        connection.submit(fetch_of("b", [10]))
-        connection.submit(fetch_of("c", [10, 90]))
-        assert asked(connection) == [("A.0", 100)]
-        assert asked(connection) == [("b.0", 10), ("c.0", 10)]
-        assert asked(connection) == [("A.0", 100)]
-        assert asked(connection) == [("c.1", 90)]
-        assert asked(connection) == [("A.0", 50)]
-        assert asked(connection) == []
-
-
-async def test_what_is_put_back_is_asked_for_again_unless_nobody_waits() -> None:
-    async with owner_connection() as connection:
-        waiting, cancelled = fetch_of("A", [40, 50]), fetch_of("B", [10])
-        connection.submit(waiting)
-        connection.submit(cancelled)
-        request = connection._next_request()
-        assert len(request) == 3
-        cancelled.done.cancel()
-        connection._put_back(request)
-        assert asked(connection) == [("A.0", 40), ("A.1", 50)]
-        assert asked(connection) == []
-
-
-async def test_an_abandoned_or_failed_pull_is_not_asked_for_any_more() -> None:
-    async with owner_connection() as connection:
-        abandoned, failed, waiting = (fetch_of(name, [100, 100]) for name in "ABC")
-        for fetch in (abandoned, failed, waiting):
-            connection.submit(fetch)
-        connection._put_back(connection._next_request())
-        connection.abandon(abandoned)
-        failed.done.cancel()
-        assert asked(connection) == [("C.0", 100)]
-        assert asked(connection) == [("C.1", 100)]
-        assert asked(connection) == []
-
-
 async def test_a_request_names_a_limited_number_of_fields() -> None:
     async with owner_connection(1 << 20) as connection:
         connection.submit(fetch_of("A", [0, 0], num_fields=MAX_REQUEST_FIELDS - 1))

@@ -88,20 +88,6 @@ def connected(hub: PeerHub, address: str) -> tuple[Route, Recorder]:
     return hub.connect(address, peer), peer
 
 
-async def test_each_peer_gets_its_own_messages(context: Context) -> None:
-    servers = [Server(context) for _ in range(20)]
-    async with hub_of() as hub:
-        peers = [connected(hub, server.address) for server in servers]
-        for i, (route, _) in enumerate(peers):
-            route.send(f"text {i}".encode())
-        await served_until(lambda: all(peer.heard and peer.life for _, peer in peers), *servers)
-        for i, (route, peer) in enumerate(peers):
-            assert (peer.life, peer.heard) == (["connected"], [f"TEXT {i}"])
-            assert route.is_lost is None
-    for server in servers:
-        server.close()
-
-
 async def test_routes_to_one_address_live_and_end_by_themselves(context: Context) -> None:
     server = Server(context)
     async with hub_of() as hub:
@@ -166,39 +152,6 @@ async def test_a_frame_over_the_limit_costs_the_server_its_connection(context: C
         await until(lambda: len(peer.life) >= 2)
         assert peer.life[:2] == ["connected", "interrupted"]
         assert peer.heard == []
-    server.close()
-
-
-async def test_of_too_many_frames_one_more_than_the_limit_is_handed_over(context: Context) -> None:
-    server = Server(context)
-    async with hub_of(max_frames=3) as hub:
-        route, peer = connected(hub, server.address)
-        route.send(b"text")
-        await until(lambda: bool(server.socket.poll(0)))
-        caller, _ = server.socket.recv_multipart()
-        server.socket.send_multipart([caller, *[b"x"] * 50])
-        await until(lambda: bool(peer.heard))
-        assert peer.heard == ["x"] * 4
-    server.close()
-
-
-async def test_a_closed_route_hears_and_sends_nothing_more(context: Context) -> None:
-    server = Server(context)
-    async with hub_of() as hub:
-        route, peer = connected(hub, server.address)
-        route.send(b"text")
-        await until(lambda: bool(server.socket.poll(0)))
-        server.serve()
-        route.close()
-        route.close()
-        with pytest.raises(PeerLost):
-            route.send(b"more")
-        other, heard = connected(hub, server.address)
-        other.send(b"other")
-        await served_until(lambda: "OTHER" in heard.heard, server)
-        assert peer.heard == []
-        assert "lost" not in str(peer.life)
-        assert route.is_lost == "the connection was closed here"
     server.close()
 
 
