@@ -63,7 +63,7 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(
             ("sglang.hung_after_s", "vllm.hung_after_s"),
             "it is a constant now; for servers that are silent while they compute there is "
-            "busy_limit_s",
+            "servers.busy_limit_s",
         ),
         **{
             f"{section}.{name}": advice
@@ -75,6 +75,13 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
                 "the run's GPUs by CUDA_VISIBLE_DEVICES",
                 "max_restarts": "a worker is started again with its server: it is "
                 "scheduler.max_deaths now",
+                **{
+                    name: f"both kinds of servers have it in one place, servers.{name}"
+                    for name in (
+                        *("tp_size", "host", "ports", "environment", "urls", "api_key_env"),
+                        *("start_timeout_s", "busy_limit_s"),
+                    )
+                },
             }.items()
         },
         **dict.fromkeys(

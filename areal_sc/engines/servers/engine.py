@@ -248,7 +248,7 @@ class ServerEngine:
         if not self.server.is_own:
             raise ConfigError(
                 "weights go as tensors only to servers that this worker has started, and "
-                f"{self._handle.section}.urls names others: set weight_update.method to disk or "
+                "servers.urls names others: set weight_update.method to disk or "
                 "collective"
             )
         await self.publish(self._tensor_weights(version, source))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from areal_sc.config.schema import Device, GRPOConfig, RolloutConfig, WeightUpdateMethod
-from areal_sc.config.server_settings import ServersConfig
+from areal_sc.config.server_settings import ServerProgramConfig, ServersConfig
 from areal_sc.engines.handle_base import GeneratorHandle, with_local_model
 from areal_sc.engines.servers.memory import MemoryShare
 from areal_sc.errors import ConfigError
@@ -49,7 +49,7 @@ class ServersHandle(GeneratorHandle):
 
     Attributes:
         name: of the kind, for messages.
-        section: name of the servers' settings, in the run's and in `rollout`.
+        section: name of their program's settings, in the run's and in `rollout`.
         module: that `python -m` runs as their main program.
         client_class: `module:name` of their `ServerClient`.
         scheduler_title: part of the titles of those of their processes that compute.
@@ -95,8 +95,13 @@ class ServersHandle(GeneratorHandle):
     @property
     def servers(self) -> ServersConfig:
         """The settings of the servers of this config's worker, or of all workers together."""
-        servers: ServersConfig = getattr(self.config, self.section)
-        return servers
+        return self.config.servers
+
+    @property
+    def program(self) -> ServerProgramConfig:
+        """The settings of their program."""
+        program: ServerProgramConfig = getattr(self.config, self.section)
+        return program
 
     @property
     def devices(self) -> tuple[Device, int]:
@@ -125,10 +130,10 @@ class ServersHandle(GeneratorHandle):
                 if len(given) != config.num_workers:
                     raise ConfigError(
                         f"rollout.num_workers: expected {len(given)}, one for each of "
-                        f"{self.section}.{name}, got {config.num_workers}"
+                        f"servers.{name}, got {config.num_workers}"
                     )
                 own[name] = [given[index]]
-        setattr(config, self.section, replace(servers, **own))
+        config.servers = replace(servers, **own)
         return config
 
     def check_scaling(self) -> None:
@@ -136,7 +141,7 @@ class ServersHandle(GeneratorHandle):
         for name in ("urls", "ports"):
             if getattr(self.servers, name):
                 raise ConfigError(
-                    f"{self.section}.{name} names the servers of each worker, so that the number "
+                    f"servers.{name} names the servers of each worker, so that the number "
                     "of rollout workers cannot change; leave it empty"
                 )
 
@@ -152,12 +157,12 @@ class ServersHandle(GeneratorHandle):
         self.of_worker(0)
         if self.servers.urls and self.config.lora.is_published_alone:
             raise ConfigError(
-                f"actor.lora.publish_merged: expected true with {self.section}.urls (an adapter "
+                "actor.lora.publish_merged: expected true with servers.urls (an adapter "
                 "alone goes only to servers that the run itself has started), got false"
             )
         if self.servers.urls and run.weight_update.method == WeightUpdateMethod.pull:
             raise ConfigError(
-                f"weight_update.method: expected disk or collective with {self.section}.urls "
+                "weight_update.method: expected disk or collective with servers.urls "
                 "(pulled weights go as pickles, and only to servers that the run itself has "
                 "started), got pull"
             )
@@ -165,7 +170,7 @@ class ServersHandle(GeneratorHandle):
     def check_turns(self, *, has_cuda: bool, is_here: bool) -> None:
         if self.servers.urls:
             raise ConfigError(
-                f"{self.section}.urls: expected none with placement=turns, since servers give "
+                "servers.urls: expected none with placement=turns, since servers give "
                 "their memory up only where the run has started them for that"
             )
         if not has_cuda:
@@ -186,15 +191,16 @@ class ServersHandle(GeneratorHandle):
         for url in urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(url):
-                raise ConfigError(f"{self.section}.urls: expected http://host:port, got {url!r}")
+                raise ConfigError(f"servers.urls: expected http://host:port, got {url!r}")
         if len({url.rstrip("/") for url in urls}) != len(urls):
-            raise ConfigError(f"{self.section}.urls names a server twice: {', '.join(urls)}")
+            raise ConfigError(f"servers.urls names a server twice: {', '.join(urls)}")
 
     def _check_ports(self) -> None:
-        servers, key = self.servers, f"{self.section}.ports"
-        if servers.python and shutil.which(servers.python) is None:
+        servers, key = self.servers, "servers.ports"
+        python = self.program.python
+        if python and shutil.which(python) is None:
             raise ConfigError(
-                f"{self.section}.python: {servers.python!r} is no program; name the interpreter of "
+                f"{self.section}.python: {python!r} is no program; name the interpreter of "
                 "the environment that the servers' program is installed in"
             )
         for port in servers.ports:

@@ -86,7 +86,7 @@ class ServerProcess:
         servers = handle.servers
         check_model_folder(handle.config.path)
         if servers.ports:  # one that was free a moment ago, and no more, is found by the server
-            check_port(servers.host, instance.port, handle.section)
+            check_port(servers.host, instance.port)
         start = {
             "parent_pid": os.getpid(),
             "module": handle.module,
@@ -178,7 +178,7 @@ class ServerProcess:
 
     def _start_error(self, what: str) -> WorkerStartError | ConfigError:
         tail = self._log_tail()
-        section, python = self._handle.section, self._handle.servers.python or sys.executable
+        section, python = self._handle.section, self._handle.program.python or sys.executable
         if self._process.returncode == launcher.NOT_INSTALLED:
             return ConfigError(
                 f"{self._handle.name} is not installed for {section}.python={python!r}: "
@@ -211,7 +211,7 @@ def free_port(host: str) -> int:
         return port
 
 
-def check_port(host: str, port: int, section: str) -> None:
+def check_port(host: str, port: int) -> None:
     """Raises ConfigError: something listens there, or the interface is not this machine's."""
     try:
         # it may be bound again at once, as the server itself does it
@@ -219,10 +219,10 @@ def check_port(host: str, port: int, section: str) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"{section}.ports: {host}:{port} is in use by another process; choose another "
+                f"servers.ports: {host}:{port} is in use by another process; choose another "
                 "port, or leave it empty for free ones"
             ) from error
-        raise ConfigError(f"{section}.host: cannot listen on {host}: {error}") from error
+        raise ConfigError(f"servers.host: cannot listen on {host}: {error}") from error
 
 
 def reachable_host(host: str) -> str:

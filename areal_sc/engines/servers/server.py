@@ -151,7 +151,7 @@ class ServerLife:
                 self.version = await self._find_version(client)
             except (PeerLost, RpcTimeout, ProtocolError, EngineFailed) as error:
                 raise ConfigError(
-                    f"{handle.section}.urls: no {handle.name} server answers at {self.url} as one "
+                    f"servers.urls: no {handle.name} server answers at {self.url} as one "
                     f"does ({error}); start it, or correct the URL"
                 ) from error
             undo.pop_all()

@@ -38,10 +38,10 @@ SETTINGS_OF: Mapping[str, str] = {
     "dtype": "rollout.dtype",
     "seed": "rollout.seed",
     "max_model_len": "rollout.max_context_tokens",
-    "host": "vllm.host",
-    "port": "vllm.ports",
-    "tensor_parallel_size": "vllm.tp_size",
-    "pipeline_parallel_size": "vllm.tp_size",
+    "host": "servers.host",
+    "port": "servers.ports",
+    "tensor_parallel_size": "servers.tp_size",
+    "pipeline_parallel_size": "servers.tp_size",
     "data_parallel_size": "rollout.num_workers",
     "api_key": "a random key",
     "logprobs_mode": "nothing, as training needs the one that is set",
@@ -62,8 +62,8 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
     Raises: ConfigError: `vllm.args` holds an argument that has a setting of its own. ModelError: on
         a CPU, a mixture of experts.
     """
-    servers = config.vllm
-    given = given_arguments(servers.args, SETTINGS_OF, "vllm")
+    servers = config.servers
+    given = given_arguments(config.vllm.args, SETTINGS_OF, "vllm")
     slots = config.max_running_sequences
     arguments: dict[str, Any] = {
         "model": config.path,
@@ -128,5 +128,5 @@ def _kv_bytes(config: RolloutConfig, num_tokens: int) -> int:
     values = (shape := read_model_shape(config.path)) and shape.kv_values_per_token
     if not values:
         return _UNKNOWN_CPU_KV_BYTES
-    token_bytes = -(-values * DTYPE_BYTES[config.dtype] // config.vllm.tp_size)
+    token_bytes = -(-values * DTYPE_BYTES[config.dtype] // config.servers.tp_size)
     return max(_MIN_CPU_KV_BYTES, num_tokens * token_bytes)

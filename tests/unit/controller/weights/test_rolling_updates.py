@@ -15,7 +15,7 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
     WeightUpdateMethod,
 )
-from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.shared_card import SharedCard
@@ -53,7 +53,7 @@ class UpdatingFleet:
 
 
 def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
-    given = {"num_workers": NUM_WORKERS, "sglang": SGLangConfig(), **settings}
+    given = {"num_workers": NUM_WORKERS, "servers": ServersConfig(), **settings}
     config = RolloutConfig(
         max_context_tokens=64, **{"weight_update": WeightUpdateConfig(), **given}
     )

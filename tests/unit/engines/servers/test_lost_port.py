@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.engines.servers.process import ServerProcess
 from areal_sc.engines.servers.server import MAX_PORT_RACES, ServerLife
@@ -38,7 +38,7 @@ async def test_a_server_that_has_lost_a_port_starts_again(
     ports: list[int],
     num_starts: int,
 ) -> None:
-    config = RolloutConfig(path=str(tiny_model_folder), sglang=SGLangConfig(ports=ports))
+    config = RolloutConfig(path=str(tiny_model_folder), servers=ServersConfig(ports=ports))
     server = ServerLife(SGLangEngine(config), tmp_path, "rollout-0", is_cuda=False)
     num_begun = 0
 

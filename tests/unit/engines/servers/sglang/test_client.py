@@ -58,7 +58,7 @@ def answering(status: int, content: Any) -> Handler:
     ("status", "content", "error", "message"),
     [
         (401, {"error": "Unauthorized"}, ConfigError, "refused the API key"),
-        (403, {}, ConfigError, "name it in sglang.api_key_env"),
+        (403, {}, ConfigError, "name it in servers.api_key_env"),
         (429, {}, ServerBusy, "no request now"),
         (503, b"", ServerBusy, "HTTP 503"),
         (400, {"error": {"message": "too long"}}, EngineFailed, "too long"),
