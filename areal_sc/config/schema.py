@@ -283,6 +283,7 @@ class RolloutConfig(Section):
 
     Attributes:
         max_prefill_tokens: prompt tokens that the local engine computes between two decode steps.
+        step_timeout_s: limit of one step of the local engine; longer for a large model.
     """
 
     engine: RolloutEngine = setting(RolloutEngine.local)
@@ -326,9 +327,7 @@ class RolloutConfig(Section):
     store_bytes: int = setting(0, "limit of one worker's tensor store; 0: what is free there", ge=0)
     node_store_bytes: int = setting(0, "limit of a node's stores; 0: its shared memory", ge=0)
     group_timeout_s: float = setting(3600.0, "limit of a group, from its start to its end", gt=0)
-    step_timeout_s: float = setting(
-        300.0, "limit of one step of the local engine", gt=0, idle=("engine!=local",)
-    )
+    step_timeout_s: float = in_code(300.0)
     reward_timeout_s: float = setting(30.0, "limit of one reward", gt=0)
     num_reward_processes: int = setting(1, "processes a worker that compute rewards", ge=1)
     sandbox: SandboxConfig = setting(SandboxConfig)

@@ -24,10 +24,6 @@ class ServersConfig:
     """
 
     tp_size: int = setting(1, "tensor parallel: GPUs a server", ge=1, idle=_RUN_ALREADY)
-    host: str = setting("127.0.0.1", "interface that the servers listen on", idle=_RUN_ALREADY)
-    ports: list[int] = setting(
-        list, "ports of the servers, one a worker; empty: free ones", idle=_RUN_ALREADY
-    )
     environment: dict[str, str] = setting(
         dict, "further environment variables of the servers", idle=_RUN_ALREADY
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import urlsplit
 
 from areal_sc.config.schema import Device, GRPOConfig, RolloutConfig, WeightUpdateMethod
@@ -23,7 +23,9 @@ from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 if TYPE_CHECKING:
     from areal_sc.engines.servers.client import ServerClient
 
-_MAX_PORT = 65535
+
+LOOPBACK: Final = "127.0.0.1"
+"""Where servers listen: their workers are beside them."""
 
 
 @dataclass(frozen=True)
@@ -119,31 +121,27 @@ class ServersHandle(GeneratorHandle):
         return self.servers.start_timeout_s
 
     def of_worker(self, index: int) -> RolloutConfig:
-        """Each worker has one of the `urls`, or of the `ports`.
+        """Each worker has one of the `urls`.
 
         Raises: ConfigError: there are more of them, or fewer, than workers.
         """
-        config, servers = super().of_worker(index), self.servers
-        own: dict[str, Any] = {}
-        for name in ("urls", "ports"):
-            if given := getattr(servers, name):
-                if len(given) != config.num_workers:
-                    raise ConfigError(
-                        f"rollout.num_workers: expected {len(given)}, one for each of "
-                        f"servers.{name}, got {config.num_workers}"
-                    )
-                own[name] = [given[index]]
-        config.servers = replace(servers, **own)
+        config, urls = super().of_worker(index), self.servers.urls
+        if urls:
+            if len(urls) != config.num_workers:
+                raise ConfigError(
+                    f"rollout.num_workers: expected {len(urls)}, one for each of servers.urls, "
+                    f"got {config.num_workers}"
+                )
+            config.servers = replace(self.servers, urls=[urls[index]])
         return config
 
     def check_scaling(self) -> None:
         super().check_scaling()
-        for name in ("urls", "ports"):
-            if getattr(self.servers, name):
-                raise ConfigError(
-                    f"servers.{name} names the servers of each worker, so that the number "
-                    "of rollout workers cannot change; leave it empty"
-                )
+        if self.servers.urls:
+            raise ConfigError(
+                "servers.urls names the servers of each worker, so that the number of rollout "
+                "workers cannot change; leave it empty"
+            )
 
     def check(self, run: GRPOConfig) -> None:
         if run.rollout.random_init:
@@ -181,10 +179,14 @@ class ServersHandle(GeneratorHandle):
 
     def check_servers(self) -> None:
         """Raises ConfigError for settings of servers that cannot be; starts nothing."""
+        python = self.program.python
         if self.servers.urls:
             self._check_urls()
-        else:
-            self._check_ports()
+        elif python and shutil.which(python) is None:
+            raise ConfigError(
+                f"{self.section}.python: {python!r} is no program; name the interpreter of the "
+                "environment that the servers' program is installed in"
+            )
 
     def _check_urls(self) -> None:
         urls = self.servers.urls
@@ -194,20 +196,6 @@ class ServersHandle(GeneratorHandle):
                 raise ConfigError(f"servers.urls: expected http://host:port, got {url!r}")
         if len({url.rstrip("/") for url in urls}) != len(urls):
             raise ConfigError(f"servers.urls names a server twice: {', '.join(urls)}")
-
-    def _check_ports(self) -> None:
-        servers, key = self.servers, "servers.ports"
-        python = self.program.python
-        if python and shutil.which(python) is None:
-            raise ConfigError(
-                f"{self.section}.python: {python!r} is no program; name the interpreter of "
-                "the environment that the servers' program is installed in"
-            )
-        for port in servers.ports:
-            if not 0 < port <= _MAX_PORT:
-                raise ConfigError(f"{key}: expected 1 to {_MAX_PORT}, got {port}")
-        if len(set(servers.ports)) != len(servers.ports):
-            raise ConfigError(f"{key} names a port twice: {servers.ports}")
 
     def plan_worker(
         self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine

@@ -123,8 +123,8 @@ Load = Callable[..., GRPOConfig]
             "rollout.autoscale.max=4, got 5",
         ),
         (
-            "rollout.autoscale.max=2 rollout.engine=sglang servers.ports=[30000]",
-            "servers.ports names the servers of each worker",
+            "rollout.autoscale.max=2 rollout.engine=sglang servers.urls=['http://a:1']",
+            "servers.urls names the servers of each worker",
         ),
         (
             "actor.ppo.num_minibatches=257",

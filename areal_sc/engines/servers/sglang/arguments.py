@@ -8,7 +8,7 @@ from typing import Any
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import Dtype, RolloutConfig
 from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
-from areal_sc.engines.servers.handle import ServerInstance
+from areal_sc.engines.servers.handle import LOOPBACK, ServerInstance
 
 OLDEST_VERSION = (0, 5, 11)
 """The first that holds running requests while its weights are replaced (pause mode `retract`)."""
@@ -31,8 +31,8 @@ SETTINGS_OF: Mapping[str, str] = {
     "device": "rollout.device",
     "random_seed": "rollout.seed",
     "context_length": "rollout.max_context_tokens",
-    "host": "servers.host",
-    "port": "servers.ports",
+    "host": "nothing, as servers listen on loopback alone",
+    "port": "nothing, as a free one is found",
     "tp_size": "servers.tp_size",
     "tensor_parallel_size": "servers.tp_size",
     "tp": "servers.tp_size",
@@ -67,7 +67,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "model_path": config.path,
         "dtype": str(config.dtype),
         "enable_fp32_lm_head": config.float32_output_layer and config.dtype != Dtype.float32,
-        "host": servers.host,
+        "host": LOOPBACK,
         "port": instance.port,
         "tp_size": servers.tp_size,
         "random_seed": config.seed % NUM_SEEDS,

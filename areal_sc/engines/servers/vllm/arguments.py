@@ -8,7 +8,7 @@ from typing import Any
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
-from areal_sc.engines.servers.handle import ServerInstance
+from areal_sc.engines.servers.handle import LOOPBACK, ServerInstance
 from areal_sc.errors import ModelError
 from areal_sc.sizing.model_folder import read_model_shape
 from areal_sc.sizing.worker_plan import DTYPE_BYTES
@@ -38,8 +38,8 @@ SETTINGS_OF: Mapping[str, str] = {
     "dtype": "rollout.dtype",
     "seed": "rollout.seed",
     "max_model_len": "rollout.max_context_tokens",
-    "host": "servers.host",
-    "port": "servers.ports",
+    "host": "nothing, as servers listen on loopback alone",
+    "port": "nothing, as a free one is found",
     "tensor_parallel_size": "servers.tp_size",
     "pipeline_parallel_size": "servers.tp_size",
     "data_parallel_size": "rollout.num_workers",
@@ -72,7 +72,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "enable_scale_out": True,  # the route for them
         "generation_config": "vllm",  # none of the folder's: requests say all
         "dtype": str(config.dtype),
-        "host": servers.host,
+        "host": LOOPBACK,
         "port": instance.port,
         "tensor_parallel_size": servers.tp_size,
         "distributed_executor_backend": "mp",

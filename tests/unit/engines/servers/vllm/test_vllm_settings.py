@@ -61,7 +61,10 @@ def test_arguments_of_the_user_come_first() -> None:
     arguments = server_arguments(rollout(vllm=vllm), PLACE)
     assert {"--max-num-seqs=99", "--swap-space=2"} <= set(arguments)
     assert "--enforce-eager" not in arguments
-    for name, setting in (("port", "servers.ports"), ("logprobs-mode", "nothing, as training")):
+    for name, setting in (
+        ("port", "nothing, as a free one is found"),
+        ("logprobs-mode", "nothing, as training"),
+    ):
         with pytest.raises(ConfigError, match=rf"vllm\.args\.{name[:4]}.*: set {setting}"):
             server_arguments(rollout(vllm=VLLMConfig(args={name: 1})), PLACE)
 
