@@ -82,7 +82,7 @@ class _RewardCall:
 
     @property
     def place(self) -> str:
-        """Where the reward is defined, as of a RewardError."""
+        """Where the reward is defined, for a RewardError."""
         return place_of_definition(self.reward)
 
 
@@ -264,7 +264,7 @@ class RewardPool:
         """
         how, ended = process.child.how, process.child.ended
         is_killed = ended.done() and -ended.result() in _SIGNALS_OF_OTHERS and not lacked_memory
-        pause_s = (call.kills if is_killed else call.ends).note()
+        pause_s = (call.kills if is_killed else call.ends).note_death()
         num_ends = call.ends.number + call.kills.number
         if pause_s is not None:
             await asyncio.sleep(pause_s)

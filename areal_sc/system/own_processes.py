@@ -333,7 +333,7 @@ class OwnProcesses:
 
         Args:
             spec: what it gets beside what is the same for all; `network` and `read` of a
-                `Narrowing` among it, and `port` as of `begin_apart`.
+                `Narrowing` among it, and `port`, see `begin_apart`.
         Raises: NeverWorks: it cannot be as narrow as that says. WorkerError: several in a row
             did not start, the fork server is gone, or the pool was closed.
         """
@@ -342,7 +342,7 @@ class OwnProcesses:
             try:
                 return await self._start_one(spec)
             except WorkerStartError as error:
-                pause_s = deaths.note()
+                pause_s = deaths.note_death()
                 log.warning("%s_process_failed_starts=%d: %s", self._role, deaths.number, error)
                 if pause_s is None and not self._is_closed:
                     raise

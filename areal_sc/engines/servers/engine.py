@@ -306,7 +306,7 @@ class ServerEngine:
     def stats(self) -> Mapping[str, float]:
         """Counters since start, and the requests and servers of now."""
         places = self.server.places
-        places.busy.note(places.num_running)
+        places.busy.note_running(places.num_running)
         return {
             **asdict(self._completer.counters),
             **asdict(self.times),

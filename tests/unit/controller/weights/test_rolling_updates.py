@@ -133,7 +133,7 @@ async def test_weights_of_a_lineage_that_was_left_are_of_no_use() -> None:
     updates.forget()
     assert {state.version for state in updates.states} == {NO_VERSION}
     assert not updates.current_members, "nobody takes part in a broadcast, or in an evaluation"
-    taken = asyncio.ensure_future(workers.set.take(5))
+    taken = asyncio.ensure_future(workers.set.take_worker(5))
     fleet.finish(late)
     await turn()
     assert not taken.done(), "it has got weights of the lineage that was left"
