@@ -118,6 +118,7 @@ class OwnProcess:
             ConnectionResetError: the process has ended.
         """
         loop, answer = self._loop, self.call(kind, *arguments)[1]
+        watch: asyncio.TimerHandle | None = None
 
         def end(error: TimeoutError) -> None:
             self.is_spent = self.is_spent or not answer.done()
@@ -133,10 +134,11 @@ class OwnProcess:
 
         def stop(_: Any) -> None:
             last.cancel()
-            watch.cancel()
+            if watch is not None:
+                watch.cancel()
 
         # a turn later, so that a reply which is there by then counts: the loop may have stood still
-        watch = last = loop.call_later(limit_s, loop.call_soon, end, TimeoutError())
+        last = loop.call_later(limit_s, loop.call_soon, end, TimeoutError())
         if cpu_limit_s < math.inf:
             watch_cpu(self.cpu_s() + cpu_limit_s)
         answer.add_done_callback(stop)
