@@ -54,7 +54,7 @@ class CostedCluster(SimulatedCluster):
     def counters(self) -> dict[str, float]:
         """As engines and rollout workers count."""
         for server in self.all_servers:
-            server.busy.note(server.num_running)
+            server.busy.note_running(server.num_running)
         return {
             "answer_s": sum(server.busy.answer_s for server in self.all_servers),
             "busy_s": sum(server.busy.busy_s for server in self.all_servers),

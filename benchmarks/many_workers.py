@@ -131,7 +131,7 @@ def measure_choice(num_workers: int) -> report.Metrics:
     nodes = [f"node-{number // WORKERS_PER_NODE}" for number in range(num_workers)]
     loads = WorkerLoads(nodes, 8, dict.fromkeys(nodes, 8 * WORKERS_PER_NODE))
     for number in range(num_workers):
-        loads.note(
+        loads.note_load(
             number,
             version=rng.randint(0, 1),
             gets_newest=True,

@@ -137,7 +137,7 @@ class Server:
     def _go_on(self) -> None:
         """Ends what has ended, begins what has room, and looks again at the next end."""
         self._pass_time()
-        self.busy.note(len(self._running))
+        self.busy.note_running(len(self._running))
         while self._running and self._running[0][0] <= self._turns + 1e-6:
             _, _, begun, on_end = heapq.heappop(self._running)
             num_tokens = round(self._turns - begun)
@@ -151,7 +151,7 @@ class Server:
                 self._running, (self._turns + num_tokens, self._num, self._turns, on_end)
             )
             self._sum_begun += self._turns
-        self.busy.note(len(self._running))
+        self.busy.note_running(len(self._running))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -21,7 +21,7 @@ class OnlineWorkflow(SessionWorkflow):
     data, calls the model, and tells the reward. An episode that is rejected, or left alone, is not
     trained.
 
-    Args: as of an `AgentWorkflow`.
+    Args: those of an `AgentWorkflow`.
     Raises: WorkflowError: an argument is none of those.
     """
 

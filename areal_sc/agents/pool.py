@@ -159,8 +159,8 @@ class AgentPool:
         if crew.runs_beside is None:
             async with crew.starting:
                 if crew.runs_beside is None:
-                    async with self._own.lent(crew, partial(self._start, crew)):
-                        pass  # it has told, and waits for an episode
+                    process = await self._own.lend(crew, partial(self._start, crew))
+                    await self._own.take_back(crew, process)  # it has told
         if crew.runs_beside and not is_alone:
             return await self._run_beside(crew, *call)
         return await self._run_alone(crew, *call)
@@ -208,8 +208,7 @@ class AgentPool:
 
     async def _load(self, crew: _Crew, process: OwnProcess) -> None:
         try:
-            async with asyncio.timeout(LOAD_TIMEOUT_S):
-                kind, *rest = await process.call("load", crew.reference)[1]
+            kind, *rest = await process.ask("load", crew.reference, limit_s=LOAD_TIMEOUT_S)
         except TimeoutError:
             stacks = await self._own.stacks(process)
             what = f"its module was not imported in {LOAD_TIMEOUT_S:g} s"
@@ -222,8 +221,9 @@ class AgentPool:
         crew.runs_beside = has_session and crew.is_awaited
 
     async def _run_alone(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
-        async with self._own.lent(crew, partial(self._start, crew)) as process:
-            process.is_spent = True
+        process = await self._own.lend(crew, partial(self._start, crew))
+        process.is_spent = True
+        try:
             number, answer = process.call("call", row, session)
             await self._server.clock.wait(answer, self.config.episode_timeout_s)
             if not answer.done():
@@ -234,6 +234,8 @@ class AgentPool:
             is_used_once = crew.runs_beside or isinstance(crew.agent, AgentCommand)
             process.is_spent = bool(is_used_once or has_left)
             return crew.end_of(kind, told, output)
+        finally:
+            await self._own.take_back(crew, process)
 
     async def _run_beside(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
         async with crew.starting:

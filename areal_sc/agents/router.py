@@ -116,7 +116,7 @@ class Router:
         app.router.add_route("*", "/{path:.*}", refuse_path(paths))
         return app
 
-    def take(self, routes: Routes) -> None:
+    def take_routes(self, routes: Routes) -> None:
         """Workers are elsewhere from now on, or lost."""
         self._routes = routes
         self._silent_until_s.clear()
@@ -335,7 +335,7 @@ async def _serve() -> None:
         tell_starter(msgspec.json.encode(RouterStarted(listener.getsockname()[1])))
         try:
             while line := await _whole_line(told):
-                router.take(msgspec.json.decode(line, type=Routes))
+                router.take_routes(msgspec.json.decode(line, type=Routes))
         finally:
             await runner.cleanup()
 

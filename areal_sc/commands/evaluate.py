@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: words that do not fit, or answers of other settings. ConfigError,
-    ModelError, WorkflowError, WorkerError: as of a run."""
+    ModelError, WorkflowError, WorkerError: what a run raises."""
     if arguments.limit is not None and arguments.limit < 1:
         raise CommandError(f"--limit: expected a number above 0, got {arguments.limit}")
     if arguments.overwrite and arguments.rescore:

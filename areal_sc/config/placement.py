@@ -54,7 +54,7 @@ class DevicePlacement:
             self._users[device].append(f"{role}/{index}")
         return chosen
 
-    def take(self, name: str, devices: Sequence[int]) -> None:
+    def take_devices(self, name: str, devices: Sequence[int]) -> None:
         """The worker `role/index` has these devices, whoever has chosen them."""
         self.release(name)
         for device in devices:

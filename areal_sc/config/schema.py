@@ -34,7 +34,7 @@ from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.run_only import KnowsRunOnly
 from areal_sc.config.sandbox_settings import SandboxConfig
 from areal_sc.config.scale_settings import AutoscaleConfig
-from areal_sc.config.server_settings import SGLangConfig, VLLMConfig
+from areal_sc.config.server_settings import ServersConfig, SGLangConfig, VLLMConfig
 from areal_sc.config.sharing import Section, join_sections
 from areal_sc.config.slurm_settings import SchedulerType, SlurmConfig
 from areal_sc.config.transport_settings import TransportConfig as TransportConfig
@@ -283,6 +283,7 @@ class RolloutConfig(Section):
 
     Attributes:
         max_prefill_tokens: prompt tokens that the local engine computes between two decode steps.
+        step_timeout_s: limit of one step of the local engine; longer for a large model.
     """
 
     engine: RolloutEngine = setting(RolloutEngine.local)
@@ -295,9 +296,7 @@ class RolloutConfig(Section):
     generation: GenerationConfig = shared("${generation}", GenerationConfig)
     num_workers: int = setting(1, "processes, one engine each", ge=1)
     autoscale: AutoscaleConfig = setting(AutoscaleConfig)
-    device: Device = setting(
-        Device.auto, idle=("engine=sglang and sglang.urls!=", "engine=vllm and vllm.urls!=")
-    )
+    device: Device = setting(Device.auto, idle=("engine!=local and servers.urls!=",))
     placement: Placement = shared("${placement}", Placement.auto)
     dtype: Dtype = apart("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
     float32_output_layer: bool = setting(
@@ -328,9 +327,7 @@ class RolloutConfig(Section):
     store_bytes: int = setting(0, "limit of one worker's tensor store; 0: what is free there", ge=0)
     node_store_bytes: int = setting(0, "limit of a node's stores; 0: its shared memory", ge=0)
     group_timeout_s: float = setting(3600.0, "limit of a group, from its start to its end", gt=0)
-    step_timeout_s: float = setting(
-        300.0, "limit of one step of the local engine", gt=0, idle=("engine!=local",)
-    )
+    step_timeout_s: float = in_code(300.0)
     reward_timeout_s: float = setting(30.0, "limit of one reward", gt=0)
     num_reward_processes: int = setting(1, "processes a worker that compute rewards", ge=1)
     sandbox: SandboxConfig = setting(SandboxConfig)
@@ -347,6 +344,7 @@ class RolloutConfig(Section):
     )
     max_lost_s: float = setting(300.0, "the run ends if so long all episodes are rejected", gt=0)
     agents: AgentsConfig = shared("${agents}", AgentsConfig)
+    servers: ServersConfig = shared("${servers}", ServersConfig)
     sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
     vllm: VLLMConfig = shared("${vllm}", VLLMConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
@@ -438,6 +436,7 @@ class GRPOConfig:
     )
     rollout: RolloutConfig = setting(RolloutConfig, idle=_ON_ROWS)
     agents: AgentsConfig = setting(AgentsConfig, idle=(*_ON_ROWS, "without a workflow of agents"))
+    servers: ServersConfig = setting(ServersConfig, idle=(*_ON_ROWS, "rollout.engine=local"))
     sglang: SGLangConfig = setting(SGLangConfig, idle=(*_ON_ROWS, "rollout.engine!=sglang"))
     vllm: VLLMConfig = setting(VLLMConfig, idle=(*_ON_ROWS, "rollout.engine!=vllm"))
     weight_update: WeightUpdateConfig = setting(WeightUpdateConfig, idle=_ON_ROWS)

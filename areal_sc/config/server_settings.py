@@ -8,6 +8,7 @@ from typing import Any
 from areal_sc.config.fields import in_code, setting
 
 _RUN_ALREADY = ("urls!=: these servers run already",)
+_STARTED = ("servers.urls!=: these servers run already",)
 
 
 @dataclass
@@ -22,17 +23,7 @@ class ServersConfig:
         hung_after_s: an idle server that is silent for so long is lost.
     """
 
-    python: str = setting(
-        "", "interpreter of their program's environment; empty: this one", idle=_RUN_ALREADY
-    )
     tp_size: int = setting(1, "tensor parallel: GPUs a server", ge=1, idle=_RUN_ALREADY)
-    host: str = setting("127.0.0.1", "interface that the servers listen on", idle=_RUN_ALREADY)
-    ports: list[int] = setting(
-        list, "ports of the servers, one a worker; empty: free ones", idle=_RUN_ALREADY
-    )
-    args: dict[str, Any] = setting(
-        dict, "arguments of the program: {mem_fraction_static: 0.6}", idle=_RUN_ALREADY
-    )
     environment: dict[str, str] = setting(
         dict, "further environment variables of the servers", idle=_RUN_ALREADY
     )
@@ -53,10 +44,20 @@ class ServersConfig:
 
 
 @dataclass
-class SGLangConfig(ServersConfig):
-    """The SGLang servers."""
+class ServerProgramConfig:
+    """The program of the inference servers of one kind."""
+
+    python: str = setting("", "interpreter of its environment; empty: this one", idle=_STARTED)
+    args: dict[str, Any] = setting(
+        dict, "its arguments, by its own names: {mem_fraction_static: 0.6}", idle=_STARTED
+    )
 
 
 @dataclass
-class VLLMConfig(ServersConfig):
-    """The vLLM servers."""
+class SGLangConfig(ServerProgramConfig):
+    """SGLang's program."""
+
+
+@dataclass
+class VLLMConfig(ServerProgramConfig):
+    """vLLM's program."""

@@ -45,7 +45,7 @@ class Section:
 def taken_from(run: Any, template: str) -> Any:
     """The value of a shared setting that is not given.
 
-    Args: template: as of `shared`.
+    Args: template: what `shared` was given.
     """
     key, text = _parts(template)
     value = value_at(run, key)

@@ -23,6 +23,7 @@ class TransportConfig:
         chunk_bytes: payload of one request, under one authentication tag.
         max_inflight_chunks: chunks requested from one owner and not yet received.
         pull_timeout_s: deadline of a pull; longer for a large model.
+        stalled_peer_timeout_s: a peer that is silent for so long is dropped.
     """
 
     bind: str = setting("auto", "IP address, interface, network (10.1.0.0/16), or 0.0.0.0: all")
@@ -40,7 +41,7 @@ class TransportConfig:
         3600.0, "deadline of what waits for the run's disk, or reads the model", gt=0
     )
     pull_timeout_s: float = in_code(300.0)
-    stalled_peer_timeout_s: float = setting(30.0, "drop a peer that is silent for so long", gt=0)
+    stalled_peer_timeout_s: float = in_code(30.0)
 
     def __post_init__(self) -> None:
         if self.shared_memory == "False":  # what YAML makes of off

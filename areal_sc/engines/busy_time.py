@@ -21,7 +21,7 @@ class BusyTime:
         self._at_s = clock()
         self._num_running = 0
 
-    def note(self, num_running: int) -> None:
+    def note_running(self, num_running: int) -> None:
         """Brings the times up to now; from now on `num_running` answers run."""
         now_s = self._clock()
         passed_s = now_s - self._at_s

@@ -202,7 +202,7 @@ class NodeAgent:
         Raises: NodeLost: see `replace`.
         """
         node, is_final = self._node, False
-        pause_s = 0.0 if death is None else self._deaths.note()
+        pause_s = 0.0 if death is None else self._deaths.note_death()
         while pause_s is not None:
             await asyncio.sleep(pause_s)
             try:
@@ -217,7 +217,7 @@ class NodeAgent:
                 death = error if isinstance(error, WorkerError) else lost
             if death is None:
                 break
-            pause_s = self._deaths.note(is_final=is_final)
+            pause_s = self._deaths.note_death(is_final=is_final)
         if death is not None:
             self._failure = NodeLost(
                 f"node {node.name} was lost {self._deaths.number} times in a row: {death}",

@@ -355,7 +355,7 @@ class Lives:
     def _lose(self, life: Life, cause: WorkerError, *, is_final: bool) -> list[Output]:
         had_processes, was_down = life.state in _ALIVE, life.is_down
         life.incarnations = life.silent = frozenset()  # the other workers' ends say nothing new
-        pause_s = life.deaths.note(is_final=is_final)
+        pause_s = life.deaths.note_death(is_final=is_final)
         if pause_s is None:
             self.has_failed, life.state = True, LifeState.given_up
             end = EndRun(life.unit, cause, life.deaths.number)

@@ -176,7 +176,7 @@ class Agent:
 
     async def describe(self, _: None) -> spec.NodeDescription:
         """What the node is, and what runs there."""
-        self._script.note()
+        self._script.note_contact()
         self._wishes.clear()  # whoever asked for it meant an earlier script
         await self._processes.forked()  # for an earlier script, which can end nobody any more
         assert self._facts is not None
@@ -192,8 +192,8 @@ class Agent:
 
     async def welcome(self, welcome: spec.Welcome) -> None:
         """A further start of the script goes on with what runs here."""
-        self._script.note()
-        self._node.note(welcome)
+        self._script.note_contact()
+        self._node.note_welcome(welcome)
 
     def launch(self, launch: spec.Launch) -> Coroutine[Any, Any, spec.Launched]:
         """Starts workers; they all serve when it returns, or none is left.
@@ -207,7 +207,7 @@ class Agent:
         return self._launch(launch, self._server.newest_term.number)
 
     async def _launch(self, launch: spec.Launch, term: int) -> spec.Launched:
-        self._script.note()
+        self._script.note_contact()
         started = time.monotonic()
         self._note_replaced(launch.replaced)
         assert self._facts is not None
@@ -226,7 +226,7 @@ class Agent:
 
     async def watch(self, watch: spec.Watch) -> spec.News:
         """News of the workers of a role, at once when one has ended."""
-        self._script.note()
+        self._script.note_contact()
         processes = self._processes
         self._note_replaced(watch.replaced)
         known = watch.num_ended, watch.num_wishes
@@ -259,12 +259,12 @@ class Agent:
 
     async def stop(self, stop: spec.Stop) -> None:
         """Waits for the end of workers, and kills those that take too long."""
-        self._script.note()
+        self._script.note_contact()
         await self._processes.stop(stop.incarnations, stop.grace_s)
 
     async def stacks(self, names: Sequence[str]) -> list[spec.WorkerStacks]:
         """What workers do that do not get on; nothing of a name that is no worker's."""
-        self._script.note()
+        self._script.note_contact()
         return await self._processes.stacks(names)
 
     async def stop_run(self, _: None) -> bool:
@@ -309,7 +309,7 @@ class Agent:
     async def _join(self, limit_s: float) -> None:
         assert self._invitation is not None
         assert self._facts is not None
-        self._node.note(await self._invitation.accept(self._keys, self._facts, limit_s))
+        self._node.note_welcome(await self._invitation.accept(self._keys, self._facts, limit_s))
 
     def _worker_spec(
         self, order: spec.WorkerOrder, shipped: spec.Shipped | None, term: int

@@ -63,7 +63,7 @@ class NodeFolder:
         """
         return None
 
-    def note(self, welcome: Welcome) -> None:
+    def note_welcome(self, welcome: Welcome) -> None:
         """A script says where it is; a folder that is shared says it, too.
 
         Raises: TransportError: it cannot be noted.

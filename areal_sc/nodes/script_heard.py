@@ -46,7 +46,7 @@ class ScriptHeard:
         self._heard_s = self._asked_s = time.monotonic()
         self._is_known = not is_far  # a script on this machine has started the agent just now
 
-    def note(self) -> None:
+    def note_contact(self) -> None:
         """It calls, or answers."""
         self._heard_s = time.monotonic()
         self._is_known = True
@@ -92,7 +92,7 @@ class ScriptHeard:
         while True:
             try:
                 await join(self._beats_s)
-                return self.note()
+                return self.note_contact()
             except NotPermitted:
                 raise
             except TransportError:
@@ -119,7 +119,7 @@ class ScriptHeard:
             logger.warning("the script does not answer as it should: %s", error)
         else:
             if not self._has_workers():
-                self.note()
+                self.note_contact()
         self._asked_s = time.monotonic()
         return False
 

@@ -31,8 +31,7 @@ from areal_sc.page.page_cache import Bookmarks, cache_folder, database_of
 from areal_sc.page.recorded_advantages import advantages_by
 from areal_sc.page.recorded_groups import RecordedGroups, tokenizer_of
 from areal_sc.page.row_index import RowIndex
-from areal_sc.page.row_query import RowQuery
-from areal_sc.page.row_search import MARKED, RowName, RowSearch
+from areal_sc.page.row_search import MARKED, RowName, RowQuery, RowSearch
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
 from areal_sc.page.trained_numbers import TrainedNumbers, weights_by

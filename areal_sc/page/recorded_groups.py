@@ -18,7 +18,7 @@ from areal_sc.errors import RunFolderError
 from areal_sc.page.row_index import PlacedGroup, RowIndex
 from areal_sc.page.row_texts import decoded
 from areal_sc.page.trained_numbers import TrainedNumbers
-from areal_sc.records.blocks import RecordBlock, read_blocks, read_body
+from areal_sc.records.blocks import RecordBlock, opened_block, read_body
 from areal_sc.records.recorded_calls import RecordedCall, unpack_calls
 from areal_sc.records.recorded_rows import (
     RecordedGroup,
@@ -174,11 +174,8 @@ def _opened(placed: PlacedGroup) -> Iterator[tuple[int, RecordBlock, RecordedGro
         the caller reads of it.
     """
     try:
-        with placed.path.open("rb") as file:
-            found = next(read_blocks(file.fileno(), placed.begin, placed.end), None)
-            if not isinstance(found, RecordBlock):
-                raise ValueError(f"the record at byte {placed.begin} is damaged")
-            yield file.fileno(), found, unpack_group(found.head)
+        with opened_block(placed.path, placed.begin, placed.end) as (descriptor, found):
+            yield descriptor, found, unpack_group(found.head)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:

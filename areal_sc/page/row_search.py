@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import math
 import sqlite3
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from areal_sc.errors import RunFolderError
 from areal_sc.page.row_index import RowIndex, metric_columns, state_of
-from areal_sc.page.row_query import MAX_ROWS, METRIC, SHOWN_CHARS, VERSION, RowQuery
 
 NUMBERS: Final = (
     *("time", "step", "group", "index", "dataset", "reward", "group_reward", "advantage"),
@@ -22,9 +23,18 @@ WORDS: Final = ("worker", "outcome", "cause")
 """What rows are filtered by as it is."""
 MARKED: Final = "marked"
 """`yes`: rows that the reader has marked."""
+METRIC: Final = "metrics."
+"""Begins the name of a number that the workflow reports of a row."""
+VERSION: Final = "version"
+"""Rows are filtered by it, too: that of any of their tokens."""
+SHOWN_CHARS: Final = 400
+"""Characters of a text in a list."""
+MAX_ROWS: Final = 500
+"""Rows of one answer."""
 SEARCH_S: Final = 0.5
 """A search gives what it has found by then, and where it goes on."""
 
+_PLAIN: Final = ("text", "sort", "at", "limit", "key")
 _NAME: Final = ("group", "attempt", "episode", "row")
 _SHOWN: Final = (*_NAME, *NUMBERS, *WORDS, "output")
 _AT_ONCE: Final = 100
@@ -34,12 +44,59 @@ RowName = tuple[int, int, int, int]
 """Group, attempt, episode and row."""
 
 
-def recorded_query(words: Mapping[str, str]) -> RowQuery:
-    """What the parameters of an address ask of recorded rows.
+@dataclass(frozen=True)
+class RowQuery:
+    """Which rows are asked for.
 
-    Raises: ValueError: see `RowQuery.of`.
+    Attributes:
+        text: in prompt or answer, in small letters or capitals; "": any.
+        choices: name of a word that rows have -> the wanted one.
+        ranges: name of a number -> smallest and largest value.
+        sort: name of a number.
     """
-    return RowQuery.of(words, NUMBERS, (*WORDS, MARKED), "-time")
+
+    text: str
+    choices: Mapping[str, str]
+    ranges: Mapping[str, tuple[float, float]]
+    sort: str
+    is_descending: bool
+
+
+def recorded_query(words: Mapping[str, str]) -> RowQuery:
+    """What the parameters of an address ask of recorded rows: `reward=0..0.5`, `sort=-step`.
+
+    With `-` the largest number comes first; where no order is named the newest rows do.
+
+    Raises: ValueError: a name or a range is none.
+    """
+    ranges, choices = {}, {}
+    for name, text in words.items():
+        if name in NUMBERS or name == VERSION or name.startswith(METRIC):
+            if text:
+                ranges[name] = _range(name, text)
+        elif name in WORDS or name == MARKED:
+            if text:
+                choices[name] = text
+        elif name not in _PLAIN:
+            known = ", ".join((*NUMBERS, VERSION, *WORDS, MARKED))
+            raise ValueError(f"expected {known} or metrics.NAME, got {name!r}")
+    sort = words.get("sort") or "-time"
+    name = sort.removeprefix("-")
+    if name not in NUMBERS and not name.startswith(METRIC):
+        raise ValueError(f"sort: expected {', '.join(NUMBERS)} or metrics.NAME, got {name!r}")
+    return RowQuery(words.get("text", ""), choices, ranges, name, sort.startswith("-"))
+
+
+def _range(name: str, text: str) -> tuple[float, float]:
+    first, dots, last = text.partition("..")
+    try:
+        low = float(first) if first.strip() else -math.inf
+        high = (float(last) if last.strip() else math.inf) if dots else low
+    except ValueError:
+        low = high = math.nan
+    if math.isnan(low) or math.isnan(high):
+        raise ValueError(f"{name}: expected a number, or a range such as 0..0.5, got {text!r}")
+    return low, high
 
 
 class RowSearch:

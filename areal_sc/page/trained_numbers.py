@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_sc.config.ppo_settings import POLICY_GRADIENT
 from areal_sc.page.followed_blocks import FollowedBlocks
-from areal_sc.records.blocks import RecordBlock, read_blocks, read_body
+from areal_sc.records.blocks import opened_block, read_body
 from areal_sc.records.record_files import Series
 from areal_sc.records.trained_rows import unpack_trained, unpack_trained_tokens
 
@@ -68,16 +68,14 @@ class TrainedNumbers:
             at, path, begin, end = self._places.get(name, (-math.inf, Path(), 0, 0))
         if at < began:
             return None
-        with suppress(OSError, ValueError), path.open("rb") as file:
-            found = next(read_blocks(file.fileno(), begin, end), None)
-            if isinstance(found, RecordBlock):
-                row = unpack_trained(found.head)
-                tokens = unpack_trained_tokens(read_body(file.fileno(), found))
-                columns = tokens._asdict()
-                if self._weights is not None:
-                    columns["weights"] = self._weights(tokens.gaps)
-                numbers = {of: _spread(its, mask)[told] for of, its in columns.items()}
-                return {"step": row.step, "minibatch": row.minibatch, **numbers}
+        with suppress(OSError, ValueError), opened_block(path, begin, end) as (descriptor, found):
+            row = unpack_trained(found.head)
+            tokens = unpack_trained_tokens(read_body(descriptor, found))
+            columns = tokens._asdict()
+            if self._weights is not None:
+                columns["weights"] = self._weights(tokens.gaps)
+            numbers = {of: _spread(its, mask)[told] for of, its in columns.items()}
+            return {"step": row.step, "minibatch": row.minibatch, **numbers}
         return None
 
     def _follow(self) -> None:

@@ -98,7 +98,7 @@ def _slow_seconds(
     if rollout.engine is RolloutEngine.local:
         limits["rollout.step_timeout_s"] = pass_s(rollout.device) * rollout.max_prefill_tokens
     else:
-        limits[f"{rollout.engine}.start_timeout_s"] = of_weights
+        limits["servers.start_timeout_s"] = of_weights
     limits["rollout.group_timeout_s"] = 2 * config.agents.episode_timeout_s  # one may run again
     of_pulls = ("transport.pull_timeout_s", "weight_update.step_timeout_s")
     return limits | dict.fromkeys(of_pulls, of_weights)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from struct import Struct
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -75,6 +77,19 @@ def read_blocks(file: int, begin: int, size: int) -> Iterator[RecordBlock | Gap]
             return
         yield Gap(at, following)
         at = following
+
+
+@contextmanager
+def opened_block(path: Path, begin: int, end: int) -> Iterator[tuple[int, RecordBlock]]:
+    """The descriptor of a file, and the block that is known to be there.
+
+    Raises: OSError: the file cannot be read. ValueError: the block is damaged.
+    """
+    with path.open("rb") as file:
+        found = next(read_blocks(file.fileno(), begin, end), None)
+        if not isinstance(found, RecordBlock):
+            raise ValueError(f"the record at byte {begin} is damaged")
+        yield file.fileno(), found
 
 
 def read_body(file: int, found: RecordBlock) -> bytes:

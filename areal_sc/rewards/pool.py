@@ -19,9 +19,9 @@ CPU seconds, and passing it is a verdict.
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,9 +45,15 @@ from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, to_wire
 from areal_sc.system.deaths import Deaths
 from areal_sc.system.fork_server import ForkServer
-from areal_sc.system.own_processes import LOAD_TIMEOUT_S, OwnProcess, OwnProcesses
+from areal_sc.system.own_processes import (
+    LOAD_TIMEOUT_S,
+    OwnProcess,
+    OwnProcesses,
+    TooMuchCpu,
+)
 from areal_sc.system.process import num_killed_for_memory
 
+_USE: Final = "rewards"
 _MAX_ENDS: Final = 1
 _MAX_KILLS: Final = 4
 """Kills from outside that a call survives: a reward may send itself such a signal, and must end."""
@@ -62,7 +68,6 @@ class _RewardCall:
 
     Attributes:
         kind, argument: as the process gets them.
-        has_begun: it has a process, and is not given up when its asker is gone.
         ends, kills: of processes while it ran, by themselves or by others.
     """
 
@@ -72,13 +77,12 @@ class _RewardCall:
     kind: str
     argument: Any
     declaration: RewardDeclaration | None
-    has_begun: bool = False
     ends: Deaths = field(default_factory=lambda: Deaths(_MAX_ENDS))
     kills: Deaths = field(default_factory=lambda: Deaths(_MAX_KILLS))
 
     @property
     def place(self) -> str:
-        """Where the reward is defined, as of a RewardError."""
+        """Where the reward is defined, for a RewardError."""
         return place_of_definition(self.reward)
 
 
@@ -134,7 +138,6 @@ class RewardPool:
         self._references: list[dict[str, Any]] = []
         self._keys: dict[int, int] = {}
         self._rewards: list[RewardFunction] = []  # keeps the ids in `_keys` from being reused
-        self._running: set[asyncio.Task[Any]] = set()
         self._processes: dict[Narrowing, OwnProcesses] = {}
 
     @property
@@ -188,43 +191,30 @@ class RewardPool:
         narrowing = declaration.narrowing if declaration else Narrowing()
         if narrowing not in self._processes:
             self._processes[narrowing] = self._make_processes()
-        running = asyncio.create_task(self._run(call, self._processes[narrowing], narrowing))
-        self._running.add(running)
-        running.add_done_callback(self._running.discard)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            if not call.has_begun:
-                running.cancel()
-            running.add_done_callback(lambda it: it.cancelled() or it.exception())
-            raise
+        own = self._processes[narrowing]
+        while True:
+            process = await own.lend(_USE, lambda: own.start(narrowing._asdict()))
+            try:
+                return await self._attempt(own, process, call)
+            except ConnectionError:
+                lacked_memory = num_killed_for_memory() > process.killed_before
+                await own.end(process)
+            finally:
+                await own.take_back(_USE, process)
+            await self._mourn(process, call, lacked_memory)
 
     async def close(self) -> None:
         """Kills all processes; calls that still run end with WorkerLost. Bounded."""
         for own in self._processes.values():
             await own.close()
-        await asyncio.gather(*self._running, return_exceptions=True)
-
-    async def _run(self, call: _RewardCall, own: OwnProcesses, narrowing: Narrowing) -> Any:
-        """What comes of a call, on as many processes as it needs. Raises: as `score`."""
-        while True:
-            start = partial(own.start, narrowing._asdict())
-            async with own.lent("rewards", start) as process:
-                call.has_begun = True
-                with suppress(ConnectionError):
-                    return await self._attempt(own, process, call)
-                lacked_memory = num_killed_for_memory() > process.killed_before
-            await self._mourn(process, call, lacked_memory)
 
     async def _attempt(self, own: OwnProcesses, process: OwnProcess, call: _RewardCall) -> Any:
         """Runs a call. Raises: ConnectionError: the process has ended; else as `score`."""
         if call.key not in process.loaded:
             try:
-                async with asyncio.timeout(LOAD_TIMEOUT_S):
-                    reference = self._references[call.key]
-                    told = await process.call("load", call.key, reference)[1]
+                reference = self._references[call.key]
+                told = await process.ask("load", call.key, reference, limit_s=LOAD_TIMEOUT_S)
             except TimeoutError:
-                process.is_spent = True
                 what = "importing its module "
                 raise took_too_long(call.name, LOAD_TIMEOUT_S, what, place=call.place) from None
             if told[0] == "failed":
@@ -242,39 +232,19 @@ class RewardPool:
 
         A declared limit counts CPU seconds, because on a busy machine anything takes long.
         """
-        loop, declared = asyncio.get_running_loop(), call.declaration
-        is_late = False
-        watch: asyncio.TimerHandle | None = None
-
-        def end() -> None:
-            """A turn later, so that a reply which is there by then counts: the loop stood still."""
-            if not limit.expired():
-                limit.reschedule(loop.time())
-
-        def end_at_cpu_s(end_cpu_s: float) -> None:
-            nonlocal is_late, watch
-            left_s = end_cpu_s - process.cpu_s()
-            is_late = left_s <= 0
-            if is_late:
-                end()
-            else:  # it computes no faster than that
-                watch = loop.call_later(left_s, end_at_cpu_s, end_cpu_s)
-
+        declared, cpu_limit_s = call.declaration, math.inf
+        if declared is not None and declared.late_after_s is not None:
+            cpu_limit_s = min(declared.late_after_s, self._timeout_s / 2)
         try:
-            async with asyncio.timeout(None) as limit:
-                last = loop.call_later(self._timeout_s, end)
-                if declared is not None and declared.late_after_s is not None:
-                    may_use_s = min(declared.late_after_s, self._timeout_s / 2)
-                    end_at_cpu_s(process.cpu_s() + may_use_s)
-                try:
-                    kind, *rest = await process.call(call.kind, call.key, call.argument)[1]
-                finally:
-                    last.cancel()
-                    if watch is not None:
-                        watch.cancel()
-        except TimeoutError:
-            process.is_spent = True
-            if declared is not None and is_late:
+            kind, *rest = await process.ask(
+                call.kind,
+                call.key,
+                call.argument,
+                limit_s=self._timeout_s,
+                cpu_limit_s=cpu_limit_s,
+            )
+        except TimeoutError as error:
+            if declared is not None and isinstance(error, TooMuchCpu):
                 self.num_late += 1
                 return declared.late_reward
             stacks = await own.stacks(process)
@@ -294,7 +264,7 @@ class RewardPool:
         """
         how, ended = process.child.how, process.child.ended
         is_killed = ended.done() and -ended.result() in _SIGNALS_OF_OTHERS and not lacked_memory
-        pause_s = (call.kills if is_killed else call.ends).note()
+        pause_s = (call.kills if is_killed else call.ends).note_death()
         num_ends = call.ends.number + call.kills.number
         if pause_s is not None:
             await asyncio.sleep(pause_s)

@@ -108,7 +108,7 @@ def run_reward_process(spec: dict[str, Any]) -> int:
     """Entry point. Returns at the end of file of the socket to the pool.
 
     Args:
-        spec: as of `begin_apart`.
+        spec: what `begin_apart` takes.
     """
     sources = Path(spec["sources"])
     rewards: dict[int, Callable[..., Any]] = {}

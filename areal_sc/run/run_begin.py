@@ -43,7 +43,7 @@ class RunBegin:
         found = self._read().get(name)
         return dict(found) if isinstance(found, dict) else None
 
-    def note(self, now: Mapping[str, Mapping[str, str]]) -> None:
+    def note_begin(self, now: Mapping[str, Mapping[str, str]]) -> None:
         """Args: now: name -> facts. Raises: RunFolderError: it cannot be read, or written."""
         content = {**self._read(), **now}
         sealed = json.dumps({**content, SHA256: digest_of(content)}, indent=1)
@@ -59,7 +59,7 @@ class RunBegin:
             noted = self._read()
             begun = {name: facts for name in now if isinstance(facts := noted.get(name), dict)}
             if new := {name: facts for name, facts in now.items() if name not in begun}:
-                self.note(new)
+                self.note_begin(new)
         for name, before in begun.items():
             changed = [
                 f"{key} {before.get(key, '(none)')} -> {now[name].get(key, '(none)')}"

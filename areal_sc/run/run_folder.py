@@ -203,7 +203,7 @@ class RunFolder(RunFiles):
                 self.summary_path.unlink(missing_ok=True)  # a finished run gets more steps
             if not self._begun_with():
                 begun = self._last_settings() if opening in _GOES_ON else ""
-                RunBegin(self.begun_path).note({SETTINGS: {CONFIG: begun or config_text}})
+                RunBegin(self.begun_path).note_begin({SETTINGS: {CONFIG: begun or config_text}})
             self._mark(config_text)
             self.write_atomic(self.config_path, config_text.encode())
         return opening

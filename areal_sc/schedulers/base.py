@@ -166,7 +166,7 @@ def placed(
     chosen: dict[Node, list[WorkerOrder]] = {node: [] for node in nodes}
     for node, workers in adopted.items():
         for worker in workers:
-            node.placement.take(worker.order.name, worker.order.devices)
+            node.placement.take_devices(worker.order.name, worker.order.devices)
             node.roles.add(worker.order.role)
 
     def excess(node: Node) -> int:

@@ -94,7 +94,7 @@ class FilesBeside:
                 "the process that serves files ended with %s", exit_text(process.returncode)
             )
             self._end()
-            pause_s = self._deaths.note()
+            pause_s = self._deaths.note_death()
         if pause_s is None or self._closed.wait(pause_s):
             return
         try:

@@ -134,7 +134,7 @@ class NodeCache:
             return await asyncio.to_thread(self._read, piece)
 
         return [
-            calls.TAKE_TURN.served_to(lambda _, reader: turns.take(reader)),
+            calls.TAKE_TURN.served_to(lambda _, reader: turns.take_turn(reader)),
             calls.READ_TREE_PIECE.served_to(read),
         ]
 

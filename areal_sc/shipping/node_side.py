@@ -87,7 +87,7 @@ class FolderInPlace(NodeFolder):
             await transport.close()
         return Shipped(self.script_config.run_dir, places)
 
-    def note(self, welcome: Welcome) -> None:
+    def note_welcome(self, welcome: Welcome) -> None:
         folder = RunFolder(self.config.run_dir)
         for path, address in (
             (folder.join_path, welcome.address),

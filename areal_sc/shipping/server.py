@@ -70,7 +70,7 @@ class FileServer:
             calls.LIST_PATH.served_by(self.list_path),
             calls.LIST_RUN.served_by(self.list_run),
             calls.READ_PIECE.served_to(self.read_piece),
-            calls.TAKE_TURN.served_to(lambda _, reader: self._turns.take(reader)),
+            calls.TAKE_TURN.served_to(lambda _, reader: self._turns.take_turn(reader)),
             calls.HOLDERS.served_by(self.holders),
             calls.HOLD.served_to(self.hold),
             calls.WRITE_PIECE.served_by(lambda it: in_thread(self._write, it)),

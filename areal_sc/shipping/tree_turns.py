@@ -23,7 +23,7 @@ class TreeTurns:
     def __init__(self) -> None:
         self._read_s: dict[str, float] = {}  # monotonic, of the last piece, by who reads
 
-    def take(self, reader: str) -> bool:
+    def take_turn(self, reader: str) -> bool:
         """Whether the reader has a turn, from now on if it had none."""
         now_s = time.monotonic()
         self._read_s = {it: s for it, s in self._read_s.items() if now_s < s + IDLE_S}

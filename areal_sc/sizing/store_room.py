@@ -22,7 +22,7 @@ def max_group_bytes(rollout: RolloutConfig, field_bytes: int = 0) -> int:
     """What a store counts for a group all of whose episodes have as many tokens as they may.
 
     Args:
-        field_bytes: as of `trajectory_bytes`.
+        field_bytes: what `trajectory_bytes` gives.
     """
     return trajectory_bytes(rollout.group_size * rollout.episode_tokens, field_bytes)
 

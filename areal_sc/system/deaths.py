@@ -24,7 +24,7 @@ class Deaths:
     max_in_row: int
     number: int = 0
 
-    def note(self, *, is_final: bool = False) -> float | None:
+    def note_death(self, *, is_final: bool = False) -> float | None:
         """One more death; returns the pause before the next start, or None: there is none."""
         self.number += 1
         if is_final or self.number > self.max_in_row:

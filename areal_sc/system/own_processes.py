@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +44,10 @@ _FORGED: Final = (
     "code that ran in it has written to its connection, which counts for nothing, and it is ended; "
     "let code that a model wrote run apart, by run_code"
 )
+
+
+class TooMuchCpu(TimeoutError):
+    """A call has used more CPU seconds than it may."""
 
 
 class OwnProcess:
@@ -98,12 +102,59 @@ class OwnProcess:
         """Whether a further call may run in it."""
         return not (self.is_spent or self.is_over or self.is_forged)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call runs in it."""
+        return any(not answer.done() for answer in self._answers.values())
+
+    async def ask(
+        self, kind: str, *arguments: Any, limit_s: float, cpu_limit_s: float = math.inf
+    ) -> list[Any]:
+        """What comes of a call, which goes on under its limits where its asker is cancelled.
+
+        Raises:
+            TimeoutError: it has taken longer than `limit_s`.
+            TooMuchCpu: it has computed for longer than `cpu_limit_s`.
+            ConnectionResetError: the process has ended.
+        """
+        loop, answer = self._loop, self.call(kind, *arguments)[1]
+        watch: asyncio.TimerHandle | None = None
+
+        def end(error: TimeoutError) -> None:
+            self.is_spent = self.is_spent or not answer.done()
+            self._fail(answer, error)
+
+        def watch_cpu(end_cpu_s: float) -> None:
+            nonlocal watch
+            left_s = end_cpu_s - self.cpu_s()
+            if left_s > 0:  # it computes no faster than that
+                watch = loop.call_later(left_s, watch_cpu, end_cpu_s)
+            else:
+                loop.call_soon(end, TooMuchCpu())
+
+        def stop(_: Any) -> None:
+            last.cancel()
+            if watch is not None:
+                watch.cancel()
+
+        # a turn later, so that a reply which is there by then counts: the loop may have stood still
+        last = loop.call_later(limit_s, loop.call_soon, end, TimeoutError())
+        if cpu_limit_s < math.inf:
+            watch_cpu(self.cpu_s() + cpu_limit_s)
+        answer.add_done_callback(stop)
+        return await asyncio.shield(answer)
+
+    async def wait_until_answered(self) -> None:
+        """Waits until no call runs in it."""
+        if self._answers:
+            await asyncio.wait(self._answers.values())
+
     def call(self, kind: str, *arguments: Any) -> tuple[int, asyncio.Future[list[Any]]]:
         """The number of a call, and its answer: a ConnectionResetError if the process ends."""
         number = next(self._numbers)
         answer: asyncio.Future[list[Any]] = self._loop.create_future()
         if self.is_over:
-            self._fail(answer)
+            self._fail(answer, ConnectionResetError())
         else:
             self._answers[number] = answer
             self.tell(kind, number, *arguments)
@@ -120,7 +171,7 @@ class OwnProcess:
         self._loop.remove_reader(self.child.connection)
         self._loop.remove_writer(self.child.connection)
         for answer in (self.ready, *self._answers.values()):
-            self._fail(answer)
+            self._fail(answer, ConnectionResetError())
         self._answers.clear()
 
     def cpu_s(self) -> float:
@@ -132,9 +183,9 @@ class OwnProcess:
         ticks = map(int, stat.rpartition(b")")[2].split()[11:13])
         return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
-    def _fail(self, answer: asyncio.Future[list[Any]]) -> None:
+    def _fail(self, answer: asyncio.Future[list[Any]], error: Exception) -> None:
         if not answer.done():
-            answer.set_exception(ConnectionResetError())
+            answer.set_exception(error)
             answer.exception()  # maybe nobody waits for it any more
 
     def _send(self, message: bytes = b"") -> None:
@@ -154,7 +205,13 @@ class OwnProcess:
 
     def _receive(self) -> None:
         try:
-            received, fds, _, _ = socket.recv_fds(self.child.connection, 1 << 16, 1)
+            if self.ready.done():
+                received = self.child.connection.recv(1 << 16)
+            else:
+                received, fds, _, _ = socket.recv_fds(self.child.connection, 1 << 16, 1)
+                for fd in fds:
+                    self.listener = socket.socket(fileno=fd)
+                    self.listener.set_inheritable(False)
             if not received:
                 raise ConnectionResetError
             self._replies.feed(received)
@@ -163,12 +220,6 @@ class OwnProcess:
         except OSError:
             self.give_up()
             return
-        for fd in fds:
-            if self.ready.done():  # code in it has sent this
-                os.close(fd)
-            else:
-                self.listener = socket.socket(fileno=fd)
-                self.listener.set_inheritable(False)
         for message in self._replies:
             self._take(*message)
 
@@ -232,13 +283,11 @@ class OwnProcesses:
         self._num_lent = 0
         self._idle: list[tuple[Hashable, OwnProcess]] = []
         self._running: set[OwnProcess] = set()
+        self._taking: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    @asynccontextmanager
-    async def lent(
-        self, use: Hashable, start: Callable[[], Awaitable[OwnProcess]]
-    ) -> AsyncIterator[OwnProcess]:
-        """A process for one caller alone, when there is a place for it.
+    async def lend(self, use: Hashable, start: Callable[[], Awaitable[OwnProcess]]) -> OwnProcess:
+        """A process for one caller alone, until `take_back`; waits until there is a place for it.
 
         Args:
             use: one that was lent for the same goes on; one of another use ends if there would be
@@ -246,21 +295,31 @@ class OwnProcesses:
             start: starts one, by `self.start`.
         Raises: WorkerLost: the pool was closed. Whatever `start` raises.
         """
-        async with self._places:
-            self._num_lent += 1
-            process = None
-            try:
-                process = await self.idle_one(use)
-                while process is None and self._idle and self._has_too_many():
-                    await self.end(self._idle.pop(0)[1])
-                process = process or await start()
-                yield process
-            finally:
-                self._num_lent -= 1
-                if process is not None and process.is_usable and not self._is_closed:
-                    self._idle.append((use, process))
-                elif process is not None:
-                    await self.end(process)
+        await self._places.acquire()
+        self._num_lent += 1
+        try:
+            process = await self.idle_one(use)
+            while process is None and self._idle and self._has_too_many():
+                await self.end(self._idle.pop(0)[1])
+            return process or await start()
+        except BaseException:
+            self._free_place()
+            raise
+
+    async def take_back(self, use: Hashable, process: OwnProcess) -> None:
+        """It waits for its next use, behind the calls that run in it; or is ended."""
+        if process.is_usable and process.is_busy:  # whoever asked is gone
+            taking = asyncio.create_task(self._take_back_later(use, process))
+            self._taking.add(taking)
+            taking.add_done_callback(self._taking.discard)
+            return
+        try:
+            if process.is_usable and not self._is_closed:
+                self._idle.append((use, process))
+            else:
+                await self.end(process)
+        finally:
+            self._free_place()
 
     async def idle_one(self, use: Hashable) -> OwnProcess | None:
         """Takes one out of those that wait to be lent for this use; None: there is none."""
@@ -276,7 +335,7 @@ class OwnProcesses:
 
         Args:
             spec: what it gets beside what is the same for all; `network` and `read` of a
-                `Narrowing` among it, and `port` as of `begin_apart`.
+                `Narrowing` among it, and `port`, see `begin_apart`.
         Raises: NeverWorks: it cannot be as narrow as that says. WorkerError: several in a row
             did not start, the fork server is gone, or the pool was closed.
         """
@@ -285,7 +344,7 @@ class OwnProcesses:
             try:
                 return await self._start_one(spec)
             except WorkerStartError as error:
-                pause_s = deaths.note()
+                pause_s = deaths.note_death()
                 log.warning("%s_process_failed_starts=%d: %s", self._role, deaths.number, error)
                 if pause_s is None and not self._is_closed:
                     raise
@@ -310,6 +369,15 @@ class OwnProcesses:
         for process in self._running:  # at once
             self._source.kill(process.child)
         await asyncio.gather(*map(self.end, list(self._running)))
+        await asyncio.gather(*self._taking)
+
+    async def _take_back_later(self, use: Hashable, process: OwnProcess) -> None:
+        await process.wait_until_answered()
+        await self.take_back(use, process)
+
+    def _free_place(self) -> None:
+        self._num_lent -= 1
+        self._places.release()
 
     def _has_too_many(self) -> bool:
         return self._num_lent + len(self._idle) > self._num_processes

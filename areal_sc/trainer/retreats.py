@@ -17,7 +17,7 @@ class Retreats:
         self._farthest = 0
         self._num = 0
 
-    def note(self, step: int, cause: StepsLost) -> None:
+    def note_retreat(self, step: int, cause: StepsLost) -> None:
         """The run is about to go back from a step.
 
         Raises: StepsLost: it has done so too often.

@@ -136,7 +136,7 @@ class RowTrainer(Run):
             if judged and (name, actor.version) not in done:
                 if name != "before":
                     best.begin()
-                best.note([self._tell_evaluation(name, actor.version, judge(actor))])
+                best.note_results([self._tell_evaluation(name, actor.version, judge(actor))])
 
         def begin() -> BareStep:  # where wishes to stop are heard
             if actor.version == 0:

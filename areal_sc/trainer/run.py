@@ -330,7 +330,7 @@ class Run:
         """In place, to the newest snapshot, or to the initial model; workers stay."""
         begun_at = actor.version
         while True:
-            self._retreats.note(begun_at, lost)
+            self._retreats.note_retreat(begun_at, lost)
             for other in self.beside:
                 other.before_going_back()
             try:

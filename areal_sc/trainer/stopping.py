@@ -49,7 +49,7 @@ class StopWish:
         self._is_noted = is_noted
         self._wants_snapshot = False
 
-    def note(self, asked_by: signal.Signals) -> None:
+    def note_signal(self, asked_by: signal.Signals) -> None:
         """The first one that asks for the end."""
         self.asked_by = asked_by
         self.noted.put(asked_by)
@@ -64,7 +64,7 @@ class StopWish:
             os.kill(os.getpid(), signal.SIGTERM)
         elif self.asked_by is None:
             self.may_repeat = True
-            self.note(signal.SIGTERM)
+            self.note_signal(signal.SIGTERM)
 
     @property
     def is_due(self) -> bool:
@@ -103,7 +103,7 @@ def stop_wishes(limit_s: float, tell: Callable[[str], None]) -> Iterator[StopWis
                 return
         if wish.asked_by is None:
             wish.may_repeat = number == signal.SIGHUP
-            wish.note(signal.Signals(number))
+            wish.note_signal(signal.Signals(number))
         elif wish.may_repeat and number == signal.SIGTERM:
             wish.may_repeat = False
         elif is_main:

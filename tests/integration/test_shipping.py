@@ -347,7 +347,7 @@ async def test_logs_of_a_node_come_back_in_the_name_of_any_worker_that_it_still_
 ) -> None:
     config = SchedulerConfig(run_dir=str(script.folder.path), node_folder=str(tmp_path / "node"))
     node = FolderInPlace(config, "run")
-    node.note(Welcome("", script.where))
+    node.note_welcome(Welcome("", script.where))
     names = ("rollout/0", "rollout/1")
     orders = [WorkerOrder("rollout", i, "x", {}, Device.cpu, 1) for i, _ in enumerate(names)]
     keys = [passes.issue(name, Caller.rollout) for name in names]

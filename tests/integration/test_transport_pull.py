@@ -850,14 +850,14 @@ async def test_a_failed_pull_leaves_no_buffer_to_the_collector(
         await Puller(puller._bulk).pull(batch)  # opens the session
         monkeypatch.setattr(_PullingPeer, "on_message", lambda *message: None)
         taken: list[weakref.ref[Any]] = []
-        take = puller._pool.take
+        take = puller._pool.take_buffer
 
         def noted(num_bytes: int) -> Any:
             memory = take(num_bytes)
             taken.append(weakref.ref(memory))
             return memory
 
-        puller._pool.take = noted  # type: ignore[method-assign]
+        puller._pool.take_buffer = noted  # type: ignore[method-assign]
         gc.disable()
         try:
             is_late = False

@@ -17,7 +17,7 @@ from areal_sc.config.fields import (
 from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.loading.removed_settings import REMOVED, ROOM_FOR_REPEATS, actors, moved_to
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.config.server_settings import ServersConfig
+from areal_sc.config.server_settings import ServerProgramConfig, ServersConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import RunFolderError
 
@@ -56,7 +56,7 @@ FREE = (
     *(
         key
         for key, kind in known_keys(GRPOConfig).items()
-        if is_section(kind) and issubclass(kind, ServersConfig)
+        if is_section(kind) and issubclass(kind, ServersConfig | ServerProgramConfig)
     ),
 )
 """Settings and sections that may change without a word: they do not touch what is learned."""
@@ -128,7 +128,7 @@ def removed_of(settings: Mapping[str, Any]) -> dict[str, bool]:
     return {
         key: settings[key] in (settings.get(place, ABSENT), _IN_CODE.get(key, ABSENT))
         for key, place in places.items()
-        if key in REMOVED or (key not in _KEYS and place)
+        if _is_in(key, REMOVED) or (key not in _KEYS and place)
     }
 
 

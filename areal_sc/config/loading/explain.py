@@ -67,8 +67,8 @@ def unknown_key(
     place, of_actor = moved_to(key, elsewhere), actors(key)
     nearest, name = nearest_keys(key, keys), key.rpartition(".")[2]
     is_ours = any(known.rpartition(".")[2] == name for known in nearest)  # in another section
-    if key in REMOVED:
-        advice = REMOVED[key]
+    if removed := next((it for it in REMOVED if f"{key}.".startswith(f"{it}.")), ""):
+        advice = REMOVED[removed]
     elif place in keys or is_free_form(place, keys):
         advice = f"its only place is {place}"
     elif (place := moved_to(of_actor, elsewhere) or of_actor) in keys:

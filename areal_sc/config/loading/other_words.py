@@ -69,7 +69,7 @@ actor.parallel.data = data_parallel_size fsdp_size n_gpus_per_node
 actor.parallel.sequence = ulysses_sequence_parallel_size context_parallel_size
 actor.parallel.pipeline = pp pp_size pipeline_model_parallel_size pipeline_parallel_size
 actor.parallel.expert = expert_model_parallel_size expert_parallel_size
-actor.parallel.tensor, or sglang.tp_size or vllm.tp_size = tensor_model_parallel_size
+actor.parallel.tensor, or servers.tp_size = tensor_model_parallel_size
     tensor_parallel_size vllm_tensor_parallel_size tp
 actor.parallel and rollout.num_workers = allocation_mode nnodes cluster. n_nodes
     gpus num_gpus n_gpus world_size rollout_num_gpus actor_num_gpus_per_node vllm_num_engines

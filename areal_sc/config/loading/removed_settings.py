@@ -56,25 +56,34 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
                 *("sglang.control_timeout_s", "sglang.stop_timeout_s", "sglang.probe_interval_s"),
                 *("vllm.control_timeout_s", "vllm.stop_timeout_s", "vllm.probe_interval_s"),
                 *("scheduler.max_log_bytes", "scheduler.shutdown_timeout_s"),
-                "rollout.max_prefill_tokens",
+                *("rollout.max_prefill_tokens", "transport.stalled_peer_timeout_s"),
             ),
             "it is a constant now: leave it out",
         ),
         **dict.fromkeys(
             ("sglang.hung_after_s", "vllm.hung_after_s"),
             "it is a constant now; for servers that are silent while they compute there is "
-            "busy_limit_s",
+            "servers.busy_limit_s",
         ),
         **{
             f"{section}.{name}": advice
             for section in ("sglang", "vllm")
             for name, advice in {
+                "host": "servers listen on loopback, where their workers are: leave it out",
+                "ports": "free ones are found: leave it out",
                 "num_servers": "a rollout worker has one server: set rollout.num_workers to the "
                 "number of servers, and rollout.max_running_sequences to what one of them runs",
                 "devices": "a server has the GPUs that its worker gets: leave it out, and limit "
                 "the run's GPUs by CUDA_VISIBLE_DEVICES",
                 "max_restarts": "a worker is started again with its server: it is "
                 "scheduler.max_deaths now",
+                **{
+                    name: f"both kinds of servers have it in one place, servers.{name}"
+                    for name in (
+                        *("tp_size", "environment", "urls", "api_key_env"),
+                        *("start_timeout_s", "busy_limit_s"),
+                    )
+                },
             }.items()
         },
         **dict.fromkeys(
@@ -91,6 +100,7 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
             "records.keep says which answers are kept, and `python -m areal_sc samples RUN_DIR` "
             "shows them",
         ),
+        "rollout.step_timeout_s": "it follows from the size of the model: leave it out",
         "transport.pull_timeout_s": "it follows from the size of the model: leave it out",
         "transport.shared_memory_bytes": "it follows from weights and a batch: leave it out",
         "actor.logprob_chunk_tokens": "it follows from the room of the device: leave it out; "

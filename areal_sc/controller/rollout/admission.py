@@ -117,7 +117,7 @@ class Admission:
         """
         if self._formed_s is not None:
             queue = self._queues.setdefault(worker, _Queue(self._formed_s))
-            queue.note(self._clock(), num_waiting)
+            queue.note_waiting(self._clock(), num_waiting)
 
     def note_asked(self, version: int) -> None:
         """The trainer asks for the batch of a version; only the first time counts.
@@ -193,7 +193,7 @@ class _Queue:
         self._seen_s = began_s
         self._num_waiting = 0.0
 
-    def note(self, now_s: float, num_waiting: int) -> None:
+    def note_waiting(self, now_s: float, num_waiting: int) -> None:
         if not num_waiting:  # nor did one before, since the last time that it was looked at
             self._free_s += now_s - self._seen_s
         self.least = min(self.least, num_waiting)

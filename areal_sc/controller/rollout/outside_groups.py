@@ -82,7 +82,7 @@ class OutsideGroups(Groups):
         """Runs groups for `RolloutController.rollout_batch_async` on `version` or later ones."""
 
         async def run(group: Group) -> BatchMetadata | None:
-            reply = await self._reply(group, source, lambda: self._workers.set.take(version))
+            reply = await self._reply(group, source, lambda: self._workers.set.take_worker(version))
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
                 self._hear(RoomFreed())
@@ -174,7 +174,7 @@ class OutsideGroups(Groups):
                 if reply.rejection is None:
                     self.num_finished += 1
                 else:
-                    self._rejections.note(reply.rejection)
+                    self._rejections.note_rejection(reply.rejection)
                 if keep is not None:
                     keep(number, index, sample, reply)
                 return reply

@@ -79,7 +79,7 @@ class ProgressWatch:
         reports = await self.workers.episode_reports()
         for report in reports.values():
             for rejection in report.new_causes if report else ():
-                self.rejections.note(rejection)
+                self.rejections.note_rejection(rejection)
         self._check_lost(reports, now_s)
         if quiet_s >= self._notice_after_s:
             self._notice_after_s = 2 * quiet_s

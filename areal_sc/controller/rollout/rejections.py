@@ -85,7 +85,7 @@ class Rejections:
         """Tells what the user should know at once."""
         self.on_warning(text)
 
-    def note(self, rejection: Rejection) -> None:
+    def note_rejection(self, rejection: Rejection) -> None:
         """Tells of a rejection if it is the first of its cause; it is counted with its group."""
         if rejection.cause not in self.firsts:
             self.firsts[rejection.cause] = rejection
@@ -103,7 +103,7 @@ class Rejections:
             return
         num_rejected = 0
         for same in rejected:
-            self.note(same.first)
+            self.note_rejection(same.first)
             self.episodes[same.first.cause] += same.num_episodes
             num_rejected += same.num_episodes
         self._recent.append((num_rejected, num_episodes))

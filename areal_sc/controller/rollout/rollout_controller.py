@@ -382,7 +382,7 @@ class RolloutController(Controller):
 
         Raises: ConfigError: there are not enough devices, too little room in the stores of those
             that stay, or servers whose number is fixed. SchedulerSilent: no node can be asked for.
-            RunFolderError: as of the journal.
+            RunFolderError: the journal cannot be written.
         """
         self._check_loop()
         await self._scaling.scale(num_workers, "as the script has asked for")
@@ -410,7 +410,7 @@ class RolloutController(Controller):
         status.waits_outside = self._registration.waits_outside
 
     def _hear(self, event: FleetEvent | StepEvent) -> None:
-        self._address.note(event)
+        self._address.note_event(event)
         match event:
             case UnitLost(unit):
                 self._workers.leave_out(unit)

@@ -133,7 +133,7 @@ class RolloutWorkers:
     async def initialize(self) -> None:
         """Workers build their engines, which start what they need.
 
-        Raises: WorkerError, ModelError: as of a new worker. One of an earlier start may be lost.
+        Raises: WorkerError, ModelError: one cannot start. One of an earlier start may be lost.
         """
         adopted = [member for member in self._fleet.members if member.is_adopted]
         new = [it for it in self._fleet.members if it.has_lived and not it.is_adopted]

@@ -91,7 +91,7 @@ class RunAddress:
         self._opening = self._opening or self._background.hold(self._open(), "the run's address")
         await asyncio.shield(self._opening)
 
-    def note(self, event: FleetEvent | StepEvent) -> None:
+    def note_event(self, event: FleetEvent | StepEvent) -> None:
         """Takes what becomes of workers."""
         match event:
             case UnitLost(unit, cause):
@@ -174,7 +174,7 @@ class RunAddress:
                 logger.error("the process of the run's address ended with %s", how)
                 if time.monotonic() - began_s >= LONG_LIFE_S:
                     deaths.number = 0
-                if (pause_s := deaths.note()) is None:
+                if (pause_s := deaths.note_death()) is None:
                     what = f"the run's address was lost {deaths.number} times: {how}"
                     raise WorkerStartError(what)
                 await asyncio.sleep(pause_s)

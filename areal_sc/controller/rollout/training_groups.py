@@ -349,7 +349,7 @@ class TrainingGroups(Groups):
 
         async def take() -> RolloutWorkerState:
             await self._durable()  # its admission, or new attempt, before a worker hears of it
-            return await self._workers.set.take(group.admitted_version)
+            return await self._workers.set.take_worker(group.admitted_version)
 
         self._end(group, await self._reply(group, source, take))
 

@@ -64,7 +64,7 @@ class WorkerLoads:
         for worker, num_groups in (promised or {}).items():
             self.promise(worker, num_groups)
 
-    def note(
+    def note_load(
         self,
         worker: int,
         *,
@@ -140,7 +140,7 @@ class WorkerQueue:
         self._waiting: dict[int, deque[asyncio.Future[int]]] = {}
         self._serving: asyncio.Task[None] | None = None
 
-    async def take(self, version: int) -> int:
+    async def take_worker(self, version: int) -> int:
         """The number of the least loaded worker that holds `version` or a later one and has room.
 
         Raises: WaitTimeout: nothing changed for too long. The failure of background work.

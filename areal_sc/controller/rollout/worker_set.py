@@ -172,9 +172,9 @@ class WorkerSet:
         """Whether the stores hold one more group at its worst-case size beside the queued ones."""
         return num_queued + self.loads.num_stored < self._max_groups
 
-    async def take(self, version: int) -> RolloutWorkerState:
-        """Takes a worker like `WorkerQueue.take`; call its `run_group` before the next await."""
-        number = await self._queue.take(version)
+    async def take_worker(self, version: int) -> RolloutWorkerState:
+        """Takes a worker that may run a group; call its `run_group` before the next await."""
+        number = await self._queue.take_worker(version)
         return self._by_number[number]  # of now: meanwhile there may be others
 
     def renew(self) -> None:
@@ -206,7 +206,7 @@ class WorkerSet:
         if self._by_number.get(state.number) is not state:
             return  # it has left
         takes_groups = state.life.is_ready and not state.life.is_closed
-        self.loads.note(
+        self.loads.note_load(
             state.number,
             version=state.version if takes_groups else NO_VERSION,
             num_running=state.store.num_running,

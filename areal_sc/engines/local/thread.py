@@ -192,7 +192,7 @@ class GenerationThread:
                 return
         logger.error("a step of generation hangs; the stacks of all threads follow")
         faulthandler.dump_traceback(_STDERR)
-        what = f"has not ended for rollout.step_timeout_s={self._step_limit_s:g}"
+        what = f"has not ended for {self._step_limit_s:g} s"
         self._fail(WorkerError(f"a step of generation {what}"))
 
     def _run(self) -> None:

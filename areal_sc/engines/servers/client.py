@@ -367,7 +367,7 @@ class ServerClient:
         if status in _UNAUTHORIZED:
             return ConfigError(
                 f"{self.url}{path} refused the API key (HTTP {status}): put the server's key "
-                f"into an environment variable and name it in {self.section}.api_key_env"
+                f"into an environment variable and name it in servers.api_key_env"
             )
         try:
             answer = json.loads(content) if content else {}

@@ -249,7 +249,7 @@ class ServerEngine:
         if not self.server.is_own:
             raise ConfigError(
                 "weights go as tensors only to servers that this worker has started, and "
-                f"{self._handle.section}.urls names others: set weight_update.method to disk or "
+                "servers.urls names others: set weight_update.method to disk or "
                 "collective"
             )
         await self.adopt(self._tensor_weights(version, source))
@@ -307,7 +307,7 @@ class ServerEngine:
     def stats(self) -> Mapping[str, float]:
         """Counters since start, and the requests and servers of now."""
         places = self.server.places
-        places.busy.note(places.num_running)
+        places.busy.note_running(places.num_running)
         return {
             **asdict(self._completer.counters),
             **asdict(self.times),

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import urlsplit
 
 from areal_sc.config.schema import Device, GRPOConfig, RolloutConfig, WeightUpdateMethod
-from areal_sc.config.server_settings import ServersConfig
+from areal_sc.config.server_settings import ServerProgramConfig, ServersConfig
 from areal_sc.engines.handle_base import GeneratorHandle, with_local_model
 from areal_sc.engines.servers.memory import MemoryShare
 from areal_sc.errors import ConfigError
@@ -23,7 +23,9 @@ from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 if TYPE_CHECKING:
     from areal_sc.engines.servers.client import ServerClient
 
-_MAX_PORT = 65535
+
+LOOPBACK: Final = "127.0.0.1"
+"""Where servers listen: their workers are beside them."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class ServersHandle(GeneratorHandle):
 
     Attributes:
         name: of the kind, for messages.
-        section: name of the servers' settings, in the run's and in `rollout`.
+        section: name of their program's settings, in the run's and in `rollout`.
         module: that `python -m` runs as their main program.
         client_class: `module:name` of their `ServerClient`.
         scheduler_title: part of the titles of those of their processes that compute.
@@ -95,8 +97,13 @@ class ServersHandle(GeneratorHandle):
     @property
     def servers(self) -> ServersConfig:
         """The settings of the servers of this config's worker, or of all workers together."""
-        servers: ServersConfig = getattr(self.config, self.section)
-        return servers
+        return self.config.servers
+
+    @property
+    def program(self) -> ServerProgramConfig:
+        """The settings of their program."""
+        program: ServerProgramConfig = getattr(self.config, self.section)
+        return program
 
     @property
     def devices(self) -> tuple[Device, int]:
@@ -114,31 +121,27 @@ class ServersHandle(GeneratorHandle):
         return self.servers.start_timeout_s
 
     def of_worker(self, index: int) -> RolloutConfig:
-        """Each worker has one of the `urls`, or of the `ports`.
+        """Each worker has one of the `urls`.
 
         Raises: ConfigError: there are more of them, or fewer, than workers.
         """
-        config, servers = super().of_worker(index), self.servers
-        own: dict[str, Any] = {}
-        for name in ("urls", "ports"):
-            if given := getattr(servers, name):
-                if len(given) != config.num_workers:
-                    raise ConfigError(
-                        f"rollout.num_workers: expected {len(given)}, one for each of "
-                        f"{self.section}.{name}, got {config.num_workers}"
-                    )
-                own[name] = [given[index]]
-        setattr(config, self.section, replace(servers, **own))
+        config, urls = super().of_worker(index), self.servers.urls
+        if urls:
+            if len(urls) != config.num_workers:
+                raise ConfigError(
+                    f"rollout.num_workers: expected {len(urls)}, one for each of servers.urls, "
+                    f"got {config.num_workers}"
+                )
+            config.servers = replace(self.servers, urls=[urls[index]])
         return config
 
     def check_scaling(self) -> None:
         super().check_scaling()
-        for name in ("urls", "ports"):
-            if getattr(self.servers, name):
-                raise ConfigError(
-                    f"{self.section}.{name} names the servers of each worker, so that the number "
-                    "of rollout workers cannot change; leave it empty"
-                )
+        if self.servers.urls:
+            raise ConfigError(
+                "servers.urls names the servers of each worker, so that the number of rollout "
+                "workers cannot change; leave it empty"
+            )
 
     def check(self, run: GRPOConfig) -> None:
         if run.rollout.random_init:
@@ -152,12 +155,12 @@ class ServersHandle(GeneratorHandle):
         self.of_worker(0)
         if self.servers.urls and self.config.lora.is_published_alone:
             raise ConfigError(
-                f"actor.lora.publish_merged: expected true with {self.section}.urls (an adapter "
+                "actor.lora.publish_merged: expected true with servers.urls (an adapter "
                 "alone goes only to servers that the run itself has started), got false"
             )
         if self.servers.urls and run.weight_update.method == WeightUpdateMethod.pull:
             raise ConfigError(
-                f"weight_update.method: expected disk or collective with {self.section}.urls "
+                "weight_update.method: expected disk or collective with servers.urls "
                 "(pulled weights go as pickles, and only to servers that the run itself has "
                 "started), got pull"
             )
@@ -165,7 +168,7 @@ class ServersHandle(GeneratorHandle):
     def check_turns(self, *, has_cuda: bool, is_here: bool) -> None:
         if self.servers.urls:
             raise ConfigError(
-                f"{self.section}.urls: expected none with placement=turns, since servers give "
+                "servers.urls: expected none with placement=turns, since servers give "
                 "their memory up only where the run has started them for that"
             )
         if not has_cuda:
@@ -176,32 +179,23 @@ class ServersHandle(GeneratorHandle):
 
     def check_servers(self) -> None:
         """Raises ConfigError for settings of servers that cannot be; starts nothing."""
+        python = self.program.python
         if self.servers.urls:
             self._check_urls()
-        else:
-            self._check_ports()
+        elif python and shutil.which(python) is None:
+            raise ConfigError(
+                f"{self.section}.python: {python!r} is no program; name the interpreter of the "
+                "environment that the servers' program is installed in"
+            )
 
     def _check_urls(self) -> None:
         urls = self.servers.urls
         for url in urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(url):
-                raise ConfigError(f"{self.section}.urls: expected http://host:port, got {url!r}")
+                raise ConfigError(f"servers.urls: expected http://host:port, got {url!r}")
         if len({url.rstrip("/") for url in urls}) != len(urls):
-            raise ConfigError(f"{self.section}.urls names a server twice: {', '.join(urls)}")
-
-    def _check_ports(self) -> None:
-        servers, key = self.servers, f"{self.section}.ports"
-        if servers.python and shutil.which(servers.python) is None:
-            raise ConfigError(
-                f"{self.section}.python: {servers.python!r} is no program; name the interpreter of "
-                "the environment that the servers' program is installed in"
-            )
-        for port in servers.ports:
-            if not 0 < port <= _MAX_PORT:
-                raise ConfigError(f"{key}: expected 1 to {_MAX_PORT}, got {port}")
-        if len(set(servers.ports)) != len(servers.ports):
-            raise ConfigError(f"{key} names a port twice: {servers.ports}")
+            raise ConfigError(f"servers.urls names a server twice: {', '.join(urls)}")
 
     def plan_worker(
         self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine

@@ -20,7 +20,7 @@ class MemoryShare:
     """The argument of a kind of server that sets the share.
 
     Attributes:
-        section: of the servers' settings.
+        section: of the settings of the servers' program.
         argument: its name on the command line.
         default: about what the program takes by itself.
     """
@@ -57,7 +57,7 @@ class MemoryShare:
             f"{self.setting}: {share:g} of what is free on {device} "
             f"({format_bytes(memory)}) does not hold the parameters of a server "
             f"({format_bytes(parameter_bytes)}), and it has to hold the KV cache, too; "
-            f"a larger share or {self.section}.tp_size holds them"
+            f"a larger share or servers.tp_size holds them"
         )
 
     def way_out(self, plan: RunPlan) -> str | None:

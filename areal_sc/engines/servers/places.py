@@ -78,7 +78,7 @@ class Places:
 
     def _note_running(self, num_running: int) -> None:
         self.num_running = num_running
-        self.busy.note(num_running)
+        self.busy.note_running(num_running)
         if num_running:
             self.is_empty.clear()
         else:

@@ -13,7 +13,6 @@ It cannot outlive this process: the kernel kills it with the thread that started
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from subprocess import PIPE, STDOUT
 
 from areal_sc.engines.servers import launcher
 from areal_sc.engines.servers.client import ServerClient
-from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
+from areal_sc.engines.servers.handle import LOOPBACK, ServerInstance, ServersHandle
 from areal_sc.errors import ConfigError, PeerLost, RpcTimeout, ServerBusy, WorkerStartError
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.system.own_addresses import keep_from_proxies
@@ -64,7 +63,7 @@ class ServerProcess:
         log_path: Path,
         log_begin: int,
     ) -> None:
-        self.url = f"http://{reachable_host(handle.servers.host)}:{instance.port}"
+        self.url = f"http://{LOOPBACK}:{instance.port}"
         self.api_key = instance.api_key
         self.pid = process.pid
         self.schedulers: list[int] = []
@@ -81,12 +80,9 @@ class ServerProcess:
     ) -> ServerProcess:
         """Must be called in a thread that lives as long as the server shall.
 
-        Raises: ModelError, ConfigError: the folder, the port or an argument cannot be.
+        Raises: ModelError, ConfigError: the folder or an argument cannot be.
         """
-        servers = handle.servers
         check_model_folder(handle.config.path)
-        if servers.ports:  # one that was free a moment ago, and no more, is found by the server
-            check_port(servers.host, instance.port, handle.section)
         start = {
             "parent_pid": os.getpid(),
             "module": handle.module,
@@ -98,7 +94,7 @@ class ServerProcess:
         log_begin = os.fstat(log).st_size
         try:
             process = await asyncio.create_subprocess_exec(
-                servers.python or sys.executable,
+                handle.program.python or sys.executable,
                 str(Path(launcher.__file__)),
                 stdin=PIPE,
                 stdout=log,
@@ -178,7 +174,7 @@ class ServerProcess:
 
     def _start_error(self, what: str) -> WorkerStartError | ConfigError:
         tail = self._log_tail()
-        section, python = self._handle.section, self._handle.servers.python or sys.executable
+        section, python = self._handle.section, self._handle.program.python or sys.executable
         if self._process.returncode == launcher.NOT_INSTALLED:
             return ConfigError(
                 f"{self._handle.name} is not installed for {section}.python={python!r}: "
@@ -199,41 +195,15 @@ def server_environment(handle: ServersHandle, instance: ServerInstance) -> dict[
         environment.setdefault("OMP_NUM_THREADS", "1")
     environment |= handle.servers.environment
     # some servers ask themselves for a first answer
-    host = reachable_host(handle.servers.host).strip("[]")
-    keep_from_proxies(host, environment=environment)
+    keep_from_proxies(LOOPBACK, environment=environment)
     return environment
 
 
-def free_port(host: str) -> int:
+def free_port() -> int:
     """A port that nothing listens on at this moment."""
-    with socket.create_server((host, 0), family=_family(host)) as probe:
+    with socket.create_server((LOOPBACK, 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
-
-
-def check_port(host: str, port: int, section: str) -> None:
-    """Raises ConfigError: something listens there, or the interface is not this machine's."""
-    try:
-        # it may be bound again at once, as the server itself does it
-        socket.create_server((host, port), family=_family(host)).close()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"{section}.ports: {host}:{port} is in use by another process; choose another "
-                "port, or leave it empty for free ones"
-            ) from error
-        raise ConfigError(f"{section}.host: cannot listen on {host}: {error}") from error
-
-
-def reachable_host(host: str) -> str:
-    """Where this process reaches a server that listens on `host`."""
-    if host in ("0.0.0.0", "::"):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 @dataclass(frozen=True)

@@ -116,22 +116,20 @@ class ServerLife:
             try:
                 return await (self._start_own() if self.is_own else self._connect())
             except WorkerStartError as error:
-                has_chosen = not self._handle.servers.ports
-                if not (num_left and has_chosen and _lost_port(error.log_tail)):
+                if not (num_left and _lost_port(error.log_tail)):
                     raise
                 logger.warning("%s starts again, on other ports: %s", self.name, error)
 
     async def _start_own(self) -> None:
-        handle, servers = self._handle, self._handle.servers
-        port = servers.ports[0] if servers.ports else free_port(servers.host)
-        instance = ServerInstance(port, self._api_key, is_cuda=self._is_cuda)
+        handle = self._handle
+        instance = ServerInstance(free_port(), self._api_key, is_cuda=self._is_cuda)
         async with AsyncExitStack() as undo:
             process = await ServerProcess.start(handle, instance, self._log_path)
             undo.push_async_callback(process.kill)
             self.url = process.url
             client = handle.connect(self.url, self._api_key)
             undo.push_async_callback(client.close)
-            await process.wait_ready(client, servers.start_timeout_s)
+            await process.wait_ready(client, handle.servers.start_timeout_s)
             await self._ask_abilities(client)
             if handle.config.lora.is_published_alone:
                 client.adapter = ServedAdapter("", 0)
@@ -151,7 +149,7 @@ class ServerLife:
                 self.version = await self._find_version(client)
             except (PeerLost, RpcTimeout, ProtocolError, EngineFailed) as error:
                 raise ConfigError(
-                    f"{handle.section}.urls: no {handle.name} server answers at {self.url} as one "
+                    f"servers.urls: no {handle.name} server answers at {self.url} as one "
                     f"does ({error}); start it, or correct the URL"
                 ) from error
             undo.pop_all()

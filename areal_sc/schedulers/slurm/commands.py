@@ -61,7 +61,7 @@ class _ClusterSilence:
     is_silent: bool = False
     back_s: float = float("-inf")
 
-    def note(self, *, is_silent: bool) -> None:
+    def note_answer(self, *, is_silent: bool) -> None:
         if self.is_silent and not is_silent:
             self.back_s = time.monotonic()
         self.is_silent = is_silent
@@ -155,11 +155,11 @@ def run_command(
             "set scheduler.type=local"
         ) from error
     except subprocess.TimeoutExpired as error:
-        _silence.note(is_silent=True)
+        _silence.note_answer(is_silent=True)
         raise SchedulerSilent(f"{words[0]} gave no answer in {COMMAND_TIMEOUT_S:g} s") from error
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        _silence.note(is_silent=bool(_SILENT.search(said)))
+        _silence.note_answer(is_silent=bool(_SILENT.search(said)))
         if _silence.is_silent:
             raise SchedulerSilent(f"{words[0]}: {said}")
         if _silence.is_just_over:
@@ -167,7 +167,7 @@ def run_command(
         if _UNKNOWN_JOB in said:
             return ""  # it has ended
         raise ConfigError(f"SLURM refuses `{' '.join(words)}`: {said}{advice(text)}")
-    _silence.note(is_silent=False)
+    _silence.note_answer(is_silent=False)
     return done.stdout
 
 

@@ -57,8 +57,8 @@ def begin_apart(spec: Mapping[str, Any]) -> socket.socket | None:
     """Keeps this process apart as `OwnProcesses` asks for it, and says that it is ready.
 
     Args:
-        spec: `fd`, the socket; `sources`, `isolation`, `hides` as of `OwnProcesses`; `network` and
-            `read` as of `narrow`; `is_tried` as of `keep_apart`; `port`: unless it is 0, the
+        spec: `fd`, the socket; `sources`, `isolation`, `hides`, see `OwnProcesses`; `network`
+            and `read`, see `narrow`; `is_tried`, see `keep_apart`; `port`: unless it is 0, the
             process is in a network of its own, where nothing but this port of 127.0.0.1 answers.
             The owner gets the socket that listens there.
     Returns: the socket, for `Replies`; or None: it cannot be as narrow as that, which was told.

@@ -90,7 +90,7 @@ class BestModel:
         if self._number and last_step is not None and (_step_of_best(models) or 0) > last_step:
             (models / "best").unlink()
 
-    def note(self, results: Iterable[EvaluationResult]) -> None:
+    def note_results(self, results: Iterable[EvaluationResult]) -> None:
         """Takes new results into account.
 
         Raises: ConfigError: no evaluation so far has the number.

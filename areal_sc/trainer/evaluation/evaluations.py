@@ -143,7 +143,7 @@ class Evaluations(BesideTraining):
         self._warn(outcomes)
         for result in results:
             self._tell(result)
-        self._best.note(results)
+        self._best.note_results(results)
 
     def _tell(self, result: EvaluationResult) -> None:
         self._run.tell(lambda tracker: tracker.on_evaluation(result))

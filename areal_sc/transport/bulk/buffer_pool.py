@@ -35,7 +35,7 @@ class BufferPool:
         """Bytes of buffers that nobody uses."""
         return sum(size * len(idle) for size, idle in self._idle)
 
-    def take(self, num_bytes: int) -> Bytes:
+    def take_buffer(self, num_bytes: int) -> Bytes:
         """A [num_bytes] uint8 array of undefined content.
 
         Tensors made with `torch.frombuffer` keep it, and so its memory, from being lent again.

@@ -150,7 +150,7 @@ class MessageCipher:
             return [HEAD.pack(num_bytes, kind, self._aead.encrypt(nonce, b"", parts[0])), *parts]
         cipher = Cipher(self._aes, GCM(nonce)).encryptor()
         if is_encrypted:
-            sealed, end = self._pool.take(num_bytes).data, 0
+            sealed, end = self._pool.take_buffer(num_bytes).data, 0
             for part in parts:
                 end += cipher.update_into(part, sealed[end:])
             parts = [sealed]

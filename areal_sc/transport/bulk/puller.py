@@ -206,7 +206,7 @@ class Puller:
         for name, dtype in dtypes.items():
             starts[name] = size
             size += -(-numel[name] * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        buffer = self._pool.take(size)
+        buffer = self._pool.take_buffer(size)
         memory = buffer.data
         transfers: dict[ShardOwner, list[Transfer]] = {}
         for owner, rows, offset in slices:

@@ -29,7 +29,6 @@ async def test_nothing_is_lost_or_doubled_when_a_node_and_the_script_are_killed(
         *("scheduler.ray.nodes=2", "scheduler.orphan_timeout_s=300"),
         "scheduler.heartbeat_interval_s=2",
         *("checkpoint.every_steps=1", f"total_steps={STEPS}"),
-        "transport.stalled_peer_timeout_s=5",  # of pulls from the node that is lost
         f"task.num_free_episodes={STEPS_A_BYTE * ROWS_A_STEP}",
     ]
     with ExitStack() as stack, tiny_run(run_dir, tiny_model_folder, *words) as killed:

@@ -17,7 +17,7 @@ from integration.sglang.policies import MAX_CONTEXT, Generating, Policies
 from integration.sglang.running_answers import generating_on
 
 from areal_sc.config.schema import Device, Dtype, RolloutConfig, WeightUpdateConfig
-from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.config.server_settings import ServersConfig, SGLangConfig
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 
@@ -56,6 +56,7 @@ def rollout_config(policies: Policies, sglang_config: SGLangConfig) -> RolloutCo
         max_running_sequences=64,
         max_context_tokens=MAX_CONTEXT,
         seed=0,
+        servers=ServersConfig(stop_timeout_s=2.0),
         sglang=sglang_config,
         # an update that fails must not make the tests wait for long
         weight_update=WeightUpdateConfig(bucket_bytes=BUCKET_BYTES, step_timeout_s=60.0),
@@ -64,7 +65,7 @@ def rollout_config(policies: Policies, sglang_config: SGLangConfig) -> RolloutCo
 
 @pytest.fixture(scope="session")
 def sglang_config(sglang_python: Path) -> SGLangConfig:
-    return SGLangConfig(python=str(sglang_python), stop_timeout_s=2.0)
+    return SGLangConfig(python=str(sglang_python))
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -105,7 +105,7 @@ async def test_a_slow_answer_is_no_failure(engine: ServerEngine) -> None:
     await until(lambda: engine.stats()["running_requests"] == 1)
     await engine.pause()
     await asyncio.sleep(
-        engine._config.sglang.hung_after_s + 2 * engine._config.sglang.probe_interval_s
+        engine._config.servers.hung_after_s + 2 * engine._config.servers.probe_interval_s
     )
     assert engine.server.is_paused
     await engine.resume()

@@ -132,8 +132,8 @@ async def test_a_server_that_runs_already_gets_the_weights_of_every_mesh(
     overrides = (
         *("--config", str(TINY_YAML), f"run_dir={tmp_path / 'run'}", "task.gate=unused"),
         *(f"actor.path={policies.folder}", "actor.optimizer.lr=2e-3"),
-        *("rollout.engine=sglang", f"sglang.urls=[{url}]"),
-        *(f"sglang.api_key_env={KEY_VARIABLE}", f"weight_update.method={method}"),
+        *("rollout.engine=sglang", f"servers.urls=[{url}]"),
+        *(f"servers.api_key_env={KEY_VARIABLE}", f"weight_update.method={method}"),
         *("weight_update.bucket_bytes=50000", f"actor.engine={trainer}", f"actor.parallel={mesh}"),
     )
     await asyncio.to_thread(train_and_compare, load_config(overrides, GRPOConfig))

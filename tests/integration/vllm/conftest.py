@@ -18,7 +18,7 @@ from integration.sglang.policies import MAX_CONTEXT, Generating, Policies
 from integration.sglang.running_answers import generating_on
 
 from areal_sc.config.schema import Device, Dtype, RolloutConfig, WeightUpdateConfig
-from areal_sc.config.server_settings import VLLMConfig
+from areal_sc.config.server_settings import ServersConfig, VLLMConfig
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.vllm.handle import VLLMEngine
 
@@ -60,7 +60,8 @@ def rollout_config(policies: Policies, vllm_python: Path) -> RolloutConfig:
         max_running_sequences=64,
         max_context_tokens=MAX_CONTEXT,
         seed=0,
-        vllm=VLLMConfig(python=str(vllm_python), stop_timeout_s=2.0),
+        servers=ServersConfig(stop_timeout_s=2.0),
+        vllm=VLLMConfig(python=str(vllm_python)),
         # an update that fails must not make the tests wait for long
         weight_update=WeightUpdateConfig(bucket_bytes=BUCKET_BYTES, step_timeout_s=60.0),
     )

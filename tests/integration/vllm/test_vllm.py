@@ -86,8 +86,8 @@ async def test_a_server_that_runs_already_gets_the_trainers_weights(
     overrides = (
         *("--config", str(TINY_YAML), f"run_dir={tmp_path / 'run'}", "task.gate=unused"),
         *(f"actor.path={policies.folder}", "actor.optimizer.lr=2e-3"),
-        *("rollout.engine=vllm", f"vllm.urls=[{engine.server.url}]"),
-        *(f"vllm.api_key_env={KEY_VARIABLE}", "weight_update.method=disk"),
+        *("rollout.engine=vllm", f"servers.urls=[{engine.server.url}]"),
+        *(f"servers.api_key_env={KEY_VARIABLE}", "weight_update.method=disk"),
     )
     await asyncio.to_thread(train_and_compare, load_config(overrides, GRPOConfig))
     await publish(engine, policies)  # it is the engine's again

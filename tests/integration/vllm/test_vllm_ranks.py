@@ -23,8 +23,8 @@ pytestmark = [
 async def test_a_server_of_two_ranks(rollout_config: RolloutConfig, tmp_path: Path) -> None:
     """They have one head of queries each, and copies of the one of keys and values."""
     policies = Policies(tmp_path / "model")
-    vllm = replace(rollout_config.vllm, tp_size=2)
-    settings = replace(rollout_config, path=str(policies.folder), vllm=vllm)
+    servers = replace(rollout_config.servers, tp_size=2)
+    settings = replace(rollout_config, path=str(policies.folder), servers=servers)
     engine = ServerEngine(VLLMEngine(settings), log_folder=tmp_path, name="ranks")
     await engine.start()
     try:

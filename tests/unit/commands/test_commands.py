@@ -145,7 +145,7 @@ def stopped(planned_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     folder = RunFolder(planned_dir)
-    RunBegin(folder.begun_path).note({"model model": content_of(tmp_path / "model")})
+    RunBegin(folder.begun_path).note_begin({"model model": content_of(tmp_path / "model")})
     for step in (20, 30):
         folder.snapshot_path(step).mkdir()
     return folder

@@ -16,7 +16,7 @@ from simulation.settings import Settings, configs
 from simulation.tasks import NamedWorkflow
 
 from areal_sc.config.placement import Purpose
-from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.controller import starting
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.control_loop import ControlLoop
@@ -113,7 +113,7 @@ def test_who_measures_free_memory_starts_when_the_others_hold_theirs() -> None:
         ({"engine": "sglang", "device": "auto"}, 0, False),
         ({"engine": "sglang", "device": "cpu"}, 1, False),
         ({"engine": "local", "device": "cuda"}, 1, False),  # its KV cache has a size
-        ({"engine": "sglang", "sglang": SGLangConfig(urls=["http://a"])}, 1, False),
+        ({"engine": "sglang", "servers": ServersConfig(urls=["http://a"])}, 1, False),
     ],
 )
 async def test_servers_of_its_own_on_gpus_of_their_nodes_measure_free_memory(
@@ -139,7 +139,7 @@ class LentNodes(SimulatedCluster):
 def rollout_controller(
     folder: Path, settings: dict[str, Any], num_devices: int = 0
 ) -> RolloutController:
-    config = replace(configs(Settings())[1], **{"sglang": SGLangConfig(), **settings})
+    config = replace(configs(Settings())[1], **{"servers": ServersConfig(), **settings})
     cluster = LentNodes(folder, Behavior(), seed=0)
     cluster.num_devices = num_devices
     runtime = Runtime(transport=SimulatedTransport(cluster), new_id=cluster.new_id)

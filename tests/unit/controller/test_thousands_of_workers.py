@@ -104,7 +104,7 @@ def test_the_least_loaded_worker_is_the_one_that_a_search_finds(data: st.DataObj
             st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3))
         )
         gets_newest[worker] = data.draw(st.booleans())
-        loads.note(
+        loads.note_load(
             worker,
             version=version,
             num_running=num_running,

@@ -43,7 +43,7 @@ def test_it_is_collected_until_the_address_is_gone(
 
 
 async def test_where_nobody_answers_nothing_is_collected() -> None:
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}/v1"
+    url = f"http://127.0.0.1:{free_port()}/v1"
     assert not await online.collect_all({"url": url, "key": "k"})
 
 

@@ -48,7 +48,7 @@ def test_an_open_input_tells_of_a_script_on_this_machine_alone(
     assert script.needs_node
     clock[0] = LIMIT_S + 1
     assert script.needs_node == is_needed
-    script.note()
+    script.note_contact()
     assert script.needs_node
 
 

@@ -123,8 +123,8 @@ Load = Callable[..., GRPOConfig]
             "rollout.autoscale.max=4, got 5",
         ),
         (
-            "rollout.autoscale.max=2 rollout.engine=sglang sglang.ports=[30000]",
-            "sglang.ports names the servers of each worker",
+            "rollout.autoscale.max=2 rollout.engine=sglang servers.urls=['http://a:1']",
+            "servers.urls names the servers of each worker",
         ),
         (
             "actor.ppo.num_minibatches=257",
@@ -272,7 +272,7 @@ def test_ranks_and_devices(load: Load) -> None:
             r"rollout\.num_workers: expected at most 4 .*asked of SLURM",
         ),
         (
-            ["rollout.nodes=2", "rollout.gpus_per_node=2", "engine=sglang", "sglang.tp_size=4"],
+            ["rollout.nodes=2", "rollout.gpus_per_node=2", "engine=sglang", "servers.tp_size=4"],
             r"gpus_per_node: expected at least 4, which one worker of rollout takes, got 2 .*rollo",
         ),
     ],

@@ -25,17 +25,15 @@ SILENT = ScriptFacts(has_agents=True, evaluates=True)
 
 IDLE = (
     # the last one of each line has no effect beside the others
-    "sglang.tp_size=4",
+    "servers.tp_size=4",
     "sglang.args={a:1}",
-    "vllm.tp_size=4",
-    "vllm.start_timeout_s=5",
+    "servers.start_timeout_s=5",
     "rollout.engine=sglang vllm.python=x",
-    "rollout.engine=vllm sglang.busy_limit_s=3",
-    "rollout.engine=sglang rollout.step_timeout_s=9",
-    "rollout.engine=sglang sglang.api_key_env=KEY",
-    "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.busy_limit_s=2",
-    "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.environment={A:b}",
-    "rollout.engine=vllm vllm.urls=['http://a:1'] rollout.device=cuda",
+    "rollout.engine=vllm sglang.args={a:1}",
+    "rollout.engine=sglang servers.api_key_env=KEY",
+    "rollout.engine=sglang servers.urls=['http://a:1'] servers.busy_limit_s=2",
+    "rollout.engine=sglang servers.urls=['http://a:1'] servers.environment={A:b}",
+    "rollout.engine=vllm servers.urls=['http://a:1'] rollout.device=cuda",
     "scheduler.slurm.partition=gpu",
     "scheduler.slurm.train.nodes=2",
     "scheduler.ray.nodes=2",
@@ -161,10 +159,9 @@ ACTING = (
     "critic.path=c +critic.ppo.loss_settings.value_clip=0.3",
     "teacher.path=t teacher.device=cpu",
     "reward_model.path=m reward_model.cpu_offload=true",
-    "rollout.engine=sglang sglang.tp_size=4 sglang.python=x",
-    "rollout.engine=vllm vllm.tp_size=2",
-    "rollout.engine=sglang sglang.urls=['http://a:1'] sglang.api_key_env=KEY",
-    "rollout.step_timeout_s=9",
+    "rollout.engine=sglang servers.tp_size=4 sglang.python=x",
+    "rollout.engine=vllm servers.tp_size=2",
+    "rollout.engine=sglang servers.urls=['http://a:1'] servers.api_key_env=KEY",
     "rollout.dtype=bfloat16 rollout.float32_output_layer=true",
     "rollout.num_workers=3",
     "rollout.autoscale.max=4 rollout.autoscale.min=2",
@@ -230,16 +227,18 @@ def test_every_condition_can_be_asked() -> None:
 
 
 def test_settings_of_one_cause_are_told_together() -> None:
-    config = composed("sglang.tp_size=4 vllm.tp_size=2 scheduler.ray.nodes=2")
+    config = composed("servers.tp_size=4 servers.busy_limit_s=2 scheduler.ray.nodes=2")
     together, alone = idle_settings(config, ScriptFacts())
-    assert together == ("sglang.tp_size=4, vllm.tp_size=2 have no effect with rollout.engine=local")
+    assert together == (
+        "servers.tp_size=4, servers.busy_limit_s=2 have no effect with rollout.engine=local"
+    )
     assert alone == "scheduler.ray.nodes=2 has no effect with scheduler.type=local"
 
 
 def test_what_a_script_does_decides_too() -> None:
-    config = composed("agents.max_turns=3 evaluation.greedy=false sglang.tp_size=2")
+    config = composed("agents.max_turns=3 evaluation.greedy=false servers.tp_size=2")
     (known,) = idle_settings(config, SILENT)
-    assert known.startswith("sglang.tp_size=2")
+    assert known.startswith("servers.tp_size=2")
     assert idle_in_script(config, ScriptFacts(has_agents=True)) == [
         "evaluation.greedy=false has no effect without prompts for evaluations"
     ]

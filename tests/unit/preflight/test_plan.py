@@ -320,7 +320,7 @@ def test_servers_take_their_share_of_each_device(load: Load, model: Path) -> Non
         f"actor.path={model}",
         *SIZES,
         *SGLANG,
-        "sglang.tp_size=4",
+        "servers.tp_size=4",
         "+sglang.args.mem_fraction_static=0.5",
         num_devices=4,
     )
@@ -351,7 +351,7 @@ def test_each_worker_has_a_server_of_its_own(load: Load, model: Path, tp_size: i
         *SIZES,
         *SGLANG,
         "actor.parallel.data=4",
-        *(f"rollout.num_workers={4 // tp_size}", f"sglang.tp_size={tp_size}"),
+        *(f"rollout.num_workers={4 // tp_size}", f"servers.tp_size={tp_size}"),
         num_devices=8,
     )
     result = plan(config, lambda: Machine(1 << 40, (100_000,) * 8))
@@ -410,7 +410,7 @@ def test_running_servers_cost_this_machine_nothing(load: Load, model: Path) -> N
         f"actor.path={model}",
         *SIZES,
         *SGLANG,
-        "sglang.urls=['http://gpu1:30000','http://gpu2:30000']",
+        "servers.urls=['http://gpu1:30000','http://gpu2:30000']",
         *("rollout.num_workers=2", "weight_update.method=disk"),
         num_devices=1,
     )
@@ -472,7 +472,7 @@ def test_servers_on_a_device_too_small_for_both(load: Load, model: Path) -> None
         f"actor.path={model}",
         *SIZES,
         *SGLANG,
-        *("rollout.num_workers=2", "sglang.tp_size=2"),
+        *("rollout.num_workers=2", "servers.tp_size=2"),
         num_devices=3,
     )
     with pytest.raises(ConfigError, match=r"mem_fraction_static may be at most 0\.5 beside"):
@@ -480,7 +480,7 @@ def test_servers_on_a_device_too_small_for_both(load: Load, model: Path) -> None
 
 
 def test_more_devices_than_the_machine_has(load: Load, model: Path) -> None:
-    config = load(f"actor.path={model}", *SIZES, *SGLANG, "sglang.tp_size=2", num_devices=1)
+    config = load(f"actor.path={model}", *SIZES, *SGLANG, "servers.tp_size=2", num_devices=1)
     with pytest.raises(ConfigError, match=r"rollout/0 needs 2 CUDA devices.*has 1.*tp_size"):
         plan(config, lambda: Machine(1 << 40, (100_000,)))
 

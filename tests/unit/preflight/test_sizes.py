@@ -76,8 +76,7 @@ def test_limits_of_time_are_enough_for_a_large_model_on_slow_hardware(
         "transport.write_timeout_s": of_state,
         "transport.call_timeout_s": of_weights + of_step,
         "weight_update.step_timeout_s": of_weights,
-        "sglang.start_timeout_s": of_weights,
-        "vllm.start_timeout_s": 900.0,  # which has no effect
+        "servers.start_timeout_s": of_weights,
         "rollout.step_timeout_s": 300.0,
     }
     assert {key: value_at(config, key) for key in expected} == {

@@ -73,12 +73,12 @@ def test_each_start_of_the_script_says_where_it_is(tmp_path: Path) -> None:
     node = folder_of(tmp_path)
     here = RunFolder(node.config.run_dir)
     for number in (1, 2):
-        node.note(Welcome(f"tcp://10.0.0.{number}:1", f"tcp://10.0.0.{number}:2"))
+        node.note_welcome(Welcome(f"tcp://10.0.0.{number}:1", f"tcp://10.0.0.{number}:2"))
         assert read_address(here.join_path) == f"tcp://10.0.0.{number}:1"
         assert read_address(here.files_path) == f"tcp://10.0.0.{number}:2"
     asyncio.run(node.close())
     with pytest.raises(TransportError, match="cannot write"):  # nor can it on a full disk
-        node.note(Welcome("tcp://10.0.0.3:1", "tcp://10.0.0.3:2"))
+        node.note_welcome(Welcome("tcp://10.0.0.3:1", "tcp://10.0.0.3:2"))
 
 
 def test_what_killed_agents_left_goes_and_what_living_ones_have_stays(
@@ -125,7 +125,7 @@ async def test_weights_do_not_go_by_a_folder_that_only_one_node_sees(
 ) -> None:
     node, keys = folder_of(tmp_path), [Passes(RunKeys.create()).issue("train/0", Caller.train)]
     node.script_config.run_dir = "/r"
-    node.note(Welcome("tcp://127.0.0.1:2", "tcp://127.0.0.1:1"))
+    node.note_welcome(Welcome("tcp://127.0.0.1:2", "tcp://127.0.0.1:1"))
     orders = [order_of(weight_update={"method": "disk", "folder": folder})]
     launch = Launch(orders, keys, timeout_s=1.0)
     if is_refused:

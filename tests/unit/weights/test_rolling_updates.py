@@ -15,7 +15,7 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
     WeightUpdateMethod,
 )
-from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.worker_state import NO_VERSION
@@ -53,7 +53,7 @@ class UpdatingFleet:
 
 
 def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
-    given = {"num_workers": NUM_WORKERS, "sglang": SGLangConfig(), **settings}
+    given = {"num_workers": NUM_WORKERS, "servers": ServersConfig(), **settings}
     config = RolloutConfig(
         max_context_tokens=64, **{"weight_update": WeightUpdateConfig(), **given}
     )
@@ -133,7 +133,7 @@ async def test_weights_of_a_lineage_that_was_left_are_of_no_use() -> None:
     updates.forget()
     assert {state.version for state in updates.states} == {NO_VERSION}
     assert not updates.current_members, "nobody takes part in a broadcast, or in an evaluation"
-    taken = asyncio.ensure_future(workers.set.take(5))
+    taken = asyncio.ensure_future(workers.set.take_worker(5))
     fleet.finish(late)
     await turn()
     assert not taken.done(), "it has got weights of the lineage that was left"

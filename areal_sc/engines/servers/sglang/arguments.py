@@ -8,7 +8,7 @@ from typing import Any
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import Dtype, RolloutConfig
 from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
-from areal_sc.engines.servers.handle import ServerInstance
+from areal_sc.engines.servers.handle import LOOPBACK, ServerInstance
 
 OLDEST_VERSION = (0, 5, 11)
 """The first that holds running requests while its weights are replaced (pause mode `retract`)."""
@@ -31,16 +31,16 @@ SETTINGS_OF: Mapping[str, str] = {
     "device": "rollout.device",
     "random_seed": "rollout.seed",
     "context_length": "rollout.max_context_tokens",
-    "host": "sglang.host",
-    "port": "sglang.ports",
-    "tp_size": "sglang.tp_size",
-    "tensor_parallel_size": "sglang.tp_size",
-    "tp": "sglang.tp_size",
+    "host": "nothing, as servers listen on loopback alone",
+    "port": "nothing, as a free one is found",
+    "tp_size": "servers.tp_size",
+    "tensor_parallel_size": "servers.tp_size",
+    "tp": "servers.tp_size",
     "dp_size": "rollout.num_workers",
     "dp": "rollout.num_workers",
     "data_parallel_size": "rollout.num_workers",
-    "pp_size": "sglang.tp_size",
-    "pipeline_parallel_size": "sglang.tp_size",
+    "pp_size": "servers.tp_size",
+    "pipeline_parallel_size": "servers.tp_size",
     "base_gpu_id": "CUDA_VISIBLE_DEVICES of the run",
     "api_key": "a random key",
     "admin_api_key": "a random key",
@@ -59,15 +59,15 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
 
     Raises: ConfigError: `sglang.args` holds an argument that has a setting of its own.
     """
-    servers = config.sglang
-    given = given_arguments(servers.args, SETTINGS_OF, "sglang")
+    servers = config.servers
+    given = given_arguments(config.sglang.args, SETTINGS_OF, "sglang")
     context_tokens = config.max_context_tokens + CONTEXT_SLACK_TOKENS
     slots = config.max_running_sequences
     arguments: dict[str, Any] = {
         "model_path": config.path,
         "dtype": str(config.dtype),
         "enable_fp32_lm_head": config.float32_output_layer and config.dtype != Dtype.float32,
-        "host": servers.host,
+        "host": LOOPBACK,
         "port": instance.port,
         "tp_size": servers.tp_size,
         "random_seed": config.seed % NUM_SEEDS,

@@ -258,7 +258,7 @@ class SGLangClient(ServerClient):
                 f"{error}; it was asked for a token under top_k for the first time, and may still "
                 "be building FlashInfer's sampler with nvcc (its log says so): install "
                 "flashinfer-jit-cache beside SGLang, set sglang.args.sampling_backend=pytorch, or "
-                "raise sglang.start_timeout_s"
+                "raise servers.start_timeout_s"
             ) from error
         reason = answer["meta_info"].get("finish_reason") or {}
         if reason.get("type") == ABORTED:  # with all requests, for new weights

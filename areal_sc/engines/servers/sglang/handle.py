@@ -56,7 +56,7 @@ class SGLangEngine(ServersHandle):
 
     def check_turns(self, *, has_cuda: bool, is_here: bool) -> None:
         super().check_turns(has_cuda=has_cuda, is_here=is_here)
-        python = self.servers.python or sys.executable
+        python = self.program.python or sys.executable
         look = [python, "-c", _FINDS_SAVER]
         if is_here and subprocess.run(look, check=False, timeout=_LOOK_S).returncode:
             raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
-from areal_sc.engines.servers.handle import ServerInstance
+from areal_sc.engines.servers.handle import LOOPBACK, ServerInstance
 from areal_sc.errors import ModelError
 from areal_sc.sizing.model_folder import read_model_shape
 from areal_sc.sizing.worker_plan import DTYPE_BYTES
@@ -38,10 +38,10 @@ SETTINGS_OF: Mapping[str, str] = {
     "dtype": "rollout.dtype",
     "seed": "rollout.seed",
     "max_model_len": "rollout.max_context_tokens",
-    "host": "vllm.host",
-    "port": "vllm.ports",
-    "tensor_parallel_size": "vllm.tp_size",
-    "pipeline_parallel_size": "vllm.tp_size",
+    "host": "nothing, as servers listen on loopback alone",
+    "port": "nothing, as a free one is found",
+    "tensor_parallel_size": "servers.tp_size",
+    "pipeline_parallel_size": "servers.tp_size",
     "data_parallel_size": "rollout.num_workers",
     "api_key": "a random key",
     "logprobs_mode": "nothing, as training needs the one that is set",
@@ -62,8 +62,8 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
     Raises: ConfigError: `vllm.args` holds an argument that has a setting of its own. ModelError: on
         a CPU, a mixture of experts.
     """
-    servers = config.vllm
-    given = given_arguments(servers.args, SETTINGS_OF, "vllm")
+    servers = config.servers
+    given = given_arguments(config.vllm.args, SETTINGS_OF, "vllm")
     slots = config.max_running_sequences
     arguments: dict[str, Any] = {
         "model": config.path,
@@ -72,7 +72,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "enable_scale_out": True,  # the route for them
         "generation_config": "vllm",  # none of the folder's: requests say all
         "dtype": str(config.dtype),
-        "host": servers.host,
+        "host": LOOPBACK,
         "port": instance.port,
         "tensor_parallel_size": servers.tp_size,
         "distributed_executor_backend": "mp",
@@ -128,5 +128,5 @@ def _kv_bytes(config: RolloutConfig, num_tokens: int) -> int:
     values = (shape := read_model_shape(config.path)) and shape.kv_values_per_token
     if not values:
         return _UNKNOWN_CPU_KV_BYTES
-    token_bytes = -(-values * DTYPE_BYTES[config.dtype] // config.vllm.tp_size)
+    token_bytes = -(-values * DTYPE_BYTES[config.dtype] // config.servers.tp_size)
     return max(_MIN_CPU_KV_BYTES, num_tokens * token_bytes)

@@ -61,8 +61,8 @@ class VLLMEngine(ServersHandle):
             )
         if self.servers.urls and run.weight_update.method != WeightUpdateMethod.disk:
             raise ConfigError(
-                "weight_update.method: expected disk with vllm.urls (the other ways need a part of "
-                "this package in the servers, which those that a run starts have), got "
+                "weight_update.method: expected disk with servers.urls (the other ways need a part "
+                "of this package in the servers, which those that a run starts have), got "
                 f"{run.weight_update.method}"
             )
 

@@ -66,6 +66,12 @@ WriteYaml = Callable[..., Path]
             "one server: set rollout.num_workers to the number of servers",
         ),
         (
+            "sglang.environment.NCCL_DEBUG=INFO",
+            "override sglang.environment.NCCL_DEBUG=INFO: unknown setting "
+            "sglang.environment.NCCL_DEBUG; both kinds of servers have it in one place, "
+            "servers.environment",
+        ),
+        (
             "scheduler.slurm.train.role_workers=2",
             "override scheduler.slurm.train.role_workers=2: unknown setting "
             "scheduler.slurm.train.role_workers; it follows from actor.parallel: leave it out",

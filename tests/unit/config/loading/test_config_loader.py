@@ -62,9 +62,9 @@ print(config.run_dir, config.rollout.num_workers, config.rollout.group_size)
 
 @pytest.mark.parametrize("given", ["sglang.args={log_level:warn}", "sglang.args.log_level=warn"])
 def test_arguments_of_sglang_need_no_plus(load: Load, given: str) -> None:
-    config = load(given, "sglang.environment.NCCL_DEBUG=INFO")
+    config = load(given, "servers.environment.NCCL_DEBUG=INFO")
     assert config.sglang.args == config.rollout.sglang.args == {"log_level": "warn"}
-    assert config.sglang.environment == {"NCCL_DEBUG": "INFO"}
+    assert config.servers.environment == {"NCCL_DEBUG": "INFO"}
     with pytest.raises(ConfigError, match=r"unknown setting sglang\.arguments"):
         load("sglang.arguments.log_level=warn")
 

@@ -14,7 +14,7 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import AdmissionMode, OverBound, RolloutConfig, WeightUpdateConfig
-from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.worker_set import (
     StoreRoom,
@@ -111,7 +111,7 @@ def rollout_config(**changes: Any) -> RolloutConfig:
             "train_batch_groups": 4,
             "group_size": 2,
             "max_context_tokens": 64,
-            "sglang": SGLangConfig(),
+            "servers": ServersConfig(),
             "weight_update": WeightUpdateConfig(),
             **changes,
         }

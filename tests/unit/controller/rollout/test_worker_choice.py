@@ -20,9 +20,9 @@ def loads() -> WorkerLoads:
 
 
 def test_the_first_worker_with_a_version_leaves_others_their_share(loads: WorkerLoads) -> None:
-    loads.note(0, version=1, gets_newest=True, num_running=1, num_held=0)
-    loads.note(1, version=0, gets_newest=True, num_running=4, num_held=0)
-    loads.note(2, version=0, gets_newest=True, num_running=1, num_held=0)
+    loads.note_load(0, version=1, gets_newest=True, num_running=1, num_held=0)
+    loads.note_load(1, version=0, gets_newest=True, num_running=4, num_held=0)
+    loads.note_load(2, version=0, gets_newest=True, num_running=1, num_held=0)
     chosen = []
     for num_waiting in range(9, 0, -1):  # fifteen groups on three workers
         worker = loads.least_loaded(1, num_waiting)
@@ -31,16 +31,18 @@ def test_the_first_worker_with_a_version_leaves_others_their_share(loads: Worker
         loads.promise(worker, 1)
         chosen.append(worker)
     assert chosen == [0] * 4
-    loads.note(2, version=1, gets_newest=True, num_running=1, num_held=0)
+    loads.note_load(2, version=1, gets_newest=True, num_running=1, num_held=0)
     assert loads.least_loaded(1, 5) == 2
 
 
 @pytest.mark.parametrize("num_held", [0, 100])
 def test_nobody_waits_for_a_worker_that_will_not_come(loads: WorkerLoads, num_held: int) -> None:
-    loads.note(0, version=1, gets_newest=True, num_running=9, num_held=0)
+    loads.note_load(0, version=1, gets_newest=True, num_running=9, num_held=0)
     # one is being evaluated on, say, or has no room for more groups
     for worker in (1, 2):
-        loads.note(worker, version=0, gets_newest=num_held > 0, num_running=0, num_held=num_held)
+        loads.note_load(
+            worker, version=0, gets_newest=num_held > 0, num_running=0, num_held=num_held
+        )
     assert loads.least_loaded(1, 3) == 0
 
 

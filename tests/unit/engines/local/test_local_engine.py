@@ -363,10 +363,10 @@ async def test_a_step_that_does_not_end_fails_the_engine(
     end = threading.Event()
     async with running(long_model(), step_timeout_s=1.0) as engine:
         monkeypatch.setattr(engine._generator, "step", lambda: end.wait(60) and None)
-        with pytest.raises(WorkerError, match=r"not ended for rollout\.step_timeout_s=1"):
+        with pytest.raises(WorkerError, match="not ended for 1 s"):
             await engine.generate([1], ENDLESS)
         for call in later_calls(engine):
-            with pytest.raises(WorkerError, match="step_timeout_s"):
+            with pytest.raises(WorkerError, match="not ended for 1 s"):
                 await call()
         end.set()
     assert "most recent call first" in capfd.readouterr().err

@@ -32,7 +32,7 @@ async def serving(kind: type[ServerClient], handler: Handler) -> AsyncIterator[S
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app)
     await runner.setup()
-    port = free_port("127.0.0.1")
+    port = free_port()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     client = kind(f"http://127.0.0.1:{port}", "secret")
     try:

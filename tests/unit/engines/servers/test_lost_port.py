@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.engines.servers.process import ServerProcess
 from areal_sc.engines.servers.server import MAX_PORT_RACES, ServerLife
@@ -21,13 +20,12 @@ OTHER = ("RuntimeError: no kernel", "bye")
 
 
 @pytest.mark.parametrize(
-    ("tails", "ports", "num_starts"),
+    ("tails", "num_starts"),
     [
-        ([LOST, LOST], [], 3),
-        ([LOST] * 9, [], MAX_PORT_RACES + 1),
-        ([LOST, OTHER], [], 2),
-        ([OTHER], [], 1),
-        ([LOST], [30123], 1),  # the user has chosen it
+        ([LOST, LOST], 3),
+        ([LOST] * 9, MAX_PORT_RACES + 1),
+        ([LOST, OTHER], 2),
+        ([OTHER], 1),
     ],
 )
 async def test_a_server_that_has_lost_a_port_starts_again(
@@ -35,10 +33,9 @@ async def test_a_server_that_has_lost_a_port_starts_again(
     tmp_path: Path,
     tiny_model_folder: Path,
     tails: list[tuple[str, ...]],
-    ports: list[int],
     num_starts: int,
 ) -> None:
-    config = RolloutConfig(path=str(tiny_model_folder), sglang=SGLangConfig(ports=ports))
+    config = RolloutConfig(path=str(tiny_model_folder))
     server = ServerLife(SGLangEngine(config), tmp_path, "rollout-0", is_cuda=False)
     num_begun = 0
 

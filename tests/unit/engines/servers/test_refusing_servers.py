@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_sc.config.schema import RolloutConfig, WeightUpdateConfig, WeightUpdateMethod
-from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.engines.servers import server as module
 from areal_sc.engines.servers.server import ServerLife
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
@@ -74,10 +74,10 @@ async def test_a_server_of_others_goes_on_if_it_has_kept_its_weights(
         return told, folder
 
     update = WeightUpdateConfig(method=WeightUpdateMethod.disk)
-    sglang = SGLangConfig(urls=["http://there:1"])
+    servers = ServersConfig(urls=["http://there:1"])
     client = SimpleNamespace(served_weights=served_weights)
     server, reasons = serving(
-        tmp_path, tiny_model_folder, client, sglang=sglang, weight_update=update
+        tmp_path, tiny_model_folder, client, servers=servers, weight_update=update
     )
     server.version = 7
     server._doubt()
@@ -111,7 +111,7 @@ async def test_a_worker_that_starts_again_waits_for_a_server_of_others(
 
     client: Any = SimpleNamespace(resume=resume)
     config = RolloutConfig(
-        path=str(tiny_model_folder), sglang=SGLangConfig(urls=["http://there:1"])
+        path=str(tiny_model_folder), servers=ServersConfig(urls=["http://there:1"])
     )
     handle = SGLangEngine(config).in_life(0, life)
     server = ServerLife(handle, tmp_path, "rollout-0", is_cuda=False)

@@ -18,7 +18,7 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
     WeightUpdateMethod,
 )
-from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.model import ServedModel, check_weights_folder
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
@@ -48,7 +48,7 @@ def make_engine(
         dtype=Dtype.float32,
         device=Device.cpu,
         seed=0,
-        sglang=SGLangConfig(),
+        servers=ServersConfig(),
         weight_update=WeightUpdateConfig(method=method),
     )
     return ServerEngine(SGLangEngine(config), log_folder=folder.parent, name="rollout")

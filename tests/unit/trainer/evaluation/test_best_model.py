@@ -77,7 +77,7 @@ def evaluate(models: Models) -> Callable[..., None]:
         models.step = step
         best.begin()
         best.settle()
-        best.note([result(step, accuracy, name)])
+        best.note_results([result(step, accuracy, name)])
         models.collect()
         best.settle()
 
@@ -115,7 +115,7 @@ def test_a_model_is_not_deleted_before_the_better_one_is_written(
     evaluate(best, 10, 0.5)
     models.step = 20
     best.begin()
-    best.note([result(20, 1.0)])
+    best.note_results([result(20, 1.0)])
     best.settle()
     assert (models.folder / "best").resolve().name == "step-10"
     models.collect()
@@ -128,7 +128,9 @@ def test_a_loss_is_better_when_it_is_lower(run: Run, models: Models) -> None:
     best = BestModel(run, "", {"": 1})
     for step, loss in ((1, math.nan), (2, 1.0), (3, 3.0)):
         found = result(step, 0.0)
-        best.note([EvaluationResult.from_record({**found.to_record(), "workflow": {"loss": loss}})])
+        best.note_results(
+            [EvaluationResult.from_record({**found.to_record(), "workflow": {"loss": loss}})]
+        )
     assert best.best is not None
     assert best.best.step == 2
 
@@ -137,8 +139,10 @@ def test_other_evaluations_do_not_count(run: Run, models: Models) -> None:
     run.config.checkpoint.keep_best = "hard/pass@2"
     best = BestModel(run, "", {"hard": 4, "easy": 1})
     wanted = result(4, 0.1, "hard/periodic", pass_at={"1": 0.1, "2": 0.2, "4": 0.4})
-    best.note([result(4, 1.0), result(4, 1.0, "easy/periodic"), wanted])
-    best.note([result(9, 1.0, "hard/greedy"), result(0, 1.0, "hard/before", pass_at={"2": 1.0})])
+    best.note_results([result(4, 1.0), result(4, 1.0, "easy/periodic"), wanted])
+    best.note_results(
+        [result(9, 1.0, "hard/greedy"), result(0, 1.0, "hard/before", pass_at={"2": 1.0})]
+    )
     assert best.best == wanted
 
 
@@ -183,12 +187,12 @@ def test_a_metric_may_have_a_slash(run: Run, models: Models) -> None:
     best = BestModel(run, "", {"easy": 4, "hard": 16})
     record = result(4, 0.5).to_record()
     found = EvaluationResult.from_record({**record, "workflow": {"reward/right": 0.5}})
-    best.note([found])
+    best.note_results([found])
     assert best.best == found
     run.config.checkpoint.keep_best = "hard/reward/right"
     best = BestModel(run, "", {"easy": 4, "hard": 16})
     of_set = EvaluationResult.from_record({**found.to_record(), "name": "hard/periodic"})
-    best.note([found, of_set])
+    best.note_results([found, of_set])
     assert best.best == of_set
 
 
@@ -202,7 +206,7 @@ def test_evaluations_without_a_vote_have_no_majority(
     best.finish()
     assert (best.best, best.has_enough) == (None, False)
     voted = result(20, 0.5, majority=0.25)
-    best.note([voted])
+    best.note_results([voted])
     evaluate(best, 30, 0.5)
     resumed = BestModel(run, "", {"": 4})
     resumed.remember(best.results, 30)
@@ -214,7 +218,7 @@ def test_a_number_that_a_later_evaluation_lacks_ends_nothing(run: Run, models: M
     best = BestModel(run, "", {"": 1})
     first = result(10, 0.0)
     without = EvaluationResult.from_record({**result(20, 1.0).to_record(), "workflow": {"a": 1.0}})
-    best.note([first, without])
+    best.note_results([first, without])
     assert best.best == first
     resumed = BestModel(run, "", {"": 1})
     resumed.remember([result(0, 0.5, "before")], 0)
@@ -254,7 +258,7 @@ def test_a_best_model_that_is_gone_is_not_said_to_be_there(
 ) -> None:
     best = BestModel(run, "", {"": 1})
     evaluate(best, 10, 0.5)
-    best.note([result(20, 0.75)])
+    best.note_results([result(20, 0.75)])
     best.finish()
     said = "best model: step 20 (accuracy 0.75), but its model is not there any more"
     assert said in shown(run)
@@ -264,13 +268,13 @@ def test_a_best_model_that_is_gone_is_not_said_to_be_there(
 def test_a_number_that_no_evaluation_has(run: Run, models: Models) -> None:
     run.config.checkpoint.keep_best = "acuracy"
     with pytest.raises(ConfigError, match="has no such number; it has reward, accuracy"):
-        BestModel(run, "", {"": 1}).note([result(0, 0.5, "before")])
+        BestModel(run, "", {"": 1}).note_results([result(0, 0.5, "before")])
 
 
 def test_without_a_number_nothing_is_kept(run: Run, models: Models) -> None:
     run.config.checkpoint.keep_best = ""
     best = BestModel(run, "", {"": 1})
     best.begin()
-    best.note([result(1, 0.5)])
+    best.note_results([result(1, 0.5)])
     best.finish()
     assert (best.best, models.unwritten) == (None, set())

@@ -35,7 +35,7 @@ async def serving(handler: Handler) -> AsyncIterator[SGLangClient]:
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app)
     await runner.setup()
-    port = free_port("127.0.0.1")
+    port = free_port()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     client = SGLangClient(f"http://127.0.0.1:{port}/", "secret", control_timeout_s=5.0)
     try:
@@ -58,7 +58,7 @@ def answering(status: int, content: Any) -> Handler:
     ("status", "content", "error", "message"),
     [
         (401, {"error": "Unauthorized"}, ConfigError, "refused the API key"),
-        (403, {}, ConfigError, "name it in sglang.api_key_env"),
+        (403, {}, ConfigError, "name it in servers.api_key_env"),
         (429, {}, ServerBusy, "no request now"),
         (503, b"", ServerBusy, "HTTP 503"),
         (400, {"error": {"message": "too long"}}, EngineFailed, "too long"),
@@ -87,7 +87,7 @@ async def test_an_update_has_to_say_that_it_succeeded() -> None:
 
 
 async def test_no_server() -> None:
-    client = SGLangClient(f"http://127.0.0.1:{free_port('127.0.0.1')}")
+    client = SGLangClient(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(PeerLost, match="no answer from"):
         await client.probe(timeout_s=60.0)
     await client.close()

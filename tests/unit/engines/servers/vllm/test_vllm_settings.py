@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from areal_sc.config.schema import Dtype, GRPOConfig, RolloutConfig, WeightUpdateMethod
-from areal_sc.config.server_settings import VLLMConfig
+from areal_sc.config.server_settings import ServersConfig, VLLMConfig
 from areal_sc.engines.handles import VLLMEngine, handle_from_plain, make_generator
 from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.engines.servers.vllm.arguments import server_arguments
@@ -40,7 +40,7 @@ def test_the_setting_chooses_the_engine() -> None:
 
 
 def test_settings_reach_the_server() -> None:
-    arguments = server_arguments(rollout(vllm=VLLMConfig(tp_size=2)), PLACE)
+    arguments = server_arguments(rollout(servers=ServersConfig(tp_size=2)), PLACE)
     assert {
         "--model=/model",
         "--dtype=bfloat16",
@@ -61,7 +61,10 @@ def test_arguments_of_the_user_come_first() -> None:
     arguments = server_arguments(rollout(vllm=vllm), PLACE)
     assert {"--max-num-seqs=99", "--swap-space=2"} <= set(arguments)
     assert "--enforce-eager" not in arguments
-    for name, setting in (("port", "vllm.ports"), ("logprobs-mode", "nothing, as training")):
+    for name, setting in (
+        ("port", "nothing, as a free one is found"),
+        ("logprobs-mode", "nothing, as training"),
+    ):
         with pytest.raises(ConfigError, match=rf"vllm\.args\.{name[:4]}.*: set {setting}"):
             server_arguments(rollout(vllm=VLLMConfig(args={name: 1})), PLACE)
 
@@ -101,7 +104,7 @@ def test_its_processes_find_what_runs_in_them(monkeypatch: pytest.MonkeyPatch) -
 def test_servers_of_others_get_weights_by_a_folder_alone(method: str) -> None:
     run = GRPOConfig(run_dir="r", total_steps=1)
     run.weight_update.method = WeightUpdateMethod(method)
-    handle = VLLMEngine(rollout(vllm=VLLMConfig(urls=["http://host:8000"])))
+    handle = VLLMEngine(rollout(servers=ServersConfig(urls=["http://host:8000"])))
     with pytest.raises(ConfigError, match=r"weight_update\.method: expected disk"):
         handle.check(run)
     run.weight_update.method = WeightUpdateMethod.disk
