@@ -108,6 +108,10 @@ class StepMetrics(_Record):
             longest row, over groups of the batch.
         signal_share: groups whose answers differ in their rewards, before shaping, of those in the
             batch: the others teach nothing where advantages are those within a group.
+        num_groups: of the batch; 0: an earlier areal_sc did not record it.
+        reward_std: of the batch's episodes.
+        reward_std_in_groups: of the episodes of one group, by the mean of their variances; None
+            where no group has two.
         num_one_episode_groups: groups of the batch with one episode, which has none to be compared
             with; unless `rollout.group_size` is 1, rejections have left it alone.
         controller_bytes: bytes on the controllers' sockets since the step before.
@@ -146,6 +150,9 @@ class StepMetrics(_Record):
     longest_tokens_std: float = 0.0
     longest_tokens_max: int = 0
     signal_share: float | None = None
+    num_groups: int = 0
+    reward_std: float | None = None
+    reward_std_in_groups: float | None = None
     num_one_episode_groups: int = 0
     controller_bytes: int = 0
     published_bytes: int = 0

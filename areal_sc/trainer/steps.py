@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -193,16 +194,31 @@ def of_groups(
         before, now: counters at the end of the step before, and of this one.
     """
     longest: dict[int, int] = {}
-    episodes: dict[int, set[int]] = {}
+    rewards: dict[int, list[float]] = {}
+    episode_rewards = batch.episode_rewards
+    for rows, reward in zip(batch.episodes, episode_rewards, strict=True):
+        rewards.setdefault(batch.rows[rows[0]].group_id, []).append(reward)
     for row in batch.rows:
-        episodes.setdefault(row.group_id, set()).add(row.episode)
         longest[row.group_id] = max(row.num_loss_tokens, longest.get(row.group_id, 0))
+    compared = [its for its in rewards.values() if len(its) > 1]
+    freedom = sum(len(its) - 1 for its in compared)
     num, group_s = (now.get(k, 0.0) - before.get(k, 0.0) for k in ("finished_groups", "group_s"))
     return {
         "group_time_s": group_s / num if num > 0 and group_s >= 0 else None,
-        "signal_share": len(batch.groups_with_signal) / len(episodes),
-        "num_one_episode_groups": sum(len(its) == 1 for its in episodes.values()),
+        "signal_share": len(batch.groups_with_signal) / len(rewards),
+        "num_groups": len(rewards),
+        "reward_std": math.sqrt(_squares(episode_rewards) / len(episode_rewards)),
+        "reward_std_in_groups": math.sqrt(sum(map(_squares, compared)) / freedom)
+        if compared
+        else None,
+        "num_one_episode_groups": len(rewards) - len(compared),
         "longest_tokens_mean": statistics.fmean(longest.values()),
         "longest_tokens_std": statistics.pstdev(longest.values()),
         "longest_tokens_max": max(longest.values()),
     }
+
+
+def _squares(values: Sequence[float]) -> float:
+    """Summed, of the distances to the mean."""
+    mean = statistics.fmean(values)
+    return sum((value - mean) ** 2 for value in values)

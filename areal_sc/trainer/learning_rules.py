@@ -1,0 +1,426 @@
+"""What can be wrong with a run's learning: for each cause what it looks like, and what to change.
+
+A rule is a function of `Course`: it returns what it has seen, and None while that is within the
+error of its numbers. `RULES` has causes before their consequences: the first one that speaks is
+told alone. A run that has solved its task has neither signal nor entropy any more; it is not told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from statistics import fmean
+from typing import Final
+
+from areal_sc.records.metrics import StepMetrics
+from areal_sc.trainer.learning_course import (
+    NUM_STEPS,
+    SOLVED_ACCURACY,
+    Course,
+    Evaluated,
+    Measured,
+    mean,
+    number,
+)
+
+NUM_ERRORS: Final = 5.0
+"""Standard errors beyond which a difference is told: windows of all steps are compared."""
+
+NUM_ERRORS_OF_FEW: Final = 4.0
+"""The same of evaluations, of which there are few."""
+
+MIN_SIGNAL: Final = 0.1
+"""Share of groups with signal below which most of the generated tokens teach nothing."""
+
+MAX_FALL: Final = 0.5
+"""Share of the best mean reward that a healthy run does not lose: means of steps are that noisy."""
+
+MIN_ENTROPY: Final = 0.05
+"""Share of the first steps' entropy below which nothing new is tried any more."""
+
+WIDE_KL: Final = 0.01
+"""Nats a token by which a healthy step moves the policy at most; trust regions begin there."""
+
+MAX_KL: Final = 0.5
+"""Nats a token by which no step may move the policy, whatever becomes of it."""
+
+MIN_STOPPED: Final = 0.5
+"""Share of the answers that end by themselves where a limit of their length matters little."""
+
+MIN_MOVES: Final = 20
+"""Steps after which one can tell that nothing has moved."""
+
+RISING_LR: Final = 1.3
+"""Newest learning rate over the mean of all steps from which on it still rises."""
+
+MIN_ENDED: Final = 30
+"""Answers that ended by themselves and earned nothing, so that the length is not the cause."""
+
+MIN_STEPS_OF_CHANCE: Final = 30
+"""Steps in which a reward that can be learned shows it: it rises, or some prompts are easier."""
+
+MAX_SHARE_OF_PROMPTS: Final = 0.05
+"""Share of the rewards' variance that prompts explain at most where the reward is chance."""
+
+MIN_FALL_OF_EVALUATIONS: Final = 0.1
+"""Share of its best result that an evaluation must lose before it is told."""
+
+MAX_LEFT_BEHIND: Final = 0.5
+"""Share of what training has gained that held-out prompts gain at least in a healthy run."""
+
+FIRST_STEPS: Final = 3
+"""Steps in which little has been learned yet."""
+
+Rule = Callable[[Course], str | None]
+
+
+def disagreement(course: Course) -> str | None:
+    of_steps = (
+        (number(it.train.get("mismatch")), number(it.train.get("mismatch_noise")))
+        for it in course.newest
+    )
+    told = [pair for pair in of_steps if all(map(math.isfinite, pair))]
+    if not told:
+        return None
+    found, noise = map(fmean, zip(*told, strict=True))
+    limit = course.max_mismatch * noise
+    if not found > limit:
+        return None
+    worst = max(course.newest, key=lambda it: it.train.get("mismatch_max", 0.0)).train
+    of_worst = ""
+    if "mismatch_max" in worst:
+        of_worst = (
+            f" (the worst one is token {worst['mismatch_token']:.0f}: "
+            f"{worst['mismatch_sampler_logprob']:.3g} to the sampler, "
+            f"{worst['mismatch_trainer_logprob']:.3g} to the trainer)"
+        )
+    return (
+        "training and generation disagree: of tokens that were sampled by the very weights "
+        f"that the step began from, log-probabilities differ by {found:.2g} nats in the "
+        f"mean{of_worst}, where rounding explains {limit:.2g}: look for weights or "
+        "a KV cache in fewer bits, another chat template or model on a server of your own, "
+        "sampling that is cut (top_p, top_k); with a 16-bit dtype "
+        "rollout.float32_output_layer=true rounds less"
+    )
+
+
+def skipped_updates(course: Course) -> str | None:
+    skipped, made = (
+        sum(it.train.get(name) or 0 for it in course.newest)
+        for name in ("num_skipped_updates", "num_updates")
+    )
+    if not skipped > made:
+        return None
+    return (
+        f"of the last {NUM_STEPS} steps' updates {skipped:.0f} were skipped and {made:.0f} "
+        "made: gradients were not finite; take a smaller actor.optimizer.lr, or bfloat16"
+    )
+
+
+def one_answer_a_prompt(course: Course) -> str | None:
+    """Without a critic or a baseline of the batch, such answers have no advantage."""
+    trained = [it.train["num_effective_tokens"] for it in course.newest if _tells_effect(it)]
+    if not course.is_alone() or not trained or any(trained):
+        return None
+    return (
+        f"in the last {NUM_STEPS} steps each prompt had one answer, and no token an advantage: "
+        "there is nothing to compare it with; raise rollout.group_size (8, say), look at "
+        "rejected_episodes, or choose an actor.algorithm with a critic"
+    )
+
+
+def _tells_effect(metrics: StepMetrics) -> bool:
+    return "num_effective_tokens" in metrics.train
+
+
+def too_small_steps(course: Course) -> str | None:
+    lr = number(course.newest[-1].train.get("lr"))
+    rise, std = course.rise(), course.reward_std()
+    can_show = NUM_ERRORS * rise.error
+    if (
+        course.num_moves < MIN_MOVES
+        or lr > RISING_LR * course.mean_lr
+        or not course.reach * std < can_show
+        or abs(rise.value) > can_show
+    ):
+        return None
+    now = "" if math.isnan(lr) else f" (now {lr:.2g})"
+    return (
+        f"the steps move nothing: {course.num_moves} of them, of {course.kl():.2g} nats a token, "
+        f"can have raised the mean reward by {course.reach * std:.2g} at most, where the error of "
+        f"its rise is {rise.error:.2g}: raise actor.optimizer.lr{now} ten times, and again, until "
+        f"proximal_kl is between 1e-4 and {WIDE_KL:g}"
+    )
+
+
+def too_wide_steps(course: Course) -> str | None:
+    if (kl := course.kl()) > MAX_KL:
+        return (
+            f"a step moves the policy by {kl:.2g} nats a token, where {WIDE_KL:g} is wide: a "
+            "smaller actor.optimizer.lr, or fewer actor.ppo.num_minibatches"
+        )
+    lost = _lost_variety(course)
+    if lost is None or not course.widest_kl > WIDE_KL:
+        return None
+    return (
+        f"the steps were too wide, up to {course.widest_kl:.2g} nats a token in the mean of "
+        f"{NUM_STEPS} (above {WIDE_KL:g} is wide), and the policy tries nothing new any more: "
+        f"{lost}, at a mean reward of {course.reward()}: begin anew, or from a snapshot, with a "
+        "smaller actor.optimizer.lr: a tenth, say"
+    )
+
+
+def cut_answers(course: Course) -> str | None:
+    """They were cut from the first steps on, and nothing else explains what they earn."""
+    before, now = (mean(of, _stopped) for of in (course.first, course.newest))
+    if not (before < MIN_STOPPED and now < MIN_STOPPED) or course.is_solved():
+        return None
+    ended = sum(_stopped(it) * it.num_rows for it in course.newest)
+    if course.reward().value == 0 == course.reward_std() and ended >= MIN_ENDED:
+        return None  # those that ended earned nothing, too
+    if now == 0 < course.reward().value or _cut_ones_earn(course, now):
+        return None
+    if course.num_steps < MIN_MOVES or course.rise().is_above(0.0, NUM_ERRORS):
+        return None
+    return (
+        f"{1 - now:.0%} of the answers are cut at generation.max_new_tokens, {1 - before:.0%} "
+        f"were at first, and the reward is {course.reward()}, {course.rise()} more than then: "
+        "raise generation.max_new_tokens; if answers never end however long they may be, look at "
+        "the prompt's template and the end token (`python -m areal_sc samples`)"
+    )
+
+
+def _cut_ones_earn(course: Course, ended: float) -> bool:
+    """Whether rewards differ less than they would if answers that were cut had earned nothing.
+
+    Of rewards that are 0 but for a share p the mean square is at least mean^2 / p.
+    """
+    reward, std = course.reward().value, course.reward_std()
+    return ended > 0 and std**2 < reward**2 * (1 / ended - 1)
+
+
+def endless_answers(course: Course) -> str | None:
+    before, now = (mean(of, _stopped) for of in (course.first, course.newest))
+    if not before >= MIN_STOPPED > 2 * now:
+        return None
+    return (
+        f"{now:.0%} of the answers end by themselves, and {before:.0%} did at first: others "
+        "are cut at generation.max_new_tokens; a reward that pays for length, or for answers "
+        "that were cut, leads there: generation.cut_answers=wrong gives these none"
+    )
+
+
+def constant_reward(course: Course) -> str | None:
+    if not course.signal() < MIN_SIGNAL or not _is_paid_alike(course):
+        return None
+    was_so = course.signal(course.first) < MIN_SIGNAL
+    std, reward, accuracy = course.reward_std(), course.reward(), course.accuracy().value
+    if course.is_solved() and (std > 0 or not was_so):
+        return None
+    since = "since the first step" if was_so else f"of the last {NUM_STEPS} steps"
+    if std == 0:
+        text = f"every answer {since} has the reward {reward.value:g}"
+    else:
+        text = (
+            f"nearly every answer {since} has the same reward, in the mean {reward}: only "
+            f"{course.signal():.0%} of the prompts had answers of different ones"
+        )
+    if accuracy >= SOLVED_ACCURACY:
+        why = (
+            "the reward may give this to any answer: try it with a wrong one; if answers are right "
+            "indeed, the prompts are too easy"
+        )
+    elif reward.value <= MIN_SIGNAL * std:
+        why = (
+            "the reward does not find the answer in what the model writes (a parser, a template), "
+            "or the prompts are too hard: look at `python -m areal_sc samples`; pay for parts of "
+            "an answer, or take easier prompts"
+        )
+    else:
+        why = (
+            "the reward pays for the form of an answer, or for anything, and not for being right: "
+            "look at `python -m areal_sc samples`, and pay more for right answers"
+        )
+    return f"{text}, which teaches nothing: {why}"
+
+
+def too_easy(course: Course) -> str | None:
+    accuracy, signal = course.accuracy(course.first), course.signal(course.first)
+    if not accuracy.is_above(SOLVED_ACCURACY, 1.0) or not signal < 2 * MIN_SIGNAL:
+        return None
+    return (
+        f"the prompts are too easy: {accuracy} of the answers were right in the first {NUM_STEPS} "
+        f"steps already, and {signal:.0%} of the prompts had answers of different rewards: take "
+        "harder prompts, or rollout.choose_prompts=with_signal"
+    )
+
+
+def stalled(course: Course) -> str | None:
+    lost = _lost_variety(course)
+    if lost is None:
+        return None
+    return (
+        f"learning has stalled: {lost}, at a mean reward of {course.reward()}: look at wrong "
+        "answers (`python -m areal_sc samples --worst`), whether reference answers belong to their "
+        "prompts, and prompts are too hard; a larger rollout.group_size, a smaller "
+        "actor.optimizer.lr or a wider actor.ppo.clip_high keep more variety"
+    )
+
+
+def no_signal(course: Course) -> str | None:
+    signal = course.signal()
+    if not signal < MIN_SIGNAL or course.is_solved():
+        return None
+    return (
+        f"in the last {NUM_STEPS} steps {signal:.0%} of the prompts had answers of different "
+        f"rewards, at a mean reward of {course.reward()}: the others teach nothing; look at "
+        "`python -m areal_sc samples`, whether the reward can tell a good answer from a bad one, "
+        "and whether prompts are either too hard or too easy; "
+        "rollout.choose_prompts=with_signal draws the others more often"
+    )
+
+
+def fallen_reward(course: Course) -> str | None:
+    now, best = course.reward(), course.best_reward
+    fall = best - now
+    if not fall.value > max(MAX_FALL * abs(best.value), NUM_ERRORS * fall.error):
+        return None  # NaN: there are no rewards
+    return (
+        f"the reward has fallen to {now}, from {best} (means over {NUM_STEPS} steps): go back to a "
+        "snapshot with a smaller actor.optimizer.lr, or a smaller rollout.max_staleness"
+    )
+
+
+def reward_by_chance(course: Course) -> str | None:
+    """Neither training nor the choice of a prompt makes a difference to it."""
+    rise, share = course.rise(), course.prompts_share()
+    if (
+        course.num_steps < MIN_STEPS_OF_CHANCE
+        or not course.signal() >= MIN_SIGNAL
+        or course.reach < 1.0
+        or not share.is_below(MAX_SHARE_OF_PROMPTS, 2.0)
+        or rise.is_above(0.0, NUM_ERRORS_OF_FEW)
+        or course.is_solved()
+    ):
+        return None
+    return (
+        f"the reward looks like chance: it is {course.reward()} after {course.num_steps} steps, "
+        f"{rise} more than at first, and prompts explain {share} of its variance, so that none is "
+        "easier than others: score one answer twice, and look whether rewards or reference answers "
+        "belong to their prompts (`python -m areal_sc samples`)"
+    )
+
+
+def falling_evaluation(course: Course) -> str | None:
+    for family, results in course.evaluations.items():
+        if len(results) < 3:
+            continue
+        last = _mean_of(it.score for it in results[-2:])
+        best = max((it.score for it in results[:-2]), key=lambda it: it.value)
+        fall = best - last
+        if not fall.value > max(
+            MIN_FALL_OF_EVALUATIONS * best.value, NUM_ERRORS_OF_FEW * fall.error
+        ):
+            continue
+        rise = course.rise()
+        if rise.is_below(0.0, NUM_ERRORS_OF_FEW):
+            return None  # training falls as well: nothing particular to held-out prompts
+        found = (
+            f"the last two evaluations {_of(family)}gave {last}, after {best}, while the reward of "
+            f"training has changed by {rise}"
+        )
+        if rise.is_above(0.0, NUM_ERRORS_OF_FEW):
+            return f"{found}: {_BY_HEART}"
+        return (
+            f"{found}: what the reward pays is not what the evaluation measures; look whether "
+            "rewards or reference answers belong to their prompts "
+            "(`python -m areal_sc samples`)"
+        )
+    return None
+
+
+def by_heart(course: Course) -> str | None:
+    for family, results in course.evaluations.items():
+        if len(results) < 3:
+            continue
+        began = course.accuracy(course.first[:FIRST_STEPS])
+        trained = _mean_of(it.trained for it in results[-2:]) - began
+        held_out = _mean_of(it.score for it in results[-2:]) - results[0].score
+        behind = Measured(
+            MAX_LEFT_BEHIND * trained.value - held_out.value,
+            math.hypot(MAX_LEFT_BEHIND * trained.error, held_out.error),
+        )
+        if trained.is_above(0.0, NUM_ERRORS) and behind.is_above(0.0, NUM_ERRORS_OF_FEW):
+            return (
+                f"the accuracy of training has risen by {trained}, that of held-out prompts "
+                f"{_of(family)}by {held_out}: {_BY_HEART}"
+            )
+    return None
+
+
+_BY_HEART: Final = (
+    "it learns its prompts by heart, or to please the reward; take more prompts, an earlier model "
+    "or a stricter reward, and look whether reference answers belong to their prompts"
+)
+
+
+RULES: Final[dict[str, Rule]] = {
+    "disagreement": disagreement,
+    "skipped updates": skipped_updates,
+    "one answer a prompt": one_answer_a_prompt,
+    "too small steps": too_small_steps,
+    "too wide steps": too_wide_steps,
+    "cut answers": cut_answers,
+    "endless answers": endless_answers,
+    "constant reward": constant_reward,
+    "too easy": too_easy,
+    "stalled": stalled,
+    "no signal": no_signal,
+    "falling evaluation": falling_evaluation,
+    "by heart": by_heart,
+    "fallen reward": fallen_reward,
+    "reward by chance": reward_by_chance,
+}
+"""By name; a cause stands before what follows from it."""
+
+
+def _lost_variety(course: Course) -> str | None:
+    """What tells that each prompt gets one kind of answer by now, and not a right one."""
+    if course.is_solved():
+        return None
+    had, has = course.signal(course.first[: NUM_STEPS // 2]), course.signal()
+    if had > 2 * MIN_SIGNAL and has < MIN_SIGNAL and not _is_paid_alike(course):
+        return (
+            f"{has:.0%} of the prompts have answers of different rewards, and {had:.0%} had at "
+            "first"
+        )
+    before = mean(course.first, lambda it: number(it.train.get("entropy")))
+    if not course.entropies or course.rises():
+        return None
+    now = fmean(course.entropies)
+    if not now < MIN_ENTROPY * before:
+        return None
+    return f"the entropy is {now:.2g}, and was {before:.2g} at first"
+
+
+def _is_paid_alike(course: Course) -> bool:
+    """Whether nearly all answers earn the same, and not those of each prompt something else."""
+    if course.reward_std() == 0:  # in records of an earlier areal_sc: means of steps do not differ
+        has_fallen = course.best_reward.value > course.reward().value
+        return course.signal(course.first) < MIN_SIGNAL or not has_fallen
+    is_right = course.accuracy().value
+    has_never_learned = course.signal(course.first) < MIN_SIGNAL and is_right < MIN_SIGNAL
+    return has_never_learned or course.has_lost_spread() or not course.differs_by_prompt()
+
+
+def _stopped(metrics: StepMetrics) -> float:
+    return number(metrics.workflow.get("stopped"))
+
+
+def _mean_of(numbers: Iterable[Measured]) -> Measured:
+    its = list(numbers)
+    return Measured(fmean(it.value for it in its), math.hypot(*(it.error for it in its)) / len(its))
+
+
+def _of(family: str) -> str:
+    return f"of {family} " if family else ""
