@@ -454,18 +454,18 @@ def _fault_in(rewards: tuple[float, float, float, float], one: _Answered, other:
     """What is wrong with rewards of both answers to the one row, then of both to the other."""
     own, others, ones, its = rewards
     is_less, other_is_less = own < others, its < ones
-    by_rightness = own + its - others - ones
-    shown = "; ".join(
-        f"to row {row.index}, {first.text:.80!r} gets {reward:g} and {second.text:.80!r} {more:g}"
-        for row, first, second, reward, more in (
-            (one, one, other, own, others),
-            (other, other, one, its, ones),
-        )
-    )
-    if is_less and other_is_less:
-        return f"it is the wrong way round: {shown}"
+    is_right_way = own + its - others - ones > _ROUNDING * max(map(abs, rewards))
     is_outweighed = (is_less and len(one.text) <= len(other.text)) or (
         other_is_less and len(other.text) <= len(one.text)
     )
-    is_right_way = by_rightness > _ROUNDING * max(map(abs, rewards))
-    return f"{_OUTWEIGHED}{shown}" if is_right_way and is_outweighed else ""
+    if is_less and other_is_less:
+        what = "it is the wrong way round: "
+    elif is_right_way and is_outweighed:
+        what = _OUTWEIGHED
+    else:
+        return ""
+    texts = f"{one.text!r:.80}", f"{other.text!r:.80}"
+    return (
+        f"{what}to row {one.index}, {texts[0]} gets {own:g} and {texts[1]} {others:g}; to row "
+        f"{other.index}, {texts[1]} gets {its:g} and {texts[0]} {ones:g}"
+    )
