@@ -3,6 +3,7 @@
 ArealError                    exit code 1
 |- ConfigError                exit code 2   a setting is unknown, of the wrong type, or impossible
 |- RunFolderError             exit code 3   the run folder is in use, finished, or cannot be resumed
+|  |- NoRunFolder             exit code 2   it cannot be made where it is to be
 |  |- StaleTerm               exit code 11  another start of the script has taken the run over
 |  `- JournalDamaged                        the ledger's journal cannot be read to its end
 |- MetadataError              exit code 4   metadata operations with arguments that do not fit
@@ -96,6 +97,12 @@ class RunFolderError(ArealError):
 
     exit_code = 3
     title = "The run folder cannot be used"
+
+
+class NoRunFolder(RunFolderError):
+    """There is no run folder, and none can be made where it is to be."""
+
+    exit_code = 2
 
 
 class StaleTerm(RunFolderError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
 from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSource
 from areal_sc.engines.handle_base import TrainHandle
-from areal_sc.errors import NeverWorks, PromptTooLong, WorkflowError
+from areal_sc.errors import ConfigError, NeverWorks, PromptTooLong, WorkflowError
 from areal_sc.hub import cached_model
 from areal_sc.nodes.spec import TRAIN_ROLE
 from areal_sc.rejection import Rejection
@@ -38,6 +38,7 @@ from areal_sc.sizing.model_folder import ModelShape
 from areal_sc.sizing.worker_plan import RunPlan
 from areal_sc.sources.prompts import Prompts
 from areal_sc.system.fork_server import ForkServer
+from areal_sc.system.process import importing_as_worker
 from areal_sc.system.sandbox.opening import describe_sandbox
 from areal_sc.user_code import Raised
 from areal_sc.workers.calls import KeptCompletion
@@ -46,6 +47,7 @@ from areal_sc.workers.stand_in import StandIn, played_episode
 from areal_sc.workflows.base import Trajectory, Workflow
 from areal_sc.workflows.registry import SourceReader
 from areal_sc.workflows.text import describe_lost, encode_text
+from areal_sc.workflows.text_checks import PromptTexts, lost_from, texts_in
 
 MAX_ROWS: Final = 1000
 """Rows whose prompts are looked at; of a larger dataset they are spread over it."""
@@ -53,6 +55,9 @@ MAX_STREAMED: Final = 32
 LOOK_S: Final = 60.0
 """After so long no more rows are looked at: agents take seconds each."""
 EPISODE_LIMIT_S: Final = 60.0
+MAX_ANSWERED: Final = 8
+"""Rows whose right answers are compared, in pairs: by chance all of four are not the wrong way
+round."""
 _SHOWN_CHARS: Final = 600
 
 OwnPools = tuple[RewardPool, AgentServer, AgentPool]
@@ -115,7 +120,10 @@ class _Model(StandIn):
     Attributes:
         tokens: of the answer; None: there is none.
         asked: the tokens of the first prompt, once the episode has asked for an answer.
+        was_cut: there was no room for the whole answer.
     """
+
+    was_cut = False
 
     def __init__(
         self, tokenizer: Any, ends: tuple[int, ...], config: RolloutConfig, tokens: list[int] | None
@@ -132,23 +140,41 @@ class _Model(StandIn):
         whole = self.tokens or []
         room = self.max_context_tokens - len(input_ids)
         tokens = whole[: min(room, sampling.max_new_tokens)]
+        self.was_cut |= tokens != whole
         reason = "stop" if tokens == whole else "length"
         return KeptCompletion(tokens, reason, sampling.temperature, tuple(sampling.stop))
 
 
+@dataclass(frozen=True)
+class _Answered:
+    """A row and its right answer."""
+
+    index: int
+    row: dict[str, Any]
+    text: str
+
+
 @dataclass
 class _Found:
-    """What the rows came to: lengths of prompts, why others are of no use, and what is lost."""
+    """What the rows came to: lengths of prompts, why others are of no use, and what is lost.
 
+    Attributes:
+        changed: how a text was changed of which nothing is lost.
+        answered: rows whose right answers differ.
+    """
+
+    texts: PromptTexts
     lengths: list[int] = field(default_factory=list)
     too_long: list[Rejection] = field(default_factory=list)
     unusable: list[Rejection] = field(default_factory=list)
-    lost: str = ""
+    changed: str = ""
+    answered: list[_Answered] = field(default_factory=list)
 
     def tell(self, num_rows: int | None, max_unusable: float) -> None:
         """Args: num_rows: of the dataset. max_unusable: share of those that were looked at.
 
-        Raises: WorkflowError: more of them are of no use, or none is left.
+        Raises: WorkflowError: more of them are of no use, or none is left. ConfigError: the text of
+            most is lost.
         """
         num = len(self.lengths) + len(self.too_long) + len(self.unusable)
         if len(self.unusable) > max_unusable * num:
@@ -167,8 +193,12 @@ class _Found:
         for what, same in (("left out", self.too_long), ("rejected", self.unusable)):
             if same:
                 tell(f"  {what}: {len(same)} of them; for example: {same[0].describe()}")
-        if self.lost:
-            tell(f"  WARNING: the model's tokenizer changes the text of prompts: {self.lost}")
+        if 2 * len(self.texts.lost) > self.texts.num_judged:
+            raise self.texts.refusal()
+        if self.texts.lost:
+            tell(f"  WARNING: {self.texts.describe()}")
+        elif self.changed:
+            tell(f"  WARNING: the model's tokenizer changes the text of prompts: {self.changed}")
 
 
 class TaskLook:
@@ -233,10 +263,11 @@ class TaskLook:
         try:
             if self._tokenizer is None:
                 self._read_tokenizer(model)
-            workflow, prompts = reader.workflow(source.workflow), reader.prompts(source.dataset)
+            with importing_as_worker():
+                workflow, prompts = reader.workflow(source.workflow), reader.prompts(source.dataset)
             if workflow.waits_outside:
                 return tell("episodes wait for agents outside, so no prompt is looked at")
-            found = _Found()
+            found = _Found(PromptTexts(self._tokenizer))
             indices = range(source.num_prompts or MAX_STREAMED)
             for index in indices[:: -(-len(indices) // MAX_ROWS)]:
                 if found.lengths and time.monotonic() > end_s:
@@ -248,13 +279,14 @@ class TaskLook:
                         break  # a short stream: the run says so when it needs more of it
                     raise
                 await self._look_at_row(workflow, prompts, index, own, found)
+            found.tell(source.num_prompts, self._config.max_rejection_rate)
+            await self._compare_answers(workflow, found.answered, own)
         finally:
             await agents.close()
             await server.close()
             await pool.close()
             await rewards.close()
             await run_code.close()
-        found.tell(source.num_prompts, self._config.max_rejection_rate)
         if pool.isolation is not None:
             tell(f"rewards of your own are kept apart by {pool.isolation or 'nothing'}")
         tell(f"code of a model is kept apart by {await describe_sandbox(self._config.sandbox)}")
@@ -267,6 +299,8 @@ class TaskLook:
             row = dict(prompts[index])
             tokens = await self._first_prompt(workflow, row, own)
         except BaseException as raised:  # the user's code may raise anything
+            if isinstance(raised, ConfigError):
+                raise
             error = raised.error if isinstance(raised, Raised) else raised
             if isinstance(raised, Raised) and raised.is_late:
                 raise WorkflowError(
@@ -279,11 +313,16 @@ class TaskLook:
             if len(found.unusable) == UNUSABLE and not found.lengths:
                 found.tell(UNUSABLE, 0.0)
             return
-        if not found.lost and len(found.lengths) < MAX_STREAMED:
-            found.lost = describe_lost(self._tokenizer, _texts(row), tokens)
+        if len(found.lengths) < MAX_STREAMED:
+            found.texts.judge(row, tokens)
+            found.changed = found.changed or describe_lost(self._tokenizer, texts_in(row), tokens)
+        one = _Answered(index, row, _right_answer(row))
         if not found.lengths:
             self._show(index, tokens)
-            await self._play(workflow, row, own, index)
+            await self._play(workflow, one, own)
+        others = [it.text.strip() for it in found.answered]
+        if one.text.strip() not in ("", *others) and len(others) < MAX_ANSWERED:
+            found.answered.append(one)
         found.lengths.append(len(tokens))
 
     async def _first_prompt(
@@ -301,34 +340,94 @@ class TaskLook:
         await asyncio.gather(episode, return_exceptions=True)
         return model.asked.result()
 
-    async def _play(
-        self, workflow: Workflow, row: dict[str, Any], own: OwnPools, index: int
-    ) -> None:
+    async def _play(self, workflow: Workflow, one: _Answered, own: OwnPools) -> None:
         """A whole episode, whose answers are the row's own.
 
         Raises: WorkflowError: it would be rejected.
         """
-        given = row.get("answer", "")
-        text = given if isinstance(given, str) else ""
-        stop = "" if self._ends else "".join(self._config.generation.stop[:1])
-        model = self._model([*encode_text(self._tokenizer, text + stop), *self._ends[:1]] or [0])
         try:
-            rows = await self._episode(workflow, row, own, model)
+            rows = await self._episode(workflow, one.row, own, self._writes(one.text))
         except Raised as raised:
             rows = Rejection.of(raised.error)
         if isinstance(rows, Rejection):
-            why = rows.of_prompt(index, row, "").describe()
+            why = rows.of_prompt(one.index, one.row, "").describe()
             raise WorkflowError(f"tried on one row, the episode was rejected: {why}")
-        shown = ", ".join(f"{float(one.reward):g}" for one in rows)
-        tell(f"reward of the answer {text[:_SHOWN_CHARS]!r} to it: {shown}")
+        shown = ", ".join(f"{float(it.reward):g}" for it in rows)
+        tell(f"reward of the answer {one.text[:_SHOWN_CHARS]!r} to it: {shown}")
+        if lost := lost_from(self._tokenizer, one.text):
+            tell(f"  WARNING: the model cannot write this answer by its tokens: {lost}")
+
+    async def _compare_answers(
+        self, workflow: Workflow, answered: list[_Answered], own: OwnPools
+    ) -> None:
+        """Gives rows the right answers of others, in pairs, the shortest with the longest.
+
+        What is right of the one is wrong of the other, so nothing but a reward that is the wrong
+        way round gives both wrong ones more in each pair. One that is the right way round, but
+        gives a wrong answer that is no shorter more than the right one, counts something else for
+        more. What differs from one try to the next says nothing.
+
+        Raises: ConfigError: a right answer gets less than a wrong one.
+        """
+        answered = sorted(answered, key=lambda one: len(one.text))
+        fault = ""
+        for place in range(len(answered) // 2):
+            one, other = answered[place], answered[-1 - place]
+            tries = [await self._rewards(workflow, one, other, own)]
+            if tries[0] is None or not (found := _fault_in(tries[0], one, other)):
+                return
+            tries += [await self._rewards(workflow, one, other, own) for _ in range(2)]
+            if any(it != tries[0] for it in tries):
+                return
+            fault = fault or found
+            if found.startswith(_OUTWEIGHED):
+                break
+        if fault:
+            raise ConfigError(
+                f"a right answer gets less reward than a wrong one: {fault}; mend the reward, or "
+                "if the rows' `answer` is no right answer, give it another name"
+            )
+
+    async def _rewards(
+        self, workflow: Workflow, one: _Answered, other: _Answered, own: OwnPools
+    ) -> tuple[float, float, float, float] | None:
+        """Of both answers to the one row, then of both to the other; None: one has none."""
+        rewards = []
+        for row, text in (
+            (one.row, one.text),
+            (one.row, other.text),
+            (other.row, one.text),
+            (other.row, other.text),
+        ):
+            model = self._writes(text)
+            try:
+                rows = await self._episode(workflow, row, own, model)
+            except Raised:
+                return None
+            if isinstance(rows, Rejection) or len(rows) != 1 or model.was_cut:
+                return None
+            rewards.append(float(rows[0].reward))
+        return rewards[0], rewards[1], rewards[2], rewards[3]
 
     async def _episode(
         self, workflow: Workflow, row: dict[str, Any], own: OwnPools, model: _Model
     ) -> list[Trajectory] | Rejection:
+        """Raises: Raised: what the user's code has raised. ConfigError: the engine refuses."""
         pool, server, agents = own
         config = self._config
         seen = WorkerEpisodeEngine(model, pool, "dry run", config.generation, None, server, agents)
-        return await played_episode(workflow, row, seen, config, EPISODE_LIMIT_S, is_trained=True)
+        try:
+            return await played_episode(
+                workflow, row, seen, config, EPISODE_LIMIT_S, is_trained=True
+            )
+        finally:
+            if isinstance(seen.failure, ConfigError):
+                raise seen.failure
+
+    def _writes(self, text: str) -> _Model:
+        """A model that answers with this text, and ends."""
+        stop = "" if self._ends else "".join(self._config.generation.stop[:1])
+        return self._model([*encode_text(self._tokenizer, text + stop), *self._ends[:1]] or [0])
 
     def _model(self, tokens: list[int] | None) -> _Model:
         return _Model(self._tokenizer, self._ends, self._config, tokens)
@@ -340,10 +439,33 @@ class TaskLook:
             tell(f"  | {line}")
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a row, or in a part of one."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(part)
+_ROUNDING: Final = 1e-9
+_OUTWEIGHED: Final = "something else counts more than being right: "
+
+
+def _right_answer(row: dict[str, Any]) -> str:
+    """The text of a row's right answer, "" where it has none that is a text or a number."""
+    given = row.get("answer", "")
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    return str(given) if isinstance(given, str) or is_number else ""
+
+
+def _fault_in(rewards: tuple[float, float, float, float], one: _Answered, other: _Answered) -> str:
+    """What is wrong with rewards of both answers to the one row, then of both to the other."""
+    own, others, ones, its = rewards
+    is_less, other_is_less = own < others, its < ones
+    is_right_way = own + its - others - ones > _ROUNDING * max(map(abs, rewards))
+    is_outweighed = (is_less and len(one.text) <= len(other.text)) or (
+        other_is_less and len(other.text) <= len(one.text)
+    )
+    if is_less and other_is_less:
+        what = "it is the wrong way round: "
+    elif is_right_way and is_outweighed:
+        what = _OUTWEIGHED
+    else:
+        return ""
+    texts = f"{one.text!r:.80}", f"{other.text!r:.80}"
+    return (
+        f"{what}to row {one.index}, {texts[0]} gets {own:g} and {texts[1]} {others:g}; to row "
+        f"{other.index}, {texts[1]} gets {its:g} and {texts[0]} {ones:g}"
+    )

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from areal_sc.config.schema import GenerationConfig as Sampling
 from areal_sc.engines.stop_strings import StopStrings
-from areal_sc.errors import ModelError
+from areal_sc.errors import ConfigError, ModelError
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -57,15 +57,20 @@ def read_end_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -
 
     Raises: ModelError: they are no numbers, or `generation_config.json` cannot be read.
     """
-    generation = config = None
+    generation = None
     if (Path(folder) / "generation_config.json").is_file():
         try:
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ModelError(f"model folder {folder}: {error}") from error
-    with suppress(OSError, ValueError, KeyError):  # transformers does not know the model
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return end_token_ids(tokenizer, generation, config)
+    return end_token_ids(tokenizer, generation, _config_of(folder))
+
+
+def _config_of(folder: str | Path) -> Any:
+    """As transformers reads it; None: it does not know the model."""
+    with suppress(OSError, ValueError, KeyError):
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return None
 
 
 def check_ends(
@@ -73,16 +78,21 @@ def check_ends(
 ) -> tuple[int, ...]:
     """Tokens that end an answer of this model, those of the settings too.
 
-    Raises: ModelError: nothing ends one, and answers are longer than a token. ConfigError: a stop
-        string can never be found.
+    Raises: ConfigError: nothing ends one, and answers are longer than a token; or a stop string can
+        never be found. ModelError: see `read_end_token_ids`.
     """
-    ends = dict.fromkeys((*read_end_token_ids(folder, tokenizer), *sampling.stop_token_ids))
+    named = dict.fromkeys((*read_end_token_ids(folder, tokenizer), *sampling.stop_token_ids))
+    text_config = getattr(_config_of(folder), "get_text_config", lambda: None)()
+    vocab_size = getattr(text_config, "vocab_size", None) or max(named, default=0) + 1
+    ends = tuple(token for token in named if 0 <= token < vocab_size)
     if sampling.stop:
         StopStrings(tokenizer, sampling.stop)
     elif not ends and sampling.max_new_tokens > 1:
-        raise ModelError(
-            f"model folder {folder}: no token ends an answer: its tokenizer has no eos_token, and "
-            "generation_config.json no eos_token_id; set one of them, generation.stop "
-            "or generation.stop_token_ids"
+        why = "its tokenizer has no eos_token, and generation_config.json no eos_token_id"
+        if named:
+            why = f"the model samples tokens below {vocab_size}, and its end is {list(named)}"
+        raise ConfigError(
+            f"model folder {folder}: no token ends an answer: {why}; set one of them, "
+            "generation.stop or generation.stop_token_ids"
         )
-    return tuple(ends)
+    return ends

@@ -78,8 +78,7 @@ def dry_run(config: GRPOConfig, *, makes_model: bool, generates: bool) -> Iterat
         yield shared_memory_line(root, num_bytes)
         in_folder = num_bytes if root.is_relative_to(folder.path) else 0
     disk = DiskPlan.of(config, generates=generates, shared_memory_bytes=in_folder)
-    if disk.is_short:
-        raise ConfigError(f"the run does not fit on the disk: {disk.line()}")
+    disk.check()
     yield disk.line()
     if generates:
         longest = config.rollout.max_context_tokens or "as many as the model takes"

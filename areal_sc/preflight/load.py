@@ -133,6 +133,7 @@ def load_config(
     _check(config, machine, count_devices, makes_model=makes_model, generates=generates)
     if not config.dry_run:
         return config
+    refuse_in_worker("load_config()")
     # reads run folders, which needs more modules than a script waits for
     from areal_sc.preflight.dry_run import dry_run, without_traces
 

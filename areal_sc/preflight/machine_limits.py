@@ -36,6 +36,9 @@ _VERSIONS: Final = 2
 _KEPT_MODELS: Final = 2
 """With `checkpoint.keep_best`: the best one, and that of an evaluation that goes on."""
 
+_AT_MOST: Final = ("records", "shared memory")
+"""Parts of which a run may take less than is counted."""
+
 _LESS: Final = {
     "snapshots": "checkpoint.keep=1",
     "models": "checkpoint.export_every_steps=0",
@@ -46,24 +49,32 @@ _LESS: Final = {
 """What each part of a disk needs less by."""
 
 
-def check_limits(config: GRPOConfig, *, generates: bool = True) -> list[str]:
-    """Checks what a process would else meet inside of a library: limits of the kernel, full disks.
+def check_limits(config: GRPOConfig, *, generates: bool = True) -> None:
+    """Checks what a process would else meet inside of a library: limits of the kernel.
 
     The numbers of processes and files are what a small run takes; a large one takes more. Not for a
     worker that reads its settings again: the run has taken its part by then.
 
     Args:
         generates: as of `check_config`.
-    Returns: a warning, where the disk is too small for what the run is going to keep.
     Raises: ConfigError: this machine's limits are too low for workers on it.
     """
     if config.scheduler.type == SchedulerType.local:
         _check_kernel(config, generates=generates)
         if generates:
             _check_named_memory(config)
-    if config.dry_run:  # it has told, and writes elsewhere now
+
+
+def check_disk(config: GRPOConfig, *, generates: bool = True) -> list[str]:
+    """Checks the disk of the run folder. With `--dry-run` that was done, and the folder is another.
+
+    Returns: a warning, where the disk is too small if the run keeps the most that it may.
+    Raises: ConfigError: it is too small for what the run keeps in any case.
+    """
+    if config.dry_run:
         return []
     disk = DiskPlan.of(config, generates=generates)
+    disk.check()
     return [disk.line()] if disk.is_short else []
 
 
@@ -181,6 +192,12 @@ class DiskPlan:
             if is_on_disk and Path(update.folder).absolute().is_relative_to(path):
                 parts["weights"] = _VERSIONS * model_bytes
         return cls(path, parts, _free_for(sum(parts.values()), path, path))
+
+    def check(self) -> None:
+        """Raises: ConfigError: there is no room for what has a size that is known beforehand."""
+        kept = sum(size for what, size in self.parts.items() if what not in _AT_MOST)
+        if self.free_bytes is not None and self.free_bytes < kept:
+            raise ConfigError(f"the run does not fit on the disk: {self.line()}")
 
     @property
     def is_short(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from areal_sc.config.loading.differences import check_resumable
-from areal_sc.errors import RunFolderError
+from areal_sc.errors import NoRunFolder, RunFolderError
 from areal_sc.run.agent_files import (
     AGENTS,
     AgentFile,
@@ -95,16 +95,20 @@ class RunFolder(RunFiles):
     def decide(self, **wanted: Unpack[HowToOpen]) -> Opening:
         """What `open` would do with the folder as it is now; changes nothing.
 
-        Raises: RunFolderError: the folder is in no state for it, or cannot be written.
+        Raises: RunFolderError: the folder is in no state for it, or cannot be written. NoRunFolder:
+            it cannot be made.
         """
         resume = wanted.get("resume", "auto")
         assert resume in ("auto", "never", "must"), resume
-        with self._errors_named():
+        try:
             existing = next(p for p in (self.path, *self.path.parents) if p.exists())
+        except OSError as error:  # a name is too long
+            raise self._cannot_be_made(str(error.strerror)) from error
+        with self._errors_named():
             if not existing.is_dir():
-                raise self._error(f"{existing} is a file, not a folder")
+                raise self._cannot_be_made(f"{existing} is a file, not a folder")
             if not os.access(existing, os.W_OK | os.X_OK):
-                raise self._error(f"{existing} cannot be written")
+                raise self._cannot_be_made(f"{existing} cannot be written")
             entries, marker = self._entries(), self.marker()
             if not entries:
                 if resume == "must":
@@ -165,11 +169,18 @@ class RunFolder(RunFiles):
         return Opening.restart
 
     def preview(self, *, config_text: str, **wanted: Unpack[HowToOpen]) -> Opening:
-        """What `open` would do; changes nothing.
+        """What `open` would do; changes nothing. A folder that is not there is made, and deleted.
 
         Raises: RunFolderError: `open` would refuse.
         """
         opening = self.decide(**wanted)
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self._make()
+        finally:
+            for folder in missing:
+                with suppress(OSError):  # it could not be made, or another run has begun in it
+                    folder.rmdir()
         with self._errors_named():
             if (self.path / LOCK).exists():
                 take_folder(self.path).close()
@@ -316,8 +327,8 @@ class RunFolder(RunFiles):
         self.decide(**wanted)  # before anything is created
         assert self._lock is None, f"run folder {self.path} is open already"
         try:
+            self._make()
             with self._errors_named():
-                self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
                 self._lock = take_folder(self.path)
                 make_private(self.path, self.warnings.append)
                 self.term = RunTerm.begin(self.path)
@@ -331,6 +342,13 @@ class RunFolder(RunFiles):
         except BaseException:
             self.close()
             raise
+
+    def _make(self) -> None:
+        """Raises: NoRunFolder."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
+        except OSError as error:
+            raise self._cannot_be_made(str(error.strerror)) from error
 
     def _mark(self, settings: str | None = None) -> None:
         """Makes the folder a run's."""
@@ -363,6 +381,9 @@ class RunFolder(RunFiles):
 
     def _error(self, text: str) -> RunFolderError:
         return RunFolderError(f"run folder {self.path}: {text}")
+
+    def _cannot_be_made(self, why: str) -> NoRunFolder:
+        return NoRunFolder(f"run folder {self.path}: {why}; choose another run_dir")
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
 from string import Formatter
-from typing import Any, Final, cast
+from typing import Any, Final, TypedDict, Unpack, cast, overload
 
 from areal_sc.errors import WorkflowError
 from areal_sc.hub import is_hub_name, why_not_had
@@ -25,9 +25,38 @@ _PARQUET: Final = ".parquet"
 _LEAVE_OUT: Final = "leave the row out, or give another column by prompt_key or answer_key"
 
 
+class SourceWords(TypedDict, total=False):
+    """What is said of a source beside its path; see `load_prompts`."""
+
+    name: str | None
+    split: str
+    revision: str | None
+    prompt_key: str
+    answer_key: str
+    template: str | None
+    streaming: bool
+    size: int | None
+    seed: int
+    weights: Sequence[float] | None
+    settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+
+
+@overload
+def load_prompts(
+    path: str | Path | Sequence[str], *, num_held_out: None = ..., **words: Unpack[SourceWords]
+) -> Iterable[dict[str, Any]]: ...
+
+
+@overload
+def load_prompts(
+    path: str | Path | Sequence[str], *, num_held_out: int, **words: Unpack[SourceWords]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]: ...
+
+
 def load_prompts(
     path: str | Path | Sequence[str],
     *,
+    num_held_out: int | None = None,
     name: str | None = None,
     split: str = "train",
     revision: str | None = None,
@@ -39,7 +68,7 @@ def load_prompts(
     seed: int = 0,
     weights: Sequence[float] | None = None,
     settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-) -> Iterable[dict[str, Any]]:
+) -> Any:
     """Prompts of a data set of the Hugging Face hub, of a file, or of tasks of reasoning-gym; rows
     of the form `{"prompt": ..., "answer": ..., and all other columns}`.
 
@@ -55,11 +84,12 @@ def load_prompts(
     Args:
         path: `owner/name` on the hub, a file (.json, .jsonl, .csv, .parquet), or a folder of such;
             or `reasoning_gym:TASK`, or a list of these.
+        num_held_out: returns two lists, the second with so many of the last rows.
         name: the configuration, where a data set has several: `main` of `openai/gsm8k`. A file has
             none.
         split: also a part of one, such as `train[:1000]`. A file is the split `train`.
         revision: branch, tag or commit of the hub's repository; of nothing else.
-        prompt_key: column with the prompt, a text or a list of chat messages.
+        prompt_key: column with the prompt, a text or a list of chat messages; "": there is none.
         answer_key: column with the answer; "": there is none.
         template: the prompt in place of `prompt_key`, with columns in braces:
             `"Question: {question}\\nAnswer:"`.
@@ -72,6 +102,13 @@ def load_prompts(
     Raises: WorkflowError: it cannot be had, is empty, a column is missing, or a row has no value in
         one of these columns (null, or an empty cell of a CSV); says what to do.
     """
+    if num_held_out is not None:
+        if streaming:
+            raise WorkflowError(f"{path}: num_held_out: of rows that are not streamed")
+        words: SourceWords = {"name": name, "split": split, "revision": revision, "size": size}
+        words |= {"prompt_key": prompt_key, "answer_key": answer_key, "template": template}
+        words |= {"seed": seed, "weights": weights, "settings": settings}
+        return _held_out(path, load_prompts(path, **words), num_held_out)
     tasks = tasks_in(path)
     if tasks is not None:
         given: dict[str, Any] = {
@@ -89,7 +126,7 @@ def load_prompts(
     _refuse(
         given | {"settings": settings is not None}, path, f"tasks of reasoning-gym, {PREFIX}TASK,"
     )
-    columns = {"prompt": prompt_key} if template is None else {}
+    columns = {"prompt": prompt_key} if template is None and prompt_key else {}
     columns |= {"answer": answer_key} if answer_key else {}
     needed = {*columns.values(), *_fields(template or "")}
     shape = _Shape(f"dataset {path}, split {split}", columns, template, needed)
@@ -103,25 +140,30 @@ def _refuse(given: Mapping[str, Any], path: Any, what: str) -> None:
 
 
 def load_rows(
-    path: str | Path,
-    *,
-    name: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    num_held_out: int = 0,
+    path: str | Path | Sequence[str], *, num_held_out: int = 0, **words: Unpack[SourceWords]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows as they are, from where `load_prompts` has prompts; and the last of them, held out.
 
+    Args:
+        words: those of `load_prompts`. Unless they name columns, none is needed.
     Raises: WorkflowError: see `load_prompts`; or no row would be left.
     """
-    shape = _Shape(f"dataset {path}, split {split}", {}, None, set())
-    rows = [dict(row) for row in _shaped(path, name, split, revision, shape, streaming=False)]
-    if not 0 <= num_held_out < len(rows):
+    if tasks_in(path) is None:
+        words = {"prompt_key": "", "answer_key": "", **words}
+    return load_prompts(path, num_held_out=num_held_out, **words)
+
+
+def _held_out(
+    path: Any, loaded: Iterable[dict[str, Any]], number: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Raises: WorkflowError: no row would be left."""
+    rows = [dict(row) for row in loaded]
+    if not 0 <= number < len(rows):
         raise WorkflowError(
-            f"{shape.where}: expected 0 to {len(rows) - 1} rows to hold out of {len(rows)}, got "
-            f"{num_held_out}"
+            f"dataset {path}: expected 0 to {len(rows) - 1} rows to hold out of {len(rows)}, got "
+            f"{number}"
         )
-    return rows[: len(rows) - num_held_out], rows[len(rows) - num_held_out :]
+    return rows[: len(rows) - number], rows[len(rows) - number :]
 
 
 def _shaped(

@@ -21,6 +21,7 @@ import enum
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import sysconfig
 import types
@@ -53,6 +54,8 @@ class Referable:
     An argument may be what `values` can send (None, numbers, text, dates, lists, dicts, ...), a
     Path, a dataclass instance, an enum member, a function or class of a module, or another
     Referable.
+
+    Raises: WorkflowError: an argument is missing, such as the reward, or is none of the class.
     """
 
     _constructor_arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -61,6 +64,11 @@ class Referable:
         if cls.__init__ is object.__init__ and (args or kwargs):
             # object.__init__ stays silent about surplus arguments when __new__ is overridden
             raise TypeError(f"{cls.__name__}() takes no arguments")
+        if cls.__init__ is not object.__init__:
+            try:
+                inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+            except TypeError as error:
+                raise WorkflowError(f"{cls.__qualname__}(...): {error}") from None
         instance = super().__new__(cls)
         object.__setattr__(instance, "_constructor_arguments", (args, kwargs))
         return instance

@@ -14,8 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Set
-from contextlib import suppress
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -119,6 +119,16 @@ def take_arguments_of_script() -> None:
     """Makes `sys.argv` the script's, which this process imports: it may read options at its top."""
     if arguments := os.environ.get(_SCRIPT):
         sys.argv[:] = json.loads(bytes.fromhex(arguments))
+
+
+@contextmanager
+def importing_as_worker() -> Iterator[None]:
+    """Within it this process imports the script as a worker does: it can begin no run."""
+    os.environ.update(environment_of_workers())
+    try:
+        yield
+    finally:
+        del os.environ[_SCRIPT]
 
 
 def refuse_in_worker(what: str) -> None:

@@ -32,6 +32,7 @@ from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport, Waiting
 from areal_sc.workers.evaluated import EvaluatedEpisode
 from areal_sc.workflows.base import AgentReturn, AgentSession
 from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
+from areal_sc.workflows.text_checks import why_endless
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
 
@@ -119,6 +120,10 @@ class WorkerEpisodeEngine:
         evaluated = self._evaluated
         if evaluated is not None and evaluated.temperature is not None:
             sampling = replace(sampling, temperature=evaluated.temperature)
+        ends = *self.end_token_ids, *sampling.stop_token_ids
+        if why := why_endless(self.tokenizer, input_ids, ends, sampling.stop):
+            self.failure = ConfigError(why)
+            raise self.failure
         place = 0 if evaluated is None else evaluated.begin(input_ids)
         in_callback = False
 

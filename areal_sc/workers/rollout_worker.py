@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -64,11 +64,18 @@ from areal_sc.workers.played_groups import played_group, row_text
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workflows.base import Trajectory, Workflow
 from areal_sc.workflows.text import describe_unknown
+from areal_sc.workflows.text_checks import MAX_JUDGED, PromptTexts
 
 logger = logging.getLogger(__name__)
 
 Episode = list[Trajectory]
 """The rows that one run of a workflow gave, at least one."""
+
+
+def _context(episode: Episode) -> list[int]:
+    """The prompt of its first row."""
+    row = episode[0]
+    return list(row.input_ids[: int(np.argmax(row.loss_mask))])
 
 
 class RolloutWorker(Worker):
@@ -102,6 +109,7 @@ class RolloutWorker(Worker):
         self._watches: list[asyncio.Task[None]] = []
         self._engine: GenerationEngine | None = None
         self._all_episodes = Episodes(self.recorder)
+        self._texts: dict[int, PromptTexts] = {}  # of each dataset
         self._runs = GroupRuns(config.group_timeout_s + 2 * CANCEL_GRACE_S)
         self._starting: asyncio.Task[None] | None = None
         self._weights = Adopter(self, lambda: self.engine, self._agents.clock)
@@ -281,10 +289,24 @@ class RolloutWorker(Worker):
             return None, [self._noted(rejection, reference.index)] * num_episodes
         wire = row_to_wire(prompt, reference.index, type(dataset).__name__)
         where = f"row {reference.index}"
-        return prompt, await all_of(
+        played = await all_of(
             self._episode(workflow, row_of(wire, where), reference, name, evaluated)
             for _ in range(num_episodes)
         )
+        self._judge_text(reference.dataset, prompt, played)
+        return prompt, played
+
+    def _judge_text(
+        self, dataset: int, row: dict[str, Any], played: Sequence[Episode | Rejection]
+    ) -> None:
+        """Raises: ConfigError: no prompt of the dataset has reached the model as it was meant."""
+        texts = self._texts.setdefault(dataset, PromptTexts(self.engine.tokenizer))
+        kept = [episode for episode in played if not isinstance(episode, Rejection)]
+        if not kept or texts.num_judged == MAX_JUDGED:
+            return
+        texts.judge(row, _context(kept[0]))
+        if len(texts.lost) == MAX_JUDGED:
+            raise texts.refusal()
 
     async def _episode(
         self,
@@ -325,8 +347,7 @@ class RolloutWorker(Worker):
         """About a prompt that the model cannot read."""
         if not kept:
             return ""
-        row = next(iter(kept.values()))[0]
-        context = row.input_ids[: int(np.argmax(row.loss_mask))]
+        context = _context(next(iter(kept.values())))
         if not (what := describe_unknown(self.engine.tokenizer, context)):
             return ""
         return (

@@ -164,17 +164,18 @@ def describe_lost(
 
     Args: input_ids: the tokens that the texts are in; a text that they do not have is passed over.
     """
-    whole = _written(tokenizer, input_ids)
+    whole = written(tokenizer, input_ids)
     longest = 10 * len(whole) + 100  # one that is far longer is not in it
     for text in texts:
         if len(text) <= longest and text.strip() not in whole:
-            given = _written(tokenizer, bare_tokens(tokenizer, text)).strip()
+            given = written(tokenizer, bare_tokens(tokenizer, text)).strip()
             if given and given in whole:
                 return f"{text!r:.200} differs from what the model gets, {given!r:.200}"
     return ""
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+def written(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of these tokens, with that of special ones."""
     return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
 

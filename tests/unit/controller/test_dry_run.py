@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,7 +30,7 @@ from areal_sc import (
     start,
 )
 from areal_sc.controller import dry_run
-from areal_sc.errors import ArealError, ConfigError, ModelError, WorkflowError
+from areal_sc.errors import ArealError, ConfigError, WorkflowError
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.workflows.base import EpisodeEngine
 
@@ -126,9 +129,116 @@ def test_a_text_that_the_tokenizer_changes_is_told(
     rows = [*ROWS, {"prompt": "aB=", "answer": "Ba", "of": ["C"]}]
     fit(dry(), SingleTurnWorkflow(reversed_letters), rows)
     shown = capsys.readouterr().out
-    assert "WARNING: the model's tokenizer changes the text of prompts: 'aB=' differs from" in shown
+    lost = "the model's tokenizer loses the text of 1 of 4 prompts: 'aB=' comes back as 'a<pad>='"
+    assert f"WARNING: {lost}: it has lost b " in shown
     fit(dry(), SingleTurnWorkflow(reversed_letters), [{**row, "of": ["C"]} for row in ROWS])
     assert "WARNING" not in capsys.readouterr().out
+
+
+def test_prompts_that_the_tokenizer_loses_are_refused(dry: Dry) -> None:
+    rows = [ROWS[0], *({"prompt": f"a {letter}=", "answer": "a"} for letter in "bcde")]
+    with pytest.raises(ConfigError, match="loses the text of 4 of 5 prompts: 'a b=' ") as refusal:
+        PPOTrainer(dry()).fit(SingleTurnWorkflow(asked), rows)
+    assert refusal.value.exit_code == 2
+
+
+def test_an_answer_that_cannot_be_written_is_told(
+    dry: Dry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(dry(), SingleTurnWorkflow(asked), [{"prompt": "ab=", "answer": "B"}])
+    assert "WARNING: the model cannot write this answer by its tokens" in capsys.readouterr().out
+
+
+def test_an_end_that_is_not_the_templates(
+    dry: Dry, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "chat"
+    shutil.copytree(tiny_model_folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}"
+    )
+    chat, plain = (SingleTurnWorkflow(asked, use_chat_template=it) for it in (True, False))
+    chosen = {"actor.path": folder}
+    with pytest.raises(ConfigError, match=r"writes '<pad>' .* generation\.stop_token_ids=\[0\]"):
+        PPOTrainer(dry(**chosen)).fit(chat, ROWS)
+    fit(dry("generation.stop_token_ids=[0]", **chosen), chat, ROWS)
+    fit(dry(**chosen), plain, ROWS)
+
+
+def wrong_way_round(prompt: Mapping[str, Any], completion: str) -> float:
+    return -float(completion == prompt["answer"])
+
+
+def mostly_long(prompt: Mapping[str, Any], completion: str) -> float:
+    return float(completion == prompt["answer"]) + len(completion)
+
+
+def a_little_short(prompt: Mapping[str, Any], completion: str) -> float:
+    return float(completion == prompt["answer"]) - 0.9 * len(completion)
+
+
+def of_the_answer_alone(prompt: Mapping[str, Any], completion: str) -> float:
+    return float(sum(map(ord, completion)))
+
+
+def right_once(prompt: Mapping[str, Any], completion: str) -> float:
+    return float(completion != prompt["answer"] or completion in ("yx", "c"))
+
+
+async def by_chance(prompt: Mapping[str, Any], completion: str) -> float:
+    return random.random()
+
+
+ANSWERED = [{"prompt": f"{it}=", "answer": it[::-1]} for it in ("a", "b", "c", "vw", "xy", "abcd")]
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (wrong_way_round, "wrong way round: to row 0, 'a' gets -1 and 'dcba' 0; to row 5, 'dcba'"),
+        (mostly_long, "counts more than being right: to row 0, 'a' gets 2 and 'dcba' 4; to row 5"),
+    ],
+)
+def test_a_reward_that_pays_wrong_answers_more(dry: Dry, reward: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"gets less reward than a wrong one: .*{said}"):
+        PPOTrainer(dry()).fit(SingleTurnWorkflow(reward), ANSWERED)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [reversed_letters, a_little_short, of_the_answer_alone, right_once, by_chance, asked],
+)
+def test_a_reward_of_which_that_is_not_known(dry: Dry, reward: Any) -> None:
+    fit(dry(), SingleTurnWorkflow(reward), ANSWERED)
+
+
+def test_a_right_answer_that_is_a_number(dry: Dry, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(dry(), SingleTurnWorkflow(asked), [{"prompt": "ab=", "answer": 42}])
+    assert "reward of the answer '42' to it: 0.5\n" in capsys.readouterr().out
+
+
+UNGUARDED = """
+from areal_sc import PPOTrainer, SingleTurnWorkflow, load_config
+def reward(prompt, completion):
+    return 0.5
+PPOTrainer(load_config()).fit(SingleTurnWorkflow(reward), [{"prompt": "ab="}])
+"""
+
+
+def test_a_script_without_its_guard_is_told_as_by_a_worker(
+    dry: Dry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNGUARDED)
+    main = ModuleType("a_script_that_was_started")
+    main.__file__ = str(script)
+    head, _, _ = UNGUARDED.rpartition("PPOTrainer(")
+    exec(compile(head, script, "exec"), vars(main))
+    monkeypatch.setitem(sys.modules, main.__name__, main)
+    with pytest.raises(WorkflowError, match=r"ConfigError: .* under `if __name__ == "):
+        PPOTrainer(dry()).fit(SingleTurnWorkflow(main.reward), ROWS)
+    assert "AREAL_SC_SCRIPT" not in os.environ
 
 
 def test_a_loop_of_ones_own_ends_at_its_first_batch(
@@ -204,7 +314,9 @@ def test_a_model_whose_answers_have_no_end(
         content = json.loads(file.read_text())
         content |= {key: None for key in content if key.startswith("eos_token")}
         file.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match=r"no token ends an answer: .* generation\.stop_token_ids"):
+    with pytest.raises(
+        ConfigError, match=r"no token ends an answer: .* generation\.stop_token_ids"
+    ):
         PPOTrainer(dry(**{"actor.path": folder})).fit(SingleTurnWorkflow(asked), ROWS)
     for words in ("generation.stop_token_ids=[1]", "generation.max_new_tokens=1"):
         fit(dry(words, **{"actor.path": folder}), SingleTurnWorkflow(asked), ROWS)

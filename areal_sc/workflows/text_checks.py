@@ -1,0 +1,189 @@
+"""Whether a tokenizer keeps the texts of a task, and whether answers to them can end.
+
+The dry run and rollout workers judge by the same functions. No torch at import time.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from areal_sc.errors import ConfigError
+from areal_sc.workflows.text import bare_tokens, describe_unknown, written
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_JUDGED: Final = 8
+"""A worker judges as many prompts of a dataset, the first ones. It refuses them if none is kept: a
+few strange rows end no run."""
+
+_UNSEEN: Final = ("Mn", "Cc", "Cf")
+"""Unicode's categories of accents, and of what has no shape."""
+
+_BETWEEN_WORDS: Final = re.compile(r"(?<=[^\W_\u2e80-\u9fff])\s+(?=[^\W_\u2e80-\u9fff])")
+"""White space without which two words, or numbers, are another one. Han characters stand alone."""
+
+_TAG: Final = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+_USER, _ANSWER, _NEXT = "zq1uqz", "zq2aqz", "zq3uqz"
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a row, or in a part of one."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from texts_in(part)
+
+
+def lost_from(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """What the tokens of a text have lost, in words; "" where they have all that matters.
+
+    A tokenizer may lower the case, drop accents and invisible characters, write one character for
+    another that means the same (NFKC), and change how much white space there is.
+    """
+    tokens = bare_tokens(tokenizer, text)
+    given, kept = _letters(text), _letters(written(tokenizer, tokens))
+    if given != kept:
+        lost, new = Counter(given) - Counter(kept), Counter(kept) - Counter(given)
+        if lost:
+            return f"it has lost {' '.join(list(lost)[:_MAX_NAMED])}"
+        return f"it has got {' '.join(list(new)[:_MAX_NAMED])}" if new else "its order is another"
+    joined = _BETWEEN_WORDS.sub("", text)
+    if joined != text and bare_tokens(tokenizer, joined) == tokens:
+        return "it has lost the white space between words"
+    return ""
+
+
+_MAX_NAMED: Final = 10
+
+
+class PromptTexts:
+    """Counts the prompts of a dataset whose text their tokens have lost.
+
+    Attributes:
+        lost: what of each such prompt.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self.num_judged = 0
+        self.lost: list[str] = []
+
+    def judge(self, row: Any, input_ids: Sequence[int]) -> None:
+        """Args: input_ids: the prompt that was made of the row."""
+        self.num_judged += 1
+        if lost := self._lost(row, input_ids):
+            self.lost.append(lost)
+
+    def refusal(self) -> ConfigError:
+        """To be raised where too many are lost."""
+        return ConfigError(f"{self.describe()}; {_WAYS_OUT}")
+
+    def describe(self) -> str:
+        """For people; there are some."""
+        return (
+            f"the model's tokenizer loses the text of {len(self.lost)} of {self.num_judged} "
+            f"prompts: {self.lost[0]}"
+        )
+
+    def _lost(self, row: Any, input_ids: Sequence[int]) -> str:
+        whole = written(self._tokenizer, input_ids)
+        longest = 10 * len(whole) + 100  # one that is far longer is not in it
+        for text in texts_in(row):
+            if not text.strip() or len(text) > longest or text.strip() in whole:
+                continue
+            tokens = bare_tokens(self._tokenizer, text)
+            kept = written(self._tokenizer, tokens).strip()
+            if kept not in whole or (not kept and whole.strip()):
+                continue  # it is not in the prompt, or nobody can tell
+            if lost := lost_from(self._tokenizer, text):
+                shown = " ".join(map(str, self._tokenizer.convert_ids_to_tokens(tokens[:20])))
+                return f"{text!r:.200} comes back as {kept!r:.200}: {lost} (its tokens: {shown})"
+        return describe_unknown(self._tokenizer, input_ids)
+
+
+_WAYS_OUT: Final = (
+    "use a model whose tokenizer knows such text, mend the normalizer, pre-tokenizer or decoder in "
+    "its tokenizer.json, or write prompts with what it knows"
+)
+
+
+def why_endless(
+    tokenizer: PreTrainedTokenizerBase,
+    input_ids: Sequence[int],
+    ends: Iterable[int],
+    stop: Iterable[str],
+) -> str:
+    """Why no answer to this prompt ends where the model's chat template ends one; "": it does, or
+    the prompt is not the template's, or the template does not tell.
+
+    Args:
+        ends: tokens that end an answer.
+        stop: strings that do.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    opening, why = _of_template(tokenizer, frozenset(ends), frozenset(stop))
+    is_from_template = why and _bare(opening) in _bare(written(tokenizer, input_ids))
+    return why if is_from_template else ""
+
+
+@lru_cache(maxsize=16)  # the episodes of a run have few different ones
+def _of_template(
+    tokenizer: PreTrainedTokenizerBase, ends: frozenset[int], stop: frozenset[str]
+) -> tuple[str, str]:
+    """What the template puts before an answer, and why such an answer does not end."""
+    user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
+
+    def rendered(*messages: dict[str, str], begins: bool = False) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=begins
+            )
+        )
+
+    try:
+        opening = rendered(user, begins=True).rpartition(_USER)[2]
+        closing = rendered(user, answer).partition(_ANSWER)[2]
+        going_on = rendered(user, answer, {"role": "user", "content": _NEXT})
+    except Exception:  # the model's own code, which jinja runs, and it may refuse these
+        return "", ""
+    between = going_on.partition(_ANSWER)[2].partition(_NEXT)[0]
+    closing = closing.lstrip()
+    if not opening.strip() or not closing or closing.strip() == opening.strip():
+        return "", ""
+    names = {token: written(tokenizer, [token]).strip() for token in ends}
+    known = tuple(filter(None, (*names.values(), *(text.strip() for text in stop))))
+    if closing.startswith(known) or any(text in between for text in known):
+        return opening, ""
+    token = bare_tokens(tokenizer, closing)[0]
+    is_added = token in tokenizer.added_tokens_decoder
+    tag = _TAG.match(closing)
+    if not is_added and (tag is None or any(text in closing for text in known)):
+        return opening, ""
+    mark = written(tokenizer, [token]) if is_added else tag[0] if tag else ""
+    shown = " or ".join(map(repr, known)) or "nothing"
+    set_it = f"stop_token_ids=[{token}]" if is_added else f'stop=["{mark}"]'
+    return opening, (
+        f"an answer cannot end where the model's chat template ends one: that writes {mark!r} "
+        f"behind it, and what ends an answer here is {shown}; set generation.{set_it}, or mend "
+        "eos_token in tokenizer_config.json, eos_token_id in generation_config.json, or the "
+        "template"
+    )
+
+
+def _letters(text: str) -> str:
+    """A text without what tokenizers may change."""
+    folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
+    return "".join(it for it in _bare(folded) if unicodedata.category(it) not in _UNSEEN)
+
+
+def _bare(text: str) -> str:
+    """A text without white space."""
+    return "".join(text.split())
