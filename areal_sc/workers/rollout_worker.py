@@ -65,7 +65,7 @@ from areal_sc.workers.evaluated import (
 from areal_sc.workers.group_rows import fields_of, metadata_of
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.held_weights import HeldWeights
-from areal_sc.workers.played_groups import played_group, row_text
+from areal_sc.workers.played_groups import played_answer, played_group, row_text
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workers.weight_broadcasts import cancel_broadcast, own_devices
 from areal_sc.workflows.base import Trajectory, Workflow
@@ -226,7 +226,12 @@ class RolloutWorker(Worker):
     async def run_evaluation(self, wanted: calls.RunEvaluation) -> calls.EvaluationReply:
         """One episode, of which nothing is stored."""
         name, seen = f"evaluation.0.{wanted.prompt.index}", EvaluatedEpisode(wanted.temperature)
-        _, (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, seen)
+        began = time.time()
+        row, (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, seen)
+        if wanted.evaluation and self.recorder.is_on:
+            prompt = text_of(row, row_text) if row is not None else ""
+            it = played_answer(self.spec.name, wanted, prompt, began, rows)
+            self.recorder.add_answer(it)
         text = evaluated_text(seen, self.engine.tokenizer) if wanted.keeps_text else None
         return await evaluation_reply(rows, seen, text, self._rewards)
 

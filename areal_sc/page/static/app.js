@@ -4,6 +4,7 @@ import { address, change, linkTo } from "./address.js";
 import { drawSeen, onScheme, release, resetZoom } from "./charts.js";
 import { choice, el, field, shown } from "./dom.js";
 import { get, isFile, listen, sharedAddress } from "./source.js";
+import { promptParts, promptsParts, showPrompt, showPrompts } from "./view_prompts.js";
 import { fleetParts, showFleet } from "./view_fleet.js";
 import { groupParts, groupsParts, showGroup, showGroups } from "./view_groups.js";
 import { rowParts, showRow } from "./view_row.js";
@@ -17,11 +18,13 @@ const VIEWS = {
   time: { title: "Time line", tab: "time", show: showTime, parts: timeParts },
   rows: { title: "Rows", tab: "rows", show: showRows, parts: rowsParts },
   row: { title: "Row", tab: "rows", show: showRow, parts: rowParts },
+  prompts: { title: "Prompts", tab: "prompts", show: showPrompts, parts: promptsParts },
+  prompt: { title: "Prompt", tab: "prompts", show: showPrompt, parts: promptParts },
   groups: { title: "Lineage", tab: "groups", show: showGroups, parts: groupsParts },
   group: { title: "Group", tab: "groups", show: showGroup, parts: groupParts },
   fleet: { title: "Fleet", tab: "fleet", show: showFleet, parts: fleetParts },
 };
-const TABS = ["run", "time", "rows", "groups", "fleet"];
+const TABS = ["run", "time", "prompts", "rows", "groups", "fleet"];
 
 const header = el("header", {});
 const main = el("main", { id: "main" });
@@ -130,7 +133,7 @@ async function begin() {
     if (event.key === "/" && document.getElementById("search")) {
       event.preventDefault();
       document.getElementById("search").focus();
-    } else if (/^[1-5]$/.test(event.key)) {
+    } else if (/^[1-6]$/.test(event.key)) {
       location.hash = header.querySelectorAll("nav a")[event.key - 1].hash;
     } else {
       body?.onKey?.(event);
