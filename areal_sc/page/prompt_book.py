@@ -278,7 +278,7 @@ def _sorted(lines: _Lines, of_set: str, sort: str) -> Sequence[int]:
         "tries": -lines.tries.astype(float),
         "cut": -np.nan_to_num(lines.cut),
     }[sort]
-    order = np.lexsort((lines.index, lines.dataset, -lines.tries, key))
+    order = np.lexsort((lines.index, lines.dataset, -lines.last_version, -lines.tries, key))
     found: list[int] = order[among[order]].tolist()
     return found
 

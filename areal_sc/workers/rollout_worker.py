@@ -166,11 +166,12 @@ class RolloutWorker(Worker):
         self._watches.append(asyncio.create_task(self._end_with_rewards(), name="reward watch"))
         torch.set_num_threads(self.handle.config.num_threads)
         logs, handle = self.spec.log_path, self.handle.in_life(self.spec.term, self.order.life)
-        engine: GenerationEngine = await self.compute(
-            lambda: handle.build(log_folder=logs.parent, name=logs.stem)
-        )
-        if isinstance(engine, RunsBesideWorker):
-            await engine.start()
+        with self.recorder.span("starting"):
+            engine: GenerationEngine = await self.compute(
+                lambda: handle.build(log_folder=logs.parent, name=logs.stem)
+            )
+            if isinstance(engine, RunsBesideWorker):
+                await engine.start()
         if isinstance(engine, EndsWithServer):
             self._watches.append(asyncio.create_task(self._end_with(engine), name="engine watch"))
         config = self.handle.config

@@ -191,8 +191,8 @@ function curveOf(tries) {
   const per = (pick) => versions.map((version) => pick(tries.filter((it) => it.version === version).map((it) => it.reward)));
   const curves = [
     { label: "mean", x: versions, y: versions.map((it) => means.get(it)[0] / means.get(it)[1]), color: color(0) },
-    { label: "highest", x: versions, y: per((its) => Math.max(...its)), color: color(2), isPoints: true },
-    { label: "lowest", x: versions, y: per((its) => Math.min(...its)), color: color(1), isPoints: true },
+    ...(tries.length === versions.length ? [] : [{ label: "highest", x: versions, y: per((its) => Math.max(...its)), color: color(2), isPoints: true },
+    { label: "lowest", x: versions, y: per((its) => Math.min(...its)), color: color(1), isPoints: true }]),
   ];
   return el("div", { class: "charts one" }, chart({ title: "reward", note: "of its answers, by the version that wrote them", curves, xLabel: "policy version" }));
 }
