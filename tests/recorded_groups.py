@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
+from areal_sc.records.evaluated_answers import EvaluatedAnswer, PlayedAnswer
 from areal_sc.records.record_files import FilesOfProcess
 from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
 from areal_sc.records.recorder import PlayedGroup, Recorder
@@ -110,3 +111,29 @@ def add_trained(
         recorder.add_trained(told, found[episode, row])
     recorder.close()
     return found
+
+
+def answered(
+    index: int,
+    rows: list[Trajectory],
+    *,
+    evaluation: str = "periodic",
+    step: int = 0,
+    sample: int = 0,
+    began: float = 1000.5,
+    rejected: RecordedRejection | None = None,
+) -> PlayedAnswer:
+    """An answer to a held-out prompt, as a worker has played it."""
+    answer = EvaluatedAnswer(
+        evaluation=evaluation,
+        step=step,
+        worker="rollout/0",
+        dataset=1,
+        index=index,
+        sample=sample,
+        prompt=f"{{'prompt': 'held out {index}', 'answer': '<b>{index}</b>'}}",
+        began=began,
+        took_s=0.5,
+        rejected=rejected,
+    )
+    return PlayedAnswer(answer, rows)

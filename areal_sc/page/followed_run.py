@@ -28,6 +28,7 @@ from areal_sc.page.followed_health import FollowedHealth
 from areal_sc.page.group_book import GroupBook, GroupQuery
 from areal_sc.page.metric_columns import MetricColumns
 from areal_sc.page.page_cache import Bookmarks, cache_folder, database_of
+from areal_sc.page.prompt_book import PromptBook
 from areal_sc.page.recorded_advantages import advantages_by
 from areal_sc.page.recorded_groups import RecordedGroups, tokenizer_of
 from areal_sc.page.row_index import RowIndex
@@ -76,6 +77,7 @@ class FollowedRun:
             advantages_by(self._settings()[0]),
         )
         self._search = RowSearch(self.index)
+        self._prompts = PromptBook(self.index)
         self._bookmarks = Bookmarks(cache, path)
         self._trained = TrainedNumbers(self.folder.records, weights_by(self._settings()[0]))
         self._recorded = RecordedGroups(self.index, self._trained)
@@ -136,9 +138,10 @@ class FollowedRun:
             return {"complaints": told, "num_steps": columns.num_steps}
 
     def groups(self, query: GroupQuery, at: int, limit: int) -> dict[str, Any]:
-        """What `GroupBook.found` returns; each group gets a `data_row`.
+        """What `GroupBook.found` returns; each group gets a `data_row` and `rewards`.
 
-        That is its row of the dataset, None where it is recorded nowhere.
+        These are its row of the dataset, and mean, lowest and highest reward of its last attempt;
+        None where they are recorded nowhere.
         """
         with self._lock_of_groups:
             found = self._groups.found(query, at, limit)
@@ -154,6 +157,9 @@ class FollowedRun:
 
     def _add_data_rows(self, accounts: Sequence[dict[str, Any]]) -> None:
         self.index.follow()
+        rewards = self._search.rewards([it["group"] for it in accounts])
+        for it in accounts:
+            it["rewards"] = rewards.get((it["group"], it["attempt"]))
         found = self._search.data_rows([(it["index"], it["dataset"]) for it in accounts])
         for it in accounts:
             it["data_row"] = found.get((it["index"], it["dataset"]))
@@ -173,6 +179,16 @@ class FollowedRun:
         marked = self._bookmarks.read() if query.choices.get(MARKED) else {}
         found = self._search.found(query, at, limit, marked)
         return {**found, "damage": [*found["damage"], *self._time_line.lost]}
+
+    def prompts(self, of_set: str, sort: str, at: int, limit: int) -> dict[str, Any]:
+        """What recorded rows tell by prompt; see `PromptBook.found`."""
+        self.index.follow()
+        return self._prompts.found(of_set, sort, at, limit)
+
+    def prompt(self, of_set: str, dataset: int, index: int) -> dict[str, Any] | None:
+        """All tries of a prompt; see `PromptBook.tries`."""
+        self.index.follow()
+        return self._prompts.tries(of_set, dataset, index)
 
     def every_recorded_row(self, query: RowQuery) -> Iterator[list[dict[str, Any]]]:
         """What `RowSearch.every` gives, once all recorded rows are read."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from msgspec.structs import asdict
@@ -15,10 +15,11 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from areal_sc.errors import RunFolderError
-from areal_sc.page.row_index import PlacedGroup, RowIndex
+from areal_sc.page.row_index import PlacedGroup, RowIndex, group_of
 from areal_sc.page.row_texts import decoded
 from areal_sc.page.trained_numbers import TrainedNumbers
 from areal_sc.records.blocks import RecordBlock, opened_block, read_body
+from areal_sc.records.evaluated_answers import EvaluatedAnswer, unpack_answers, unpack_contents
 from areal_sc.records.recorded_calls import RecordedCall, unpack_calls
 from areal_sc.records.recorded_rows import (
     RecordedGroup,
@@ -50,7 +51,8 @@ class RecordedGroups:
         """
         attempts = list[dict[str, Any]]()
         for placed in self._index.places(number).values():
-            with suppress(FileNotFoundError), _opened(placed) as (_, _, group):
+            with suppress(FileNotFoundError), _opened(placed) as opened:
+                group = opened.group
                 attempts.append({**asdict(group), "rows": [_told(row) for row in group.rows]})
         return attempts
 
@@ -78,13 +80,12 @@ class RecordedGroups:
         if placed is None:
             return None
         try:
-            with _opened(placed) as (file, found, group):
+            with _opened(placed) as opened:
+                group = opened.group
                 names = [(it.episode, it.row) for it in group.rows]
                 if (episode, row) not in names:
                     return None
-                body = read_body(file, found)
-                calls = body[len(body) - group.num_call_bytes :]
-                of_rows, of_calls = unpack_tokens(body, group.rows), unpack_calls(calls, len(names))
+                of_rows, of_calls = opened.contents()
         except FileNotFoundError:
             raise RunFolderError(
                 f"{placed.path.name} is gone: records.max_bytes has room for newer rows alone"
@@ -166,16 +167,46 @@ def _num_shared(first: np.ndarray, second: np.ndarray) -> int:
     return int(different[0]) if len(different) else length
 
 
+class _Opened(NamedTuple):
+    """A group, and the block that it is in.
+
+    Attributes:
+        file: a descriptor.
+        answers: of the block, if it is one of evaluated answers.
+    """
+
+    file: int
+    block: RecordBlock
+    group: RecordedGroup
+    answers: list[EvaluatedAnswer]
+    nth: int | None
+
+    def contents(self) -> tuple[list[RecordedTokens], list[tuple[RecordedCall, ...]]]:
+        """Tokens and calls of each row.
+
+        Raises: ValueError: the body is damaged. OSError: it cannot be read.
+        """
+        body, group = read_body(self.file, self.block), self.group
+        if self.nth is not None:
+            content = [*unpack_contents(body, self.answers)][self.nth]
+            return content.tokens, content.calls
+        calls = body[len(body) - group.num_call_bytes :]
+        return unpack_tokens(body, group.rows), unpack_calls(calls, len(group.rows))
+
+
 @contextmanager
-def _opened(placed: PlacedGroup) -> Iterator[tuple[int, RecordBlock, RecordedGroup]]:
-    """The file's descriptor, the block, and what that tells.
+def _opened(placed: PlacedGroup) -> Iterator[_Opened]:
+    """What is at a place.
 
     Raises: FileNotFoundError: it is gone. RunFolderError: it cannot be read any more; also for what
         the caller reads of it.
     """
     try:
         with opened_block(placed.path, placed.begin, placed.end) as (descriptor, found):
-            yield descriptor, found, unpack_group(found.head)
+            nth = placed.nth
+            answers = [] if nth is None else unpack_answers(found.head)
+            group = unpack_group(found.head) if nth is None else group_of(answers[nth])
+            yield _Opened(descriptor, found, group, answers, nth)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:

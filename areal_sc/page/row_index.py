@@ -1,6 +1,7 @@
 """Every recorded row of a run in a database, by which it is found: numbers, texts, places.
 
-consumes     the files of rows in `records/`, which grow and go, and what the ledger says of groups
+consumes     the files of rows and of evaluated answers in `records/`, which grow and go, and what
+             the ledger says of groups
 waits for    another page of the same run that is just writing to the database
 
 The database lies outside the run folder and holds nothing that is not in there: what reads it goes
@@ -9,6 +10,7 @@ on where it was, and whatever is wrong with it, it is made anew. Text takes 4 by
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +27,7 @@ from areal_sc.page.followed_blocks import FollowedBlocks, Progress
 from areal_sc.page.row_texts import TextReader, Texts
 from areal_sc.page.stamps import Stamp
 from areal_sc.records.blocks import RecordBlock, read_body
+from areal_sc.records.evaluated_answers import EvaluatedAnswer, unpack_answers, unpack_contents
 from areal_sc.records.record_files import RecordFile, Series
 from areal_sc.records.recorded_rows import (
     RecordedGroup,
@@ -39,7 +42,10 @@ REJECTED: Final = -1
 UNFINISHED: Final = "unfinished"
 """What has become of an attempt whose worker recorded that it began, and nothing since."""
 
-_FORMAT: Final = 3
+EVALUATED: Final = "evaluated"
+"""The outcome of an answer of an evaluation."""
+
+_FORMAT: Final = 4
 _BATCH_TOKENS: Final = 1 << 20
 """After so many the database is written: they take 0.2 s."""
 _MAX_METRICS: Final = 200
@@ -48,14 +54,14 @@ _BUSY_S: Final = 30.0
 _SCHEMA: Final = """
 CREATE TABLE state (json BLOB);
 CREATE TABLE groups (id INTEGER PRIMARY KEY, number INT, attempt INT, began REAL, file TEXT,
-    begins_at INT, ends_at INT, data_row TEXT);
+    begins_at INT, ends_at INT, data_row TEXT, nth INT);
 CREATE INDEX groups_by_number ON groups (number, attempt);
 CREATE INDEX groups_by_file ON groups (file);
 CREATE TABLE rows (id INTEGER PRIMARY KEY, place INT, "group" INT, attempt INT, episode INT,
     row INT, dataset INT, "index" INT, worker TEXT, reward REAL, group_reward REAL, advantage REAL,
     num_tokens INT, num_trained_tokens INT, first_version INT, last_version INT,
     num_interruptions INT, time REAL, step INT, staleness INT, outcome TEXT, cause TEXT,
-    output TEXT);
+    output TEXT, evaluation TEXT);
 CREATE INDEX rows_by_place ON rows (place);
 CREATE INDEX rows_by_data_row ON rows ("index", dataset);
 CREATE TABLE texts (id INTEGER PRIMARY KEY, prompt BLOB, answer BLOB);
@@ -65,7 +71,7 @@ _COLUMNS: Final = (
     *("id", "place", "group", "attempt", "episode", "row", "dataset", "index", "worker", "time"),
     *("reward", "group_reward", "advantage", "num_tokens", "num_trained_tokens"),
     *("first_version", "last_version", "num_interruptions", "step", "staleness"),
-    *("outcome", "cause", "output"),
+    *("outcome", "cause", "output", "evaluation"),
 )
 
 Advantages = Callable[[RecordedGroup], Sequence[float | None]]
@@ -89,11 +95,17 @@ _NO_FATE: Final = Fate("", None, "")
 
 
 class PlacedGroup(NamedTuple):
-    """Where the block of an attempt of a group is."""
+    """Where an attempt of a group, or an evaluated answer, is.
+
+    Attributes:
+        begin, end: of its block.
+        nth: its number among the answers of the block; None: the block is a group's.
+    """
 
     path: Path
     begin: int
     end: int
+    nth: int | None
 
 
 class _IndexState(msgspec.Struct):
@@ -117,12 +129,18 @@ class _IndexState(msgspec.Struct):
 
 
 class _NewGroup(NamedTuple):
-    """A group that is new, its block, and its rows' tokens; None: these are damaged."""
+    """A group, or an evaluated answer as one, that is new.
+
+    Attributes:
+        tokens: of its rows; None: these are damaged.
+        answer: what it was made of, and its number in the block; None: it is a group.
+    """
 
     file: RecordFile
     block: RecordBlock
     group: RecordedGroup
     tokens: list[RecordedTokens] | None
+    answer: tuple[EvaluatedAnswer, int] | None = None
 
 
 class RowIndex:
@@ -146,7 +164,7 @@ class RowIndex:
         self._database = database
         self._tokenizer = tokenizer
         self._advantages = advantages
-        self._blocks = FollowedBlocks(folder, (Series.rows, Series.kept))
+        self._blocks = FollowedBlocks(folder, (Series.rows, Series.kept, Series.evaluated))
         self._fates: Mapping[tuple[int, int], Fate] = {}
         self._following = Lock()
         self._read_of: Stamp | None = None
@@ -253,8 +271,7 @@ class RowIndex:
             _delete(database, "SELECT id FROM groups WHERE file = ?", name)
         new, num_tokens, is_whole = list[_NewGroup](), 0, True
         for file, descriptor, found in blocks.read_new():
-            read = self._read(file, descriptor, found)
-            if read is not None:
+            for read in self._read(file, descriptor, found):
                 new.append(read)
                 num_tokens += sum(row.num_tokens for row in read.group.rows)
             if num_tokens > _BATCH_TOKENS:
@@ -270,18 +287,36 @@ class RowIndex:
         database.execute("UPDATE state SET json = ?", [msgspec.json.encode(state)])
         return is_whole
 
-    def _read(self, file: RecordFile, descriptor: int, found: RecordBlock) -> _NewGroup | None:
+    def _read(self, file: RecordFile, descriptor: int, found: RecordBlock) -> Sequence[_NewGroup]:
         try:
+            if file.series is Series.evaluated:
+                return self._read_answers(file, descriptor, found)
             group = unpack_group(found.head)
         except ValueError as error:
             self._blocks.note_bad(file, str(error))
-            return None
+            return []
         tokens: list[RecordedTokens] | None = None
         try:
             tokens = unpack_tokens(read_body(descriptor, found), group.rows) if group.rows else []
         except ValueError as error:
             self._blocks.note_bad(file, str(error))
-        return _NewGroup(file, found, group, tokens)
+        return [_NewGroup(file, found, group, tokens)]
+
+    def _read_answers(
+        self, file: RecordFile, descriptor: int, found: RecordBlock
+    ) -> list[_NewGroup]:
+        """Raises: ValueError: the block is none of answers."""
+        answers = unpack_answers(found.head)
+        tokens: list[list[RecordedTokens] | None] = [None] * len(answers)
+        try:
+            body = read_body(descriptor, found)
+            tokens = [it.tokens for it in unpack_contents(body, answers)]
+        except ValueError as error:
+            self._blocks.note_bad(file, str(error))
+        return [
+            _NewGroup(file, found, group_of(answer), its, (answer, nth))
+            for nth, (answer, its) in enumerate(zip(answers, tokens, strict=True))
+        ]
 
     def _insert(self, database: sqlite3.Connection, new: _NewGroup, texts: list[Texts]) -> None:
         group = new.group
@@ -294,10 +329,11 @@ class RowIndex:
                 return
             _delete(database, f"SELECT id {among}", *name)
         its_place = new.file.path.name, new.block.begin, new.block.end
+        nth = None if new.answer is None else new.answer[1]
         place = database.execute(
-            "INSERT INTO groups (number, attempt, began, file, begins_at, ends_at, data_row) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (*name, group.began, *its_place, group.prompt),
+            "INSERT INTO groups (number, attempt, began, file, begins_at, ends_at, data_row, nth) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*name, group.began, *its_place, group.prompt, nth),
         ).lastrowid
         columns = metric_columns(database)
         for metric in sorted({metric for row in group.rows for metric in row.metrics}):
@@ -309,7 +345,7 @@ class RowIndex:
         names = [*_COLUMNS, *columns.values()]
         rows = [
             (number, place, *values, *(metrics.get(it) for it in columns))
-            for number, (values, metrics) in enumerate(self._values(group), start=last + 1)
+            for number, (values, metrics) in enumerate(self._values(new), start=last + 1)
         ]
         marks = ", ".join("?" * len(names))
         filled = ", ".join(f'"{name}"' for name in names)
@@ -319,12 +355,17 @@ class RowIndex:
             ((number, *it) for number, it in enumerate(texts, start=last + 1)),
         )
 
-    def _values(self, group: RecordedGroup) -> Iterator[tuple[tuple[Any, ...], dict[str, float]]]:
+    def _values(self, new: _NewGroup) -> Iterator[tuple[tuple[Any, ...], dict[str, float]]]:
         """What `_COLUMNS` hold of each row, and of episodes without rows; and their metrics."""
-        fate = self._fates.get((group.group, group.attempt), _NO_FATE)
+        group, answer = new.group, None if new.answer is None else new.answer[0]
         name = group.group, group.attempt
+        advantages = self._advantages(group)
+        fate, evaluation = self._fates.get(name, _NO_FATE), ""
+        if answer is not None:
+            advantages = [None] * len(group.rows)
+            fate, evaluation = Fate(EVALUATED, answer.step, ""), answer.evaluation
         of_group = group.dataset, group.index, group.worker, group.began + group.took_s
-        for row, advantage in zip(group.rows, self._advantages(group), strict=True):
+        for row, advantage in zip(group.rows, advantages, strict=True):
             runs = row.versions
             first, last = (runs[0][0], runs[-1][0]) if runs else (None, None)
             yield (
@@ -338,16 +379,18 @@ class RowIndex:
                         row.num_trained_tokens,
                     ),
                     *(first, last, row.num_interruptions),
-                    *(fate.step, _staleness(row, fate.step), fate.outcome, fate.cause),
-                    row.output,
+                    fate.step,
+                    None if evaluation else _staleness(row, fate.step),
+                    *(fate.outcome, fate.cause, row.output, evaluation),
                 ),
                 row.metrics,
             )
         none = (None,) * 10
         for number, it in enumerate(group.rejected):
-            yield (*name, REJECTED, number, *of_group, *none, "rejected", it.cause, ""), {}
+            ended = EVALUATED if evaluation else "rejected", it.cause, "", evaluation
+            yield (*name, REJECTED, number, *of_group, *none, *ended), {}
         if group.has_only_begun:
-            yield (*name, REJECTED, 0, *of_group, *none, UNFINISHED, "", ""), {}
+            yield (*name, REJECTED, 0, *of_group, *none, UNFINISHED, "", "", ""), {}
 
     def note_fates(self, fates: Mapping[tuple[int, int], Fate]) -> None:
         """What became of attempts of groups, by the numbers of both.
@@ -367,7 +410,7 @@ class RowIndex:
                 if not self._fates:  # of an earlier page, which may have known less
                     database.execute(
                         "UPDATE rows SET step = NULL, outcome = '', cause = '', staleness = NULL "
-                        "WHERE episode >= 0 AND outcome != ''"
+                        "WHERE episode >= 0 AND outcome != '' AND evaluation = ''"
                     )
                 database.executemany(
                     "UPDATE rows SET step = ?, outcome = ?, cause = ?, "
@@ -387,14 +430,39 @@ class RowIndex:
         """
         with self.connected() as database:
             found = database.execute(
-                "SELECT attempt, file, begins_at, ends_at FROM groups WHERE number = ? "
+                "SELECT attempt, file, begins_at, ends_at, nth FROM groups WHERE number = ? "
                 "ORDER BY attempt",
                 (number,),
             ).fetchall()
         return {
-            attempt: PlacedGroup(self._folder / name, begin, end)
-            for attempt, name, begin, end in found
+            attempt: PlacedGroup(self._folder / name, begin, end, nth)
+            for attempt, name, begin, end, nth in found
         }
+
+
+def group_of(answer: EvaluatedAnswer) -> RecordedGroup:
+    """An evaluated answer as the page tells it: all to a prompt in one evaluation are a group.
+
+    Its number, which is negative, follows from what it is, so that links to it hold; `attempt` is
+    the number of the answer.
+    """
+    name = f"{answer.step} {answer.dataset} {answer.index} {answer.evaluation}".encode()
+    # JavaScript's numbers are exact to 53 bits
+    number = int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "big")
+    return RecordedGroup(
+        worker=answer.worker,
+        group=-1 - number,
+        attempt=answer.sample,
+        dataset=answer.dataset,
+        index=answer.index,
+        prompt=answer.prompt,
+        admitted_version=answer.step,
+        began=answer.began,
+        took_s=answer.took_s,
+        rows=answer.rows,
+        rejected=() if answer.rejected is None else (answer.rejected,),
+        num_call_bytes=answer.num_call_bytes,
+    )
 
 
 def state_of(database: sqlite3.Connection) -> _IndexState:

@@ -19,7 +19,7 @@ NUMBERS: Final = (
     "num_interruptions",
 )
 """What rows are filtered and sorted by, beside `metrics.NAME`."""
-WORDS: Final = ("worker", "outcome", "cause")
+WORDS: Final = ("worker", "outcome", "cause", "evaluation")
 """What rows are filtered by as it is."""
 MARKED: Final = "marked"
 """`yes`: rows that the reader has marked."""
@@ -121,9 +121,9 @@ class RowSearch:
             limit: rows at most.
             marked: names of the rows that the reader has marked.
         Returns: `rows`; `next`, where to go on (None: nowhere); `num_fitting`, rows whose numbers
-            fit; `num_rows`, of the run; `metrics`, names of the workflow's; `worker`, `outcome`
-            and `cause`: how many rows have which; `has_texts`: a tokenizer is there; `is_whole`:
-            all rows are read; `num_changes`, see `RowIndex.follow`; `damage`.
+            fit; `num_rows`, of the run; `metrics`, names of the workflow's; `worker`, `outcome`,
+            `cause` and `evaluation`: how many rows have which; `has_texts`: a tokenizer is
+            there; `is_whole`: all rows are read; `num_changes`, see `RowIndex.follow`; `damage`.
         Raises: RunFolderError: the database cannot be had.
         """
         limit = max(1, min(limit, MAX_ROWS))
@@ -201,6 +201,21 @@ class RowSearch:
             )
             texts = _texts(database, [number for (number,) in found])
             return _rows(database, [(it, _text(a), _text(b)) for it, a, b in texts], None)
+
+    def rewards(self, groups: Collection[int]) -> dict[tuple[int, int], tuple[float, ...]]:
+        """(group, attempt) -> mean, lowest and highest reward of those that have rows.
+
+        Raises: RunFolderError: the database cannot be had.
+        """
+        marks = ", ".join("?" * len(groups))
+        with self._index.connected() as database:
+            found = database.execute(
+                'SELECT "group", rows.attempt, max(group_reward), min(reward), max(reward) '
+                "FROM rows JOIN groups ON place = groups.id "
+                f"WHERE number IN ({marks}) AND reward IS NOT NULL GROUP BY place",
+                [*groups],
+            )
+            return {(group, attempt): tuple(its) for group, attempt, *its in found}
 
     def data_rows(self, wanted: Collection[tuple[int, int]]) -> dict[tuple[int, int], str]:
         """(number, dataset) -> a row of a dataset, of those of which a group is recorded.

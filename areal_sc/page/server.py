@@ -15,6 +15,8 @@ unblocked by itself: as long as a browser listens to `/api/changes`, it looks tw
     /api/runs/N/reading                 reads recorded rows for a second; how far that is
     /api/runs/N/recorded                recorded rows; `?text=&sort=&at=&limit=&reward=0..1` ...
     /api/runs/N/recorded.jsonl          the same with all of their texts, a row a line
+    /api/runs/N/prompts                 what they tell by prompt; `?set=&sort=&at=&limit=`
+    /api/runs/N/prompts/DATASET/INDEX   the tries of one; `?set=`
     /api/runs/N/marks                   rows that the reader has marked; POST marks others
     /api/runs/N/recorded/GROUP          recorded rows of one, without their tokens
     /api/runs/N/tokens/GROUP/ATTEMPT/EPISODE/ROW   turns and tokens of one; `?first=`
@@ -46,6 +48,7 @@ from areal_sc.page.access import HEADERS, Access, Handler
 from areal_sc.page.answers import answer, refusal
 from areal_sc.page.followed_run import READ_S, FollowedRun
 from areal_sc.page.group_book import GroupQuery
+from areal_sc.page.prompt_book import TRAINED
 from areal_sc.page.row_search import recorded_query
 from areal_sc.page.stamps import Stamp
 from areal_sc.system.json_lines import UNDECODABLE, to_json
@@ -110,6 +113,8 @@ class PageServer:
             "groups/{group}": _group,
             "reading": lambda run, request: run.read_rows(READ_S),
             "recorded": _recorded,
+            "prompts": _prompts,
+            "prompts/{dataset}/{index}": _prompt,
             "marks": lambda run, request: run.bookmarks(),
             "recorded/{group}": lambda run, request: run.recorded(_whole_number(request, "group")),
             "tokens/{group}/{attempt}/{episode}/{row}": _tokens,
@@ -309,6 +314,16 @@ def _recorded(run: FollowedRun, request: web.Request) -> Any:
     return run.recorded_rows(query, _number(request, "at", 0), _number(request, "limit", 50))
 
 
+def _prompts(run: FollowedRun, request: web.Request) -> Any:
+    of_set, sort = request.query.get("set", ""), request.query.get("sort") or "worst"
+    return run.prompts(of_set, sort, _number(request, "at", 0), _number(request, "limit", 50))
+
+
+def _prompt(run: FollowedRun, request: web.Request) -> Any:
+    dataset, index = (_whole_number(request, name) for name in ("dataset", "index"))
+    return run.prompt(request.query.get("set") or TRAINED, dataset, index)
+
+
 def _groups(run: FollowedRun, request: web.Request) -> Any:
     words = request.query
     query = GroupQuery(
@@ -357,6 +372,6 @@ def _number(
 
 def _whole_number(request: web.Request, name: str) -> int:
     text = request.match_info[name]
-    if not text.isdecimal() or len(text) > 18:
+    if not text.removeprefix("-").isdecimal() or len(text) > 18:
         raise ValueError(f"expected a whole number in the address, got {text[:80]!r}")
     return int(text)

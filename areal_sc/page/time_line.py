@@ -24,6 +24,10 @@ FETCHING: Final = "fetching weights"
 UPDATING: Final = "updating weights"
 MAX_WIDTH: Final = 8192
 """Most pixels of a line for which a page may ask."""
+MIN_LANES: Final = 8
+"""Lanes of one worker up to so many are drawn one by one however small they are."""
+DENSITY_PIXELS: Final = 3
+"""Width of a bar in which more lanes are drawn together."""
 MAX_SPANS: Final = 200_000
 """Spans that a page gets, about: it draws them in half a second."""
 
@@ -128,7 +132,8 @@ class TimeLine:
         Returns: `begin` and `end` of all spans, None without any; `first`, `last`; `kinds`,
             `abouts`: names; `processes`: of each `name`, `num_lanes`, `updates` (when a version
             began to be sampled by, and the version), `totals` (kind -> number of spans and their
-            seconds within the time), and as columns `lane`, `kind`, `began` (seconds after
+            seconds within the time), `density` (of more than `MIN_LANES` lanes, kind -> of equally
+            long parts of the time, how many lanes did it on average), and as columns `lane`, `kind`, `began` (seconds after
             `first`), `took`, `first_version`, `last_version`, `tokens`, `about`; `num_left_out`:
             spans beside which a longer one is shown; `damage`.
         """
@@ -159,6 +164,7 @@ class TimeLine:
                     "num_lanes": process.num_lanes,
                     "updates": self._updates(process),
                     "totals": self._totals(process, first, last),
+                    "density": self._density(process, first, last, width // DENSITY_PIXELS),
                     **_as_columns(process.columns, chosen, first, used),
                 }
             )
@@ -197,6 +203,32 @@ class TimeLine:
             for name, place in self._kinds.items()
             if counts[place]
         }
+
+    def _density(
+        self, process: _SpansOfProcess, first: float, last: float, num_parts: int
+    ) -> dict[str, list[float]]:
+        if process.num_lanes <= MIN_LANES or last <= first:
+            return {}
+        kinds, numbers, (began, took) = process.columns
+        edges = np.linspace(first, last, max(1, num_parts) + 1)
+        is_seen = (numbers[_LANE] >= 0) & (began <= last) & (began + took >= first)
+        found = {}
+        for name, place in self._kinds.items():
+            its = is_seen & (kinds == place)
+            if its.any():
+                spent_s = _spent_until(edges, began[its]) - _spent_until(
+                    edges, began[its] + took[its]
+                )
+                found[name] = np.round(np.diff(spent_s) / np.diff(edges), 2).tolist()
+        return found
+
+
+def _spent_until(times: np.ndarray, since: np.ndarray) -> np.ndarray:
+    """[times] seconds that have passed until each time, summed over all of `since` before it."""
+    since = np.sort(since - times[0])
+    counts = np.searchsorted(since, times - times[0])
+    sums = np.r_[0.0, np.cumsum(since)]
+    return counts * (times - times[0]) - sums[counts]
 
 
 def _chosen(

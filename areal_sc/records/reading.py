@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from areal_sc.errors import RunFolderError
 from areal_sc.records.blocks import Gap, RecordBlock, read_blocks, read_body
+from areal_sc.records.evaluated_answers import AnswerContent, unpack_answers, unpack_contents
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History, read_metrics
 from areal_sc.records.record_files import RecordFile, Series, record_files
@@ -130,6 +131,18 @@ def trained_rows(run: str | Path) -> Iterator[tuple[TrainedRow, TrainedTokens]]:
             yield from _read(file, _trained_of)
 
 
+def evaluated_answers(run: str | Path) -> Iterator[AnswerContent]:
+    """The answers of evaluations that rollout workers have recorded, worker by worker.
+
+    One that was evaluated twice, as its worker was lost meanwhile or the run has gone back, is told
+    twice; the one that has `began` later counts. Arguments and errors are those of `rows`.
+    """
+    for file in _files(run):
+        if file.series is Series.evaluated:
+            for found in _read(file, _answers_of):
+                yield from found
+
+
 def spans(run: str | Path) -> Iterator[RecordedSpan]:
     """What each process of a run did, and how long; of a process in the order of their ends.
 
@@ -217,6 +230,10 @@ def _trained_of(
     file: RecordFile, found: RecordBlock, body: bytes
 ) -> tuple[TrainedRow, TrainedTokens]:
     return unpack_trained(found.head), unpack_trained_tokens(body)
+
+
+def _answers_of(file: RecordFile, found: RecordBlock, body: bytes) -> list[AnswerContent]:
+    return [*unpack_contents(body, unpack_answers(found.head))]
 
 
 def _spans_of(file: RecordFile, found: RecordBlock, body: bytes) -> list[RecordedSpan]:

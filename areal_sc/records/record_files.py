@@ -1,16 +1,17 @@
 """The files in `records/` of a run folder: each has one writer, grows at its end, and has a limit.
 
     rollout-0.rows.000007     groups, the 7th file of them that `rollout/0` has begun
-    rollout-0.kept.000001     remarkable groups: they go last
+    rollout-0.kept.000001     remarkable groups
+    rollout-0.evaluated.000001   answers of evaluations: they go last
     rollout-0.spans.000002    what it did, and how long
     rollout-0.open.000003     what it does now, or did when it was killed
     train-0.trained.000001    what a train rank computed of the tokens of some rows
 
 Each life of a worker begins files of its own. When the files of a worker take more than they may,
-the oldest `rows` go, then the oldest `spans`, then the oldest of what is `kept`, none of them when
-it takes less than its share. The newest file of a series stays, so that no number comes again.
-What goes on is another matter: its file, one a life, is replaced about once a second, and deleted
-when nothing goes on.
+the oldest `rows` go, then the oldest `spans`, then the oldest of what is `kept`, then the answers
+of evaluations, none of them when it takes less than its share. The newest file of a series stays,
+so that no number comes again. What goes on is another matter: its file, one a life, is replaced
+about once a second, and deleted when nothing goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NUM_FILES: Final = 16
 _MAX_FILE_BYTES: Final = 64 << 20
 MAX_LIVES: Final = 8
 """Files of what went on in lives that were killed; older ones go."""
-_NAME: Final = re.compile(r"([a-z][a-z0-9_-]*)\.(rows|kept|spans|trained|open)\.(\d{6,})")
+_NAME: Final = re.compile(r"([a-z][a-z0-9_-]*)\.(rows|kept|spans|trained|evaluated|open)\.(\d{6,})")
 _MODE: Final = 0o600
 
 
@@ -39,11 +40,14 @@ class Series(StrEnum):
     spans = "spans"
     trained = "trained"
     kept = "kept"
+    evaluated = "evaluated"
     open = "open"
 
 
-GROWING: Final = (Series.rows, Series.spans, Series.trained, Series.kept)
+GROWING: Final = (Series.rows, Series.spans, Series.trained, Series.kept, Series.evaluated)
 """Series of blocks, in the order in which files go."""
+_MOST_SERIES: Final = 4
+"""A process writes so many of them at most: what is trained, ranks alone."""
 _SHARE: Final = 3
 """Parts of the limit that each series has, whatever the others take; the rest is for new files."""
 
@@ -191,7 +195,7 @@ class FilesOfProcess:
     def _make_room(self, own: list[RecordFile]) -> None:
         """The first files go, in the order of `GROWING`, until a file more of each has room."""
         sizes = {it: _size_of(it.path) for it in own}
-        excess = sum(sizes.values()) + len(GROWING) * self._file_bytes - self._max_bytes
+        excess = sum(sizes.values()) + _MOST_SERIES * self._file_bytes - self._max_bytes
         for series in GROWING:
             of_series = [it for it in own if it.series is series]
             beyond = sum(sizes[it] for it in of_series) - _SHARE * self._max_bytes // _NUM_FILES

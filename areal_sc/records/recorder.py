@@ -1,6 +1,7 @@
 """What a process records of itself, written by a thread of its own.
 
-consumes     played groups, rows that were trained, and spans, from any thread of the process
+consumes     played groups, evaluated answers, rows that were trained, and spans, from any thread of
+             the process
 waits for    the disk, in its own thread; who records something never waits
 unblocked by the passing of `FLUSH_S`, or `close`
 
@@ -27,6 +28,7 @@ from msgspec.structs import replace
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
 from areal_sc.records.blocks import block
+from areal_sc.records.evaluated_answers import PlayedAnswer, pack_answers
 from areal_sc.records.record_files import RecordStore, Series
 from areal_sc.records.recorded_calls import pack_calls
 from areal_sc.records.recorded_rows import (
@@ -58,6 +60,8 @@ _MAX_WAITING: Final = 1 << 16
 MAX_WAITING_TOKENS: Final = 4 << 20
 """Groups that wait have about so many tokens at most: some hundred MiB."""
 _SPANS_PER_BLOCK: Final = 4096
+_ANSWER_TOKENS: Final = 1 << 16
+"""Evaluated answers of about so many tokens are a block at most: one of them is read with all."""
 _CLOSE_LIMIT_S: Final = 3.0
 
 
@@ -118,7 +122,9 @@ class Recorder:
         self._keep = config.keep
         self._sampled_every = max(1, groups_per_step // SAMPLED_GROUPS)
         self.is_open, self.is_on = True, config.keep is not KeepRecords.none
-        self._waiting = deque[PlayedGroup | _WaitingRow | RecordedSpan | threading.Event]()
+        self._waiting = deque[
+            PlayedGroup | PlayedAnswer | _WaitingRow | RecordedSpan | threading.Event
+        ]()
         self._is_closing, self._is_wanted = threading.Event(), threading.Event()
         self._store = store
         self._open = dict[object, RecordedSpan]()  # of `span`
@@ -139,12 +145,21 @@ class Recorder:
             return bool(played.episodes) and played.group.group % self._sampled_every == 0
         return self._keep is KeepRecords.all or played.is_remarkable
 
+    def add_answer(self, played: PlayedAnswer) -> None:
+        """Records an answer of an evaluation. Its rows must not change any more.
+
+        Where groups are thinned, so are held-out prompts: those that stay are always the same.
+        """
+        answer, is_all = played.answer, self._keep is KeepRecords.all
+        if self.is_on and (is_all or answer.rejected or answer.index % KEPT_EVERY == 0):
+            self._add_tokens(played)
+
     def add_trained(self, row: TrainedRow, tokens: TrainedTokens) -> None:
         """Records what an update has computed of a row."""
         if self.is_on:
             self._add_tokens(_WaitingRow(row, tokens))
 
-    def _add_tokens(self, record: PlayedGroup | _WaitingRow) -> None:
+    def _add_tokens(self, record: PlayedGroup | PlayedAnswer | _WaitingRow) -> None:
         with self._counting:
             if self._num_waiting_tokens > MAX_WAITING_TOKENS:
                 self._num_lost += 1
@@ -258,7 +273,7 @@ class Recorder:
         return [*own, *self.find_open(until)]
 
     def _write_waiting(self) -> None:
-        spans: list[RecordedSpan] = []
+        spans, answers = list[RecordedSpan](), list[PlayedAnswer]()
         for _ in range(len(self._waiting)):
             record = self._waiting.popleft()
             if isinstance(record, RecordedSpan):
@@ -267,12 +282,15 @@ class Recorder:
             if isinstance(record, threading.Event):
                 record.set()
                 continue
-            if isinstance(record, _WaitingRow):
+            if isinstance(record, PlayedAnswer):
+                answers.append(record)
+            elif isinstance(record, _WaitingRow):
                 self._append(Series.trained, *pack_trained(record.row, record.tokens))
             else:
                 self._write_group(record)
             with self._counting:
                 self._num_waiting_tokens -= record.num_tokens
+        self._write_answers(answers)
         with self._counting:
             num_lost, self._num_lost = self._num_lost, 0
         if num_lost:
@@ -302,6 +320,15 @@ class Recorder:
         body = pack_tokens([row for _, row in rows]) + calls if rows else b""
         series = Series.kept if played.is_remarkable else Series.rows
         self._append(series, pack_group(replace(played.group, **told)), body)
+
+    def _write_answers(self, answers: Sequence[PlayedAnswer]) -> None:
+        part, num_tokens = list[PlayedAnswer](), 0
+        for number, answer in enumerate(answers, start=1):
+            part.append(answer)
+            num_tokens += answer.num_tokens
+            if num_tokens > _ANSWER_TOKENS or number == len(answers):
+                self._append(Series.evaluated, *pack_answers(part))
+                part, num_tokens = [], 0
 
     def _append(self, series: Series, head: bytes, body: bytes) -> None:
         self._store.append(series, block(head, body))

@@ -20,7 +20,14 @@ from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import PAUSE_END, SCRIPT, RoleStatus, RunStatus, read_status
 from areal_sc.run.wishes import PauseWish
-from areal_sc.system.process import STOP_SIGNALS, is_stopped, machine_id, name_of_stop
+from areal_sc.system.process import (
+    GONE,
+    STOP_SIGNALS,
+    is_stopped,
+    machine_id,
+    name_of_stop,
+    process_state,
+)
 
 STALE_AFTER_S: Final = 15.0
 """The file is written every 2 s; a thread that does not come to it for so long stands still."""
@@ -110,6 +117,12 @@ def _judged(
     if status is None:
         return State.unknown, "A script has the folder, but has not said anything that can be read."
     if is_here:
+        if is_held and _is_of_another(status, now):
+            return State.waiting, (
+                f"A script has the folder and resumes the run; what is shown was written "
+                f"{short_duration(now - status.written)} ago by process {status.pid}, which has "
+                "ended."
+            )
         return _living(status, now)
     if not is_held and now - status.written > STALE_AFTER_S:
         return State.unknown, (
@@ -118,6 +131,15 @@ def _judged(
         )
     state, text = _living(status, now)
     return state, f"{text} {_far(status)}"
+
+
+def _is_of_another(status: RunStatus, now: float) -> bool:
+    """Whether an earlier script wrote this: the one that has the folder has not yet.
+
+    A process that is seen nowhere, but writes, is in a container of its own.
+    """
+    is_silent = status.end is not None or now - status.written > 2 * status.every_s
+    return is_silent and process_state(status.pid) == GONE
 
 
 def _far(status: RunStatus) -> str:

@@ -55,6 +55,7 @@ _PR_SET_PDEATHSIG: Final = 1
 _MAX_NAME_CHARS: Final = 15
 
 IS_STOPPED: Final = "is stopped (SIGSTOP)"
+GONE: Final = "is gone"
 _ENDED: Final = ("Z", "X")
 _STATES: Final = {
     "T": IS_STOPPED,
@@ -318,7 +319,7 @@ def process_state(pid: int) -> str:
     with suppress(OSError):
         for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
             letters.add(_stat_fields(stat)[0])
-    return next((does for letter, does in _STATES.items() if letter in letters), "is gone")
+    return next((does for letter, does in _STATES.items() if letter in letters), GONE)
 
 
 def allow_open_files() -> None:

@@ -136,6 +136,9 @@ class RunEvaluation(Struct, frozen=True, array_like=True):
     """One episode that is not trained.
 
     Attributes:
+        evaluation: it is recorded by this name, see `EvaluatedAnswer`; "": it is not recorded.
+        step: policy version when the evaluation began.
+        sample: number of the answer to the prompt.
         temperature: replaces that of the run; None keeps it.
         keeps_text: the reply has what the model read and wrote.
     """
@@ -144,6 +147,9 @@ class RunEvaluation(Struct, frozen=True, array_like=True):
     workflow: int
     temperature: float | None = None
     keeps_text: bool = False
+    evaluation: str = ""
+    step: int = 0
+    sample: int = 0
 
 
 class KeptCompletion(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""A group that a rollout worker has played, as it is recorded. No torch."""
+"""Groups and evaluated answers that a rollout worker has played, as they are recorded. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from areal_sc.records.evaluated_answers import EvaluatedAnswer, PlayedAnswer
 from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
 from areal_sc.records.recorder import PlayedGroup
 from areal_sc.records.samples import shortened
 from areal_sc.rejection import Rejection
-from areal_sc.workers.calls import RunGroup
+from areal_sc.workers.calls import RunEvaluation, RunGroup
 from areal_sc.workflows.base import Trajectory
 
 MAX_PROMPT_CHARS: Final = 2000
@@ -38,8 +39,7 @@ def played_group(
         attempt=group.attempt,
         dataset=group.prompt.dataset,
         index=group.prompt.index,
-        # what is no Unicode, as a file's name may be, has question marks
-        prompt=prompt.encode(errors="replace").decode(),
+        prompt=_as_unicode(prompt),
         admitted_version=group.admitted_version,
         began=began,
         took_s=time.time() - began,
@@ -48,6 +48,35 @@ def played_group(
         ),
     )
     return PlayedGroup(recorded, kept)
+
+
+def played_answer(
+    worker: str,
+    wanted: RunEvaluation,
+    prompt: str,
+    began: float,
+    rows: Sequence[Trajectory] | Rejection,
+) -> PlayedAnswer:
+    """What is recorded of an evaluated episode; arguments are those of `played_group`."""
+    is_rejected = isinstance(rows, Rejection)
+    answer = EvaluatedAnswer(
+        evaluation=wanted.evaluation,
+        step=wanted.step,
+        worker=worker,
+        dataset=wanted.prompt.dataset,
+        index=wanted.prompt.index,
+        sample=wanted.sample,
+        prompt=_as_unicode(prompt),
+        began=began,
+        took_s=time.time() - began,
+        rejected=RecordedRejection(rows.cause, rows.message, 1) if is_rejected else None,
+    )
+    return PlayedAnswer(answer, () if is_rejected else rows)
+
+
+def _as_unicode(text: str) -> str:
+    """What is no Unicode, as a file's name may be, has question marks."""
+    return text.encode(errors="replace").decode()
 
 
 def row_text(row: Any) -> str:

@@ -93,9 +93,10 @@ class Rank(Worker):
         """Meets the other ranks, and loads the model."""
         torch.set_num_threads(1)  # of this thread, which computes nothing; the engine has its own
         self.operations.lineage = args.lineage
-        self.position = await self.compute(
-            lambda: self.engine.initialize(args.rank, args.world_size, args.init_method)
-        )
+        with self.recorder.span("starting"):
+            self.position = await self.compute(
+                lambda: self.engine.initialize(args.rank, args.world_size, args.init_method)
+            )
         self.number, self.world_size = args.rank, args.world_size
         return self.position
 

@@ -60,7 +60,7 @@ from areal_sc.workers.evaluated import (
 )
 from areal_sc.workers.group_rows import fields_of, metadata_of
 from areal_sc.workers.group_runs import GroupRuns
-from areal_sc.workers.played_groups import played_group, row_text
+from areal_sc.workers.played_groups import played_answer, played_group, row_text
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workflows.base import Trajectory, Workflow
 from areal_sc.workflows.text import describe_unknown
@@ -156,11 +156,12 @@ class RolloutWorker(Worker):
         self._watches.append(asyncio.create_task(self._end_with_rewards(), name="reward watch"))
         torch.set_num_threads(self.handle.config.num_threads)
         logs, handle = self.spec.log_path, self.handle.in_life(self.spec.term, self.order.life)
-        engine: GenerationEngine = await self.compute(
-            lambda: handle.build(log_folder=logs.parent, name=logs.stem)
-        )
-        if isinstance(engine, RunsBesideWorker):
-            await engine.start()
+        with self.recorder.span("starting"):
+            engine: GenerationEngine = await self.compute(
+                lambda: handle.build(log_folder=logs.parent, name=logs.stem)
+            )
+            if isinstance(engine, RunsBesideWorker):
+                await engine.start()
         if isinstance(engine, EndsWithServer):
             self._watches.append(asyncio.create_task(self._end_with(engine), name="engine watch"))
         config = self.handle.config
@@ -218,7 +219,12 @@ class RolloutWorker(Worker):
     async def run_evaluation(self, wanted: calls.RunEvaluation) -> calls.EvaluationReply:
         """One episode, of which nothing is stored."""
         name, seen = f"evaluation.0.{wanted.prompt.index}", EvaluatedEpisode(wanted.temperature)
-        _, (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, seen)
+        began = time.time()
+        row, (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, seen)
+        if wanted.evaluation and self.recorder.is_on:
+            prompt = text_of(row, row_text) if row is not None else ""
+            it = played_answer(self.spec.name, wanted, prompt, began, rows)
+            self.recorder.add_answer(it)
         text = evaluated_text(seen, self.engine.tokenizer) if wanted.keeps_text else None
         return await evaluation_reply(rows, seen, text, self._rewards)
 

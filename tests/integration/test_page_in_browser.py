@@ -22,7 +22,7 @@ from integration.run_process import LIMIT_S, RunProcess, open_gate, tiny_run
 from integration.test_page import OLD_RUN, Page, page_of
 from msgspec import structs
 from page_runs import CODE, EVIL, damage, make_run, row
-from recorded_groups import played, recorder_of, trajectory
+from recorded_groups import answered, played, recorder_of, trajectory
 
 from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.page.export import exported
@@ -132,10 +132,16 @@ async def check_view(
 def views_of(page: Page, number: int, run: Path) -> list[str]:
     """The address of each view of a run."""
     recorded = page.get(f"/api/runs/{number}/recorded?sort=time")["rows"]
-    views = ["time", "rows", "groups", "fleet"]
+    views = ["time", "prompts", "rows", "groups", "fleet"]
+    of_prompts = page.get(f"/api/runs/{number}/prompts")["prompts"]
+    views += [prompt_link(of_prompts[-1])] if of_prompts else []
     views += [f"row?name={name_of(recorded[0])}"] if recorded else []
     views += [f"group?group={page.get(f'/api/runs/{number}/groups')['groups'][-1]['group']}"]
     return ["#/run", *(f"#/{it}{'&' if '?' in it else '?'}run={run.name}" for it in views)]
+
+
+def prompt_link(it: Any) -> str:
+    return f"prompt?set={it['set']}&dataset={it['dataset']}&index={it['index']}"
 
 
 def name_of(it: Any) -> str:
@@ -319,6 +325,51 @@ async def test_without_a_tokenizer_messages_are_shown(
     assert browser.errors == []
 
 
+async def test_which_prompt_fails_since_when_and_what_is_written_for_it(
+    tmp_path: Path, browser: Tab
+) -> None:
+    """In three clicks: the view by prompt, the order, the prompt."""
+    run_dir = tmp_path / "run"
+    await make_run(RunFolder(run_dir))
+    recorder = recorder_of(run_dir)
+    for step in range(0, 32, 2):
+        for index, reward in ((0, 1.0), (1, float(step < 20))):
+            said = f"{step // 2} is {'right' if reward else 'wrong'} {EVIL}"
+            answer = row((f"What is {index}?", -1), (said, step), reward=reward)
+            recorder.add_answer(answered(index, [answer], step=step, began=1000.0 + step))
+    recorder.close()
+    with page_of(run_dir) as page:
+        await browser.open(page.link)
+        await shows(browser, "#/run")
+        tabs = "[...document.querySelectorAll('header a')]"
+        await browser.value(f"{tabs}.find(it => it.innerText === 'Prompts').click()")
+        await browser.wait_for("document.querySelector('[name=sort]')")
+        await browser.value(
+            "(it => {it.value = 'falling'; it.dispatchEvent(new Event('change'))})"
+            "(document.querySelector('[name=sort]'))"
+        )
+        first = "document.querySelector('.prompt-row')"
+        await browser.wait_for(f"{first}?.innerText.includes('falls by 1 since version 20')")
+        told = await browser.value(f"{first}.innerText")
+        assert "held out, row 1" in told
+        assert "15 is wrong <script>" in told
+        await browser.value(f"{first}.querySelector('a').click()")
+        await browser.wait_for("document.querySelectorAll('.answer mark').length > 1")
+        sides = "[...document.querySelectorAll('.answer')].map(it => "
+        marks = "[...it.querySelectorAll('mark')].map(it => it.innerText).join(''))"
+        earlier, later = await browser.value(sides + marks)
+        assert set(earlier) <= set("0right")
+        assert set(later) <= set("15wrong")
+        texts = await browser.value(sides + "it.querySelector('pre').innerText)")
+        begins = [it.partition("document")[0] for it in texts]
+        assert begins == ["0 is right <script>", "15 is wrong <script>"]
+        await browser.value("document.querySelector('.answer a').click()")
+        await browser.wait_for("document.querySelector('.tokens')")
+        said = await browser.value("document.querySelector('h2').innerText")
+        assert "periodic, step 0: prompt 1, answer 1" in said
+    assert browser.errors == []
+
+
 async def test_tokens_are_those_that_were_recorded(runs: list[Path], page: Page, tab: Tab) -> None:
     was = trajectory(2, NUM_TOKENS)
     await shows(tab, "#/row?name=30.0.0.0")
@@ -451,7 +502,7 @@ async def test_the_time_line_is_zoomed_by_keys(runs: list[Path], page: Page, tab
             assert f"{process['name']}\t" in sums
             assert str(count) in sums
     before = await tab.picture()
-    await tab.press("5")  # to Fleet and back, by keys
+    await tab.press("6")  # to Fleet and back, by keys
     await tab.wait_for("!document.querySelector('canvas')")
     await tab.press("2")
     await tab.wait_for("document.querySelector('canvas')?.height > 50")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from integration.run_process import tiny_run
 
 from areal_sc.page.group_book import GroupBook
-from areal_sc.records.reading import rows, spans, steps, trained_rows
+from areal_sc.records.reading import evaluated_answers, rows, spans, steps, trained_rows
 from areal_sc.run.run_folder import RunFolder
 
 
@@ -32,6 +33,14 @@ def test_a_run_records_what_it_does(tmp_path: Path, tiny_model_folder: Path) -> 
             assert ((kept.behavior_logprobs < 0) <= kept.loss_mask).all()
             num_rows += 1
     assert num_rows == 5 * 4 * 2
+    results = {(it["name"], it["step"]): it for it in run.records("evaluation")}
+    answers = [it.answer for it in evaluated_answers(run_dir)]
+    assert {(it.evaluation, it.step) for it in answers} == results.keys()
+    for (name, step), result in results.items():
+        its = [it for it in answers if (it.evaluation, it.step) == (name, step)]
+        assert len(its) == result["num_prompts"]
+        assert np.mean([it.rows[0].reward for it in its]) == pytest.approx(result["reward"])
+        assert len({it.index for it in its}) == len(its)
     traced = list(trained_rows(run_dir))
     assert sorted((it.group, it.episode) for it, _ in traced) == [
         (g, e) for g in (0, 16) for e in (0, 1)

@@ -38,12 +38,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RegisteredSet:
-    """An `EvaluationSet` as workers know it."""
+    """An `EvaluationSet` as workers know it.
+
+    Attributes:
+        evaluation: its answers are recorded by this name; "": they are not recorded.
+        version: policy version when the evaluation begins.
+    """
 
     source: RolloutSource
     num_prompts: int
     num_samples: int
     temperature: float | None
+    evaluation: str
+    version: int
 
 
 class OutsideGroups(Groups):
@@ -159,7 +166,13 @@ class OutsideGroups(Groups):
                 one = sets[number]
                 prompt = one.source.prompt(index, self._config.seed)
                 episode = RunEvaluation(
-                    prompt, one.source.workflow, one.temperature, keeps_text=keep is not None
+                    prompt,
+                    one.source.workflow,
+                    one.temperature,
+                    keeps_text=keep is not None,
+                    evaluation=one.evaluation,
+                    step=one.version,
+                    sample=sample,
                 )
 
                 async def evaluate(worker: RolloutWorkerState) -> EvaluationReply:

@@ -251,12 +251,15 @@ class RolloutController(Controller):
             died too often. StepsLost: see `prepare_batch`. ValueError: a number is below 1.
         """
         wanted = EvaluationSet(prompts, workflow, num_prompts, num_samples, temperature)
-        (outcome,) = await self.evaluate_sets_async([wanted], cut_is_wrong=cut_is_wrong)
+        (outcome,) = await self.evaluate_sets_async(
+            [wanted], ["evaluation"], cut_is_wrong=cut_is_wrong
+        )
         return outcome
 
     async def evaluate_sets_async(
         self,
         sets: Sequence[EvaluationSet],
+        names: Sequence[str] = (),
         *,
         cut_is_wrong: bool = True,
         keep: Keep | None = None,
@@ -266,12 +269,16 @@ class RolloutController(Controller):
 
         Args:
             sets: each has a workflow; without `num_samples` it has one answer a prompt.
+            names: of each set, by which its answers are recorded; none: they are not recorded.
             keep: gets each reply with its text, as soon as it is there.
             known: answers that are not generated.
         Raises: the errors of `evaluate`.
         """
         self._check_loop()
-        registered = [await self._registration.register_set(one) for one in sets]
+        registered = [
+            await self._registration.register_set(one, name, self.version)
+            for one, name in zip(sets, names or [""] * len(sets), strict=True)
+        ]
         with self._workers.card.wanted_when_idle():
             of_sets = await self._outside.evaluate(registered, keep=keep, known=known)
         return [
@@ -280,11 +287,11 @@ class RolloutController(Controller):
         ]
 
     def begin_evaluation(
-        self, sets: Sequence[EvaluationSet], *, cut_is_wrong: bool = True
+        self, sets: Sequence[EvaluationSet], names: Sequence[str], *, cut_is_wrong: bool = True
     ) -> Future[list[EvaluationOutcome]]:
         """`evaluate_sets` beside training: returns at once; the results are in the future."""
         self._register_sets(sets)
-        return self._submit(self.evaluate_sets_async(sets, cut_is_wrong=cut_is_wrong))
+        return self._submit(self.evaluate_sets_async(sets, names, cut_is_wrong=cut_is_wrong))
 
     async def take_over_async(self, *, goes_on: bool) -> FoundRuns:
         """Finds out what workers of an earlier start do and hold; to be called after `start_async`.
@@ -453,7 +460,7 @@ class RolloutController(Controller):
     def _register(self, prompts: PromptSource, workflow: Workflow, *_: Any, **__: Any) -> None:
         self.register(prompts, workflow)
 
-    def _register_sets(self, sets: Sequence[EvaluationSet], **_: Any) -> None:
+    def _register_sets(self, sets: Sequence[EvaluationSet], *_: Any, **__: Any) -> None:
         for one in sets:
             assert one.workflow is not None
             self.register(one.prompts, one.workflow)

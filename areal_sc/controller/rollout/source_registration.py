@@ -78,9 +78,13 @@ class SourceRegistration:
             await self._address.open()
         return source
 
-    async def register_set(self, one: EvaluationSet) -> RegisteredSet:
+    async def register_set(
+        self, one: EvaluationSet, evaluation: str, version: int
+    ) -> RegisteredSet:
         """Names a set, which has a workflow, to be evaluated now.
 
+        Args:
+            evaluation, version: see `RegisteredSet`.
         Raises: ValueError: a number is below 1. And what `register` raises.
         """
         num_samples = 1 if one.num_samples is None else one.num_samples
@@ -90,4 +94,4 @@ class SourceRegistration:
         source = await self.register_async(one.prompts, one.workflow)
         num_wanted = source.num_wanted(one.num_prompts, "num_prompts")
         num_prompts = min(num_wanted, source.num_prompts or num_wanted)
-        return RegisteredSet(source, num_prompts, num_samples, one.temperature)
+        return RegisteredSet(source, num_prompts, num_samples, one.temperature, evaluation, version)

@@ -2,8 +2,9 @@
 
 import { address, change, linkTo } from "./address.js";
 import { drawSeen, onScheme, release, resetZoom } from "./charts.js";
-import { choice, el, field, shown } from "./dom.js";
+import { choice, el, field, shown, table } from "./dom.js";
 import { get, isFile, listen, sharedAddress } from "./source.js";
+import { promptParts, promptsParts, showPrompt, showPrompts } from "./view_prompts.js";
 import { fleetParts, showFleet } from "./view_fleet.js";
 import { groupParts, groupsParts, showGroup, showGroups } from "./view_groups.js";
 import { rowParts, showRow } from "./view_row.js";
@@ -17,11 +18,23 @@ const VIEWS = {
   time: { title: "Time line", tab: "time", show: showTime, parts: timeParts },
   rows: { title: "Rows", tab: "rows", show: showRows, parts: rowsParts },
   row: { title: "Row", tab: "rows", show: showRow, parts: rowParts },
+  prompts: { title: "Prompts", tab: "prompts", show: showPrompts, parts: promptsParts },
+  prompt: { title: "Prompt", tab: "prompts", show: showPrompt, parts: promptParts },
   groups: { title: "Lineage", tab: "groups", show: showGroups, parts: groupsParts },
   group: { title: "Group", tab: "groups", show: showGroup, parts: groupParts },
   fleet: { title: "Fleet", tab: "fleet", show: showFleet, parts: fleetParts },
 };
-const TABS = ["run", "time", "rows", "groups", "fleet"];
+const KEYS = [
+  ["1 to 6", "the views, as they stand above"],
+  ["/", "search, in Rows"],
+  ["j, k or ↓, ↑", "the next and the previous row; in a row also →, ←"],
+  ["Enter, b", "opens a row; bookmarks it"],
+  ["g, p, Esc", "from a row to its group, to its prompt, and back"],
+  ["+, −, ←, →, Home", "zoom and move the time line; all of it"],
+  ["?", "this list; Esc closes it"],
+];
+const SLOW_MS = 300; // after which a view that is not there says that it loads
+const TABS = ["run", "time", "prompts", "rows", "groups", "fleet"];
 
 const header = el("header", {});
 const main = el("main", { id: "main" });
@@ -47,9 +60,17 @@ function frame(view, run) {
       : null,
     live,
     isFile ? null : copy,
+    el("button", { type: "button", "aria-label": "keys", title: "keys", on: { click: showKeys } }, "?"),
   ];
   header.replaceChildren(...parts.filter(Boolean));
   document.title = `${VIEWS[view].title}: ${VIEWS[view].ofAll ? runs.map((it) => it.name).join(", ") : run.name}`;
+}
+
+function showKeys() {
+  const close = el("button", { type: "button", on: { click: () => list.close() } }, "close");
+  const list = el("dialog", { class: "keys", "aria-label": "keys", on: { close: () => list.remove() } }, table(["key", "does"], KEYS, { label: "keys" }), close);
+  document.body.append(list);
+  list.showModal();
 }
 
 async function copyAddress(button) {
@@ -70,6 +91,7 @@ async function show(isSame = false) {
   const run = words.run ? runs.find((it) => it.name === words.run) : runs[0];
   let made;
   if (!isSame) body?.stop?.();
+  const slow = isSame ? 0 : setTimeout(() => mine === turn && main.replaceChildren(el("p", { class: "loading", role: "status" }, "loading …")), SLOW_MS);
   if (run === undefined) {
     frame("run", runs[0]);
     made = failure(`There is no run of the name ${words.run} here.`);
@@ -81,6 +103,7 @@ async function show(isSame = false) {
       made = failure(error.message);
     }
   }
+  clearTimeout(slow);
   if (mine !== turn) return;
   const { scrollX: left, scrollY: top } = window;
   const open = new Set([...main.querySelectorAll("details[open]")].map((it) => it.dataset.name));
@@ -130,7 +153,10 @@ async function begin() {
     if (event.key === "/" && document.getElementById("search")) {
       event.preventDefault();
       document.getElementById("search").focus();
-    } else if (/^[1-5]$/.test(event.key)) {
+    } else if (event.key === "?") {
+      event.preventDefault();
+      if (!document.querySelector("dialog")) showKeys();
+    } else if (/^[1-6]$/.test(event.key)) {
       location.hash = header.querySelectorAll("nav a")[event.key - 1].hash;
     } else {
       body?.onKey?.(event);

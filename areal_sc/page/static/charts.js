@@ -37,8 +37,8 @@ const HEIGHT = 190;
  * A chart that draws itself once it is in sight.
  *
  * title, note: words above it.
- * curves: {label, x, y, color, faint, dash, isPoints, isDerived, low, high}, where x is ascending; a derived one
- * stands in no legend.
+ * curves: {label, x, y, color, faint, dash, isPoints, isFilled, isDerived, begins, low, high}, where x is ascending;
+ * a derived one stands in no legend; one that begins stands there in a new line.
  * marks: {x, label, brief}: vertical lines; `brief` stands there where the label has no room.
  * xLabel: of the axis. max, min: of the values, where they are known.
  */
@@ -93,14 +93,14 @@ function plotted(area, { curves, marks, xLabel, min, max }) {
   };
   const series = curves.map((curve) => ({
     label: curve.label,
-    class: curve.isDerived ? "derived" : undefined,
+    class: curve.isDerived ? "derived" : curve.begins ? "begins" : undefined,
     stroke: curve.color,
     width: curve.isPoints ? 0 : curve.faint ? 1 : 1.75,
     alpha: curve.faint ? 0.35 : 1,
     dash: curve.dash,
     spanGaps: true,
     ...(curve.isPoints && { paths: () => null }),
-    points: { size: curve.isPoints ? 7 : 5, ...((curve.isPoints || curve.y.filter((value) => value !== null).length < 3) && { show: true }) },
+    points: { size: curve.isPoints ? (curve.isFilled ? 7 : 9) : 5, fill: curve.isFilled ? curve.color : styleOf("--back"), ...((curve.isPoints || curve.y.filter((value) => value !== null).length < 3) && { show: true }) },
     value: (_, value) => short(value),
   }));
   const last = Math.max(0, data[0].length - 1);
@@ -115,6 +115,7 @@ function plotted(area, { curves, marks, xLabel, min, max }) {
       { ...axis, size: 26, values: (_, ticks) => ticks.map(tick) },
       { ...axis, size: 52, values: (_, ticks) => ticks.map(tick) },
     ],
+    legend: { markers: { fill: (_, nth) => (curves[nth - 1]?.isFilled ? curves[nth - 1].color : null) } },
     series: [{ label: xLabel, value: (_, value) => short(value) }, ...series],
     cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, dist: 6 } },
     hooks: {

@@ -85,8 +85,15 @@ export function runCharts(runs, { x, isSmooth }) {
   const sections = [SECTIONS[0], ["The workflow's own metrics", own], ...SECTIONS.slice(1), ["What else the trainer says", restNames(runs, shownNames)]];
   return sections.map(([title, specs]) => {
     const charts = specs.map((spec) => oneChart(spec, runs, x, isSmooth)).filter(Boolean);
-    return charts.length ? el("section", {}, el("h2", {}, title), el("div", { class: "charts" }, charts)) : null;
+    return charts.length ? el("section", { class: title === SECTIONS[0][0] ? "learning" : null }, el("h2", {}, title), el("div", { class: "charts" }, charts)) : null;
   });
+}
+
+/** What runs learn: the first chart of all, which a narrow screen has above the numbers. */
+export function leadChart(runs, { x, isSmooth }) {
+  const [, [spec]] = SECTIONS[0];
+  const figure = oneChart(spec, runs, x, isSmooth);
+  return figure && el("div", { class: "lead" }, figure);
 }
 
 function namesOf(runs, prefix) {
@@ -132,6 +139,7 @@ function oneChart(spec, runs, xName, isSmooth) {
     if (spec.evaluated) curves.push(...evaluationCurves(spec.evaluated, told, xs, several ? name : "", several ? index : place));
   }
   if (!curves.length) return null;
+  for (const curve of several ? curves : []) curve.begins = curve === curves.find((it) => !it.isDerived && it.color === curve.color);
   const { title, note, min, max } = spec;
   return chart({ title, note: [note, ...silences].filter(Boolean).join("; "), curves, marks: several ? [] : marksOf(runs[0].told, axis), xLabel: axis.label, min, max });
 }
@@ -165,6 +173,7 @@ function evaluationCurves(metric, told, xs, runName, index) {
       high: hasInterval ? ordered.map(([, { result }]) => result.accuracy_high) : undefined,
       color: color(runName ? index : nth + 1),
       isPoints: true,
+      isFilled: !kind.endsWith("held out, greedy"),
     };
   });
 }

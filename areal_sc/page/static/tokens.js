@@ -125,7 +125,7 @@ function tokenBox(row, told, start) {
     "div",
     {},
     el("div", { class: "controls" }, field("colour", choice("colour", colors.map((it) => [it, it]), chosen, (by) => paint((color = by)))), legend),
-    trained ? null : untraced(row),
+    trained || row.evaluation ? null : untraced(row),
     texts ? null : el("p", { class: "dim" }, "ids, as the tokenizer of the run's model is not on this machine"),
     under,
     box,

@@ -36,7 +36,7 @@ export async function showGroups({ run, words }) {
       el(
         "table",
         {},
-        el("thead", {}, el("tr", {}, ["group", "outcome", "step", "admitted at", "sampled by", "rows", "attempts", "worker", "row of the data", "its content"].map((head) => el("th", { scope: "col" }, head)))),
+        el("thead", {}, el("tr", {}, ["group", "outcome", "reward", "step", "admitted at", "sampled by", "rows", "attempts", "worker", "row of the data", "its content"].map((head) => el("th", { scope: "col" }, head)))),
         body,
       ),
     ),
@@ -91,10 +91,18 @@ function outcomeOf(account) {
   return account.outcome === "rejected" ? `rejected: ${account.cause}` : account.outcome;
 }
 
+/** Mean reward of a group's rows, and from which to which they go. */
+function rewardsOf({ rewards }) {
+  if (!rewards) return "–";
+  const [mean, low, high] = rewards;
+  return [number(mean), low === high ? null : el("span", { class: "dim" }, `  ${short(low)} to ${short(high)}`)];
+}
+
 function groupLine(run, account) {
   const cells = [
     el("a", { href: linkTo("group", { run: run.name, group: account.group }) }, short(account.group)),
     el("span", { class: `outcome ${account.outcome}` }, shown(outcomeOf(account))),
+    rewardsOf(account),
     number(account.step),
     number(account.admitted_version),
     account.versions ? span(...account.versions) : "–",

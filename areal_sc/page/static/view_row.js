@@ -4,7 +4,7 @@ import { linkTo } from "./address.js";
 import { duration, el, notes, number, short, shown, table, textBox, tile } from "./dom.js";
 import { get, isFile, marks } from "./source.js";
 import { MAX_TOKENS, tokenArea } from "./tokens.js";
-import { listed, metricsOf, nameOf, rowNumbers, star } from "./view_rows.js";
+import { listed, metricsOf, nameOf, rowNumbers, setOf, star } from "./view_rows.js";
 import { span } from "./view_run.js";
 
 export const rowParts = [];
@@ -36,8 +36,8 @@ export async function showRow({ run, words }) {
   const neighbours = neighboursOf(run, ofGroup[place - 1] && to(ofGroup[place - 1]), ofGroup[place + 1] && to(ofGroup[place + 1]));
   const ways = {
     ...neighbours,
-    g: linkTo("group", { run: run.name, group: chosen.group }),
-    p: isFile ? null : linkTo("rows", { run: run.name, dataset: chosen.dataset, index: chosen.index }),  // a file has no other rows
+    g: chosen.evaluation ? null : linkTo("group", { run: run.name, group: chosen.group }),
+    p: isFile ? null : linkTo("prompt", { run: run.name, set: setOf(chosen.evaluation), dataset: chosen.dataset, index: chosen.index }),  // a file has no other rows
     Escape: linkTo("rows", { run: run.name, ...asked }),
   };
   const others = (found.tokens?.branches || []).flatMap(({ row: other, num_shared: numShared }) => {
@@ -49,7 +49,7 @@ export async function showRow({ run, words }) {
     "article",
     {},
     navOf(run, chosen, ways, isFile ? "← →, g, Esc" : "← →, b, g, p, Esc"),
-    el("h2", {}, `Group ${short(chosen.group)}, answer ${chosen.episode + 1}${chosen.row ? `.${chosen.row + 1}` : ""} `, button),
+    el("h2", {}, titleOf(chosen), button),
     notes(recorded.damage, "damage"),
     tilesOf(chosen),
     ofAttempt ? [el("h2", {}, `Row ${short(chosen.index)} of the data`), textBox(ofAttempt.prompt, "row of the data")] : null,
@@ -84,6 +84,11 @@ export async function showRow({ run, words }) {
   return root;
 }
 
+function titleOf({ evaluation, step, index, attempt, group, episode, row }) {
+  if (evaluation) return [...shown(evaluation), `, step ${short(step)}: prompt ${short(index)}, answer ${attempt + 1} `];
+  return `Group ${short(group)}, answer ${episode + 1}${row ? `.${row + 1}` : ""} `;
+}
+
 /** Keys to the rows before and behind one: in the list that the reader comes from, else as told. */
 function neighboursOf(run, before, after) {
   const place = listed.run === run.name ? listed.links.indexOf(location.hash) : -1;
@@ -100,7 +105,7 @@ function navOf(run, row, ways, keys) {
     way("← previous", ways.k),
     way("next →", ways.j),
     way("all rows", ways.Escape),
-    way(`life of group ${short(row.group)}`, ways.g),
+    ways.g ? way(`life of group ${short(row.group)}`, ways.g) : null,
     ways.p ? way("this prompt over the run", ways.p) : null,
     row.step && !isFile ? way(`rows of step ${short(row.step)}`, linkTo("rows", { run: run.name, step: row.step })) : null,
     el("span", { class: "dim" }, `keys: ${keys}`),
@@ -115,7 +120,7 @@ function tilesOf(row) {
     row.advantage === null ? null : tile("advantage", number(row.advantage)),
     tile("tokens", number(row.num_tokens), el("span", { class: "dim" }, `  ${short(row.num_trained_tokens)} trained`)),
     tile("policy version", span(row.first_version, row.last_version), row.num_interruptions ? el("span", { class: "dim" }, `  interruptions: ${row.num_interruptions}`) : ""),
-    row.step === null ? null : tile("trained by step", number(row.step), el("span", { class: "dim" }, `  staleness ${short(row.staleness)}`)),
+    row.step === null ? null : row.evaluation ? tile("evaluated after step", number(row.step)) : tile("trained by step", number(row.step), el("span", { class: "dim" }, `  staleness ${short(row.staleness)}`)),
     row.outcome ? tile("outcome", el("span", { class: `outcome ${row.outcome}` }, shown(row.cause ? `${row.outcome}: ${row.cause}` : row.outcome))) : null,
     metricsOf(row).map(([name, value]) => tile(shown(name), number(value))),
     tile("prompt", `row ${row.index} of dataset ${row.dataset}`),

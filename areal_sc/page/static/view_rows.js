@@ -22,7 +22,7 @@ const SORTS = [
   ...both("last_version", "newest version", "oldest version"),
   ["-num_interruptions", "most interruptions"],
 ];
-const RANGES = ["reward", "advantage", "num_tokens", "staleness", "version", "step", "group", "index"];
+const RANGES = ["reward", "advantage", "num_tokens", "staleness", "version", "step", "group", "dataset", "index"];
 const TITLES = { num_tokens: "tokens", index: "row of the data", marked: "bookmarks" };
 
 /** The workflow's numbers of a row, without what did not happen to its agent. */
@@ -125,7 +125,7 @@ function filters(run, words, found) {
   const sorts = [...SORTS, ...found.metrics.flatMap((name) => both(`metrics.${name}`, `highest ${name}`, `lowest ${name}`))];
   const counted = (counts) => [["", "any"], ...Object.entries(counts).map(([name, count]) => [name, `${name} (${short(count)})`])];
   const chosen = (name, options) => field(TITLES[name] || name, choice(name, options, words[name] || "", (value) => change({ [name]: value })));
-  const ofWords = ["worker", "outcome", "cause"].filter((name) => words[name] || Object.keys(found[name]).length > 0);
+  const ofWords = ["worker", "outcome", "cause", "evaluation"].filter((name) => words[name] || Object.keys(found[name]).length > 0);
   const { run: _, ...asked } = words;
   return el(
     "form",
@@ -172,11 +172,18 @@ export function rowNumbers(row) {
 export function recordedCard(run, row, asked = {}, stars = new Set()) {
   const name = nameOf(row);
   const isRejected = row.episode < 0;
-  const link = isRejected ? linkTo("group", { run: run.name, group: row.group }) : linkTo("row", { ...asked, run: run.name, name });
-  const title = [`group ${short(row.group)}`, isRejected ? `, attempt ${row.attempt + 1}` : `, answer ${row.episode + 1}${row.row ? `.${row.row + 1}` : ""}`];
+  const link = isRejected && row.evaluation ? linkTo("prompt", { run: run.name, set: setOf(row.evaluation), dataset: row.dataset, index: row.index }) : isRejected ? linkTo("group", { run: run.name, group: row.group }) : linkTo("row", { ...asked, run: run.name, name });
+  const title = row.evaluation ? [...shown(row.evaluation), `, prompt ${short(row.index)}, answer ${row.attempt + 1}`] : [`group ${short(row.group)}`, isRejected ? `, attempt ${row.attempt + 1}` : `, answer ${row.episode + 1}${row.row ? `.${row.row + 1}` : ""}`];
   const outcome = row.outcome ? el("span", { class: `outcome ${row.outcome}` }, shown(row.cause ? `${row.outcome}: ${row.cause}` : row.outcome)) : "";
   const rest = [row.step ? ` step ${short(row.step)} ` : " ", outcome];
   return card(row, link, title, rest, asked.text, isRejected || isFile ? null : star(run, name, stars));
+}
+
+/** The set of held-out prompts that an evaluation is of, as the server names it. */
+export function setOf(evaluation) {
+  if (!evaluation) return "training";
+  const set = evaluation.split("/").slice(0, -1).join("/") || "held out";
+  return /(^|\/)greedy$/.test(evaluation) ? `${set}, greedy` : set;
 }
 
 export function nameOf(row) {

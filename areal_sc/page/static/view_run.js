@@ -3,7 +3,7 @@
 import { change, linkTo } from "./address.js";
 import { color } from "./charts.js";
 import { choice, duration, el, field, notes, number, percent, short, shown, table, tile } from "./dom.js";
-import { X_NAMES, isOfRows, runCharts } from "./run_charts.js";
+import { X_NAMES, isOfRows, leadChart, runCharts } from "./run_charts.js";
 import { get, steps } from "./source.js";
 import { isAgent } from "./view_time.js";
 
@@ -30,7 +30,7 @@ export async function showRuns({ runs, words }) {
   return el(
     "div",
     {},
-    told.map((run) => summary(run, runs.length > 1)),
+    told.map((run, nth) => summary(run, runs.length > 1, nth ? null : leadChart(told, { x, isSmooth }))),
     complaints,
     el(
       "form",
@@ -78,7 +78,7 @@ export function stateBadge(fleet) {
   return el("span", { class: `state ${fleet.state}` }, fleet.state);
 }
 
-function summary(run, several) {
+function summary(run, several, lead) {
   const { name, index, about, told, fleet } = run;
   const { columns } = told;
   const last = (column) => columns[column]?.at(-1);
@@ -91,6 +91,7 @@ function summary(run, several) {
     { class: "summary" },
     el("h2", {}, several ? dot(index) : null, shown(name), " ", stateBadge(fleet), " ", el("span", { class: "dim why" }, shown(fleet.text))),
     notes([...about.notes, ...told.damage, ...fleet.damage], "damage"),
+    lead,
     el(
       "div",
       { class: "tiles" },
@@ -119,7 +120,9 @@ function episodeTile({ name, index, told }) {
       const sums = {};
       for (const [kind, [, seconds]] of processes.flatMap(({ totals }) => Object.entries(totals))) sums[kind] = (sums[kind] || 0) + seconds;
       const parts = Object.entries(sums).filter(([kind]) => kind === "generation" || (kind.startsWith("the ") && !isAgent(kind))).sort((a, b) => b[1] - a[1]);
+      const isBeside = parts.reduce((sum, [, seconds]) => sum + seconds, 0) > sums.episode;
       const told = parts.slice(0, 3).map(([kind, seconds], place) => [place ? ", " : "", shown(kind), ` ${percent(seconds / sums.episode)}`]);
+      if (isBeside) told.push([", beside each other: together more than all of it"]);
       box.replaceChildren(...(told.length ? told.flat(2) : ["not recorded"]));
       known.set(name, box.textContent);
     },

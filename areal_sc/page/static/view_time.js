@@ -10,8 +10,10 @@ const AXIS = 24;
 const LINE = 14; // pixels of the line for what concerns a whole process
 const MOST_PIXELS = 12000; // of the canvas, in height
 const SHORTEST_S = 1e-3;
-const KINDS = { wait: 220, train: 30, sync: 150, update: 30, "updating weights": 150, "fetching weights": 175, "publishing weights": 150, "pulling rows": 220, generation: 205, "the sandbox": 60 };
+const KINDS = { starting: 330, wait: 220, train: 30, sync: 150, update: 30, "updating weights": 150, "fetching weights": 175, "publishing weights": 150, "pulling rows": 220, generation: 205, "the sandbox": 60 };
 const SETTLED_MS = 120;
+const BAND = 96; // pixels of lanes that are drawn together
+const NARROW = 4; // pixels of an episode, below which lanes are
 
 export const timeParts = ["records", "steps"];
 
@@ -24,7 +26,8 @@ export async function showTime({ run, words }) {
   const whole = { first: told.begin, last: told.end + SHORTEST_S };
   let view = { first: Number(words.first) || whole.first, last: Number(words.last) || whole.last };
   let by = words.color === "kind" ? "kind" : "version";
-  let layout = laidOut(told);
+  const layOut = () => laidOut(told, canvas.parentElement?.clientWidth || innerWidth, view);
+  let layout = null;
   let drag = null;
   let settling = 0;
 
@@ -34,6 +37,7 @@ export async function showTime({ run, words }) {
   const totals = el("div", {});
   const legend = el("p", { class: "legend" });
   const pen = canvas.getContext("2d");
+  layout = layOut();
 
   const timeAt = (pixel) => view.first + ((pixel - GUTTER) / (canvas.clientWidth - GUTTER)) * (view.last - view.first);
 
@@ -61,7 +65,7 @@ export async function showTime({ run, words }) {
     const length = view.last - view.first;
     // a little more than is seen, so that there is something to pan to
     told = await get(`/api/runs/${run.index}/time`, { first: view.first - length / 4, last: view.last + length / 4, width: Math.round(1.5 * canvas.width) });
-    layout = laidOut(told);
+    layout = layOut();
     showTotals();
     draw();
   };
@@ -80,7 +84,7 @@ export async function showTime({ run, words }) {
 
   const showTotals = () => {
     totals.replaceChildren(totalsTable(told));
-    legend.replaceChildren(...legendOf(told, by));
+    legend.replaceChildren(...legendOf(told, by, layout));
   };
 
   canvas.addEventListener("pointerdown", (event) => {
@@ -157,9 +161,15 @@ export async function showTime({ run, words }) {
   return root;
 }
 
-/** Where each process and each of its lanes is drawn, and which spans are in it. */
-function laidOut({ processes }) {
-  const count = processes.reduce((sum, it) => sum + it.num_lanes, 0);
+/** Where each process and each of its lanes is drawn, and which spans are in it; many lanes whose episodes are too narrow to be told apart are a band. */
+function laidOut(told, width, view) {
+  const { processes } = told;
+  const isBand = ({ density, totals }) => {
+    const [count, seconds] = totals.episode || [0, 0];
+    const pixels = (((count ? seconds / count : 0) * (width - GUTTER)) / (view.last - view.first));
+    return Object.keys(density).length > 0 && pixels < NARROW;
+  };
+  const count = processes.reduce((sum, it) => sum + (isBand(it) ? 0 : it.num_lanes), 0);
   const room = MOST_PIXELS - processes.length * (LINE + 6);
   const lane = Math.max(1, Math.min(9, Math.floor(room / Math.max(1, count)), Math.ceil(1600 / Math.max(1, count))));
   let top = AXIS;
@@ -169,7 +179,7 @@ function laidOut({ processes }) {
       if (!lanes.has(number)) lanes.set(number, []);
       lanes.get(number).push(index);
     });
-    const place = { process, top, lanes, end: top + LINE + process.num_lanes * lane };
+    const place = { process, top, lanes, isBand: isBand(process), end: top + LINE + (isBand(process) ? BAND : process.num_lanes * lane) };
     top = place.end + 6;
     return place;
   });
@@ -215,6 +225,7 @@ function drawAll(pen, { told, deaths, layout, view, whole, by, width, x, drag })
         const ended = began + process.took[index];
         if (ended < view.first || began > view.last) continue;
         const lane = process.lane[index];
+        if (lane >= 0 && place.isBand) continue;
         const top = lane < 0 ? place.top + 2 : place.top + LINE + lane * layout.lane;
         const height = lane < 0 ? LINE - 4 : Math.max(1, layout.lane - 1);
         if (isUnder) {
@@ -228,6 +239,7 @@ function drawAll(pen, { told, deaths, layout, view, whole, by, width, x, drag })
         }
       }
     }
+    if (place.isBand) drawBand(pen, { told, place, x, grid, dim });
     pen.fillStyle = bad;
     for (const { worker, at, back: until } of deaths) {
       if (worker === process.name) pen.fillRect(x(at), place.top, Math.max(3, x(until) - x(at)), LINE);
@@ -255,6 +267,39 @@ function drawAll(pen, { told, deaths, layout, view, whole, by, width, x, drag })
     pen.fillRect(Math.min(drag.from, drag.to), AXIS, Math.abs(drag.to - drag.from), layout.height);
     pen.globalAlpha = 1;
   }
+}
+
+/** What the lanes of a process do, over each other: as high as the share of lanes that do it. */
+function drawBand(pen, { told, place, x, grid, dim }) {
+  const { process, top, end } = place;
+  const { kinds, parts } = bandOf(process);
+  const length = (told.last - told.first) / parts;
+  const scale = BAND / process.num_lanes;
+  for (let part = 0; part < parts; part++) {
+    const [from, to] = [x(told.first + part * length), x(told.first + (part + 1) * length)];
+    let bottom = end;
+    for (const [kind, values] of kinds) {
+      const height = values[part] * scale;
+      if (height <= 0) continue;
+      pen.fillStyle = kind === OWN ? dim : colorOf("kind", kind, -1);
+      pen.fillRect(from, bottom - height, to - from + 0.5, height);
+      bottom -= height;
+    }
+  }
+  pen.fillStyle = grid;
+  pen.fillRect(GUTTER, top + LINE, x(told.last) - GUTTER, 1);
+}
+
+const OWN = "the workflow's own code";
+
+/** What lanes do, by kind, with what is left of their episodes; what overlaps within an episode is made smaller, so that all of it has room. */
+function bandOf({ density }) {
+  const episodes = density.episode || [];
+  const waits = Object.entries(density).filter(([kind]) => kind !== "episode" && !isAgent(kind)).sort(([a], [b]) => (a === "generation" ? -1 : b === "generation" ? 1 : a < b ? -1 : 1));
+  const sums = episodes.map((_, part) => waits.reduce((sum, [, values]) => sum + values[part], 0));
+  const kinds = waits.map(([kind, values]) => [kind, values.map((value, part) => (sums[part] > episodes[part] ? (value * episodes[part]) / sums[part] : value))]);
+  kinds.push([OWN, episodes.map((value, part) => Math.max(0, value - sums[part]))]);
+  return { kinds, parts: episodes.length };
 }
 
 /** An answer by the versions that sampled it, with a cross where the next one came. */
@@ -298,11 +343,13 @@ function drawPublications(pen, { told, layout, view, x, mark }) {
 }
 
 /** What each colour stands for, among what is seen. */
-function legendOf({ processes }, by) {
+function legendOf({ processes }, by, layout) {
   const kinds = new Set(processes.flatMap(({ totals }) => Object.keys(totals).filter((kind) => kind !== "episode" && totals[kind][1] > 0)));
+  const hasBand = layout.places.some((it) => it.isBand);
   const ofVersions = by === "version" ? el("span", { class: "dim" }, "answers and weights in the colour of their version, other work of an episode grey; × new weights came; red: the worker died; ") : null;
-  const named = [...kinds].filter((kind) => by === "kind" || !isAgent(kind) && !/generation|weights|^(wait|train|sync|update|pulling rows|computing.*)$/.test(kind));
+  const named = [...kinds].filter((kind) => by === "kind" || (hasBand && kind === "generation") || !isAgent(kind) && !/generation|weights|^(wait|train|sync|update|pulling rows|computing.*)$/.test(kind));
   return [
+    hasBand ? el("span", { class: "dim" }, "lanes of a worker together: how many do what, grey its own code; zoom in for single lanes. ") : null,
     ofVersions,
     ...named.flatMap((kind) => {
       const swatch = el("span", { class: "dot" });
@@ -366,6 +413,12 @@ function spanAt(told, deaths, layout, time, y, room) {
   const place = layout.places.find((it) => y >= it.top && y < it.end);
   if (!place) return null;
   const { process } = place;
+  if (place.isBand && y >= place.top + LINE) {
+    const { kinds, parts } = bandOf(process);
+    const part = Math.max(0, Math.min(parts - 1, Math.floor(((time - told.first) / (told.last - told.first)) * parts)));
+    const busy = kinds.map(([kind, values]) => [kind, values[part]]).filter(([, value]) => value >= 0.05);
+    return { words: [el("b", {}, process.name), `, of ${process.num_lanes} lanes: `, busy.length ? busy.map(([kind, value], nth) => [nth ? ", " : "", ...shown(kind), ` ${short(Number(value.toPrecision(2)))}`]) : "none works", "; zoom in for single lanes"].flat(3) };
+  }
   const lane = y < place.top + LINE ? -1 : Math.floor((y - place.top - LINE) / layout.lane);
   const death = lane < 0 && deaths.find((it) => it.worker === process.name && it.at - 2 * room <= time && time <= it.back + 2 * room);
   if (death) return { words: [el("b", {}, `${death.worker} died`), ": ", ...shown(death.cause), `; back after ${duration(death.back - death.at)}, ${short(death.numGroups)} groups ran again`] };

@@ -97,8 +97,11 @@ class Evaluations(BesideTraining):
         name, sets = self._full(name), self._at(temperature)
         if not sets or (name, self._rollout.version) in self._recorded:
             return
+        kind = name.rpartition("/")[2]
         self._running = self._rollout.begin_evaluation(
-            sets, cut_is_wrong=self._run.config.generation.cut_answers.is_inaccurate
+            sets,
+            [self._full(of_set, kind) for of_set in self._sets],
+            cut_is_wrong=self._run.config.generation.cut_answers.is_inaccurate,
         )
         self._asked_temperature = temperature
         self._named = {"name": name, "step": self._rollout.version}

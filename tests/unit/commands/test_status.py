@@ -119,6 +119,23 @@ def test_of_a_process_that_lives(owner: subprocess.Popen[str], tmp_path: Path) -
     assert judge(folder, ended).state is State.healthy
 
 
+def test_of_a_script_that_resumes_what_another_one_has_ended(
+    owner: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """It has the folder, and what can be read is of the earlier one."""
+    folder = RunFolder(tmp_path / "run")
+    with subprocess.Popen(["true"]) as earlier:
+        pass
+    ended = status_of(earlier.pid)
+    ended.end = RunEnd(NOW - 1, 0, "")
+    found = judge(folder, ended)
+    assert found.state is State.waiting
+    assert f"by process {earlier.pid}, which has ended" in found.text
+    assert judge(folder, status_of(earlier.pid, age_s=20)).state is State.waiting, "it was killed"
+    assert judge(folder, status_of(earlier.pid)).state is State.healthy, "it writes, elsewhere"
+    assert judge(folder, status_of(owner.pid)).state is State.healthy
+
+
 def test_of_a_process_that_is_stopped_then_killed(
     owner: subprocess.Popen[str], tmp_path: Path
 ) -> None:
