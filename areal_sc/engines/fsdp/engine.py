@@ -186,6 +186,8 @@ class FSDPEngine(RankEngine):
                 # FSDP averages over its ranks, but the denominator is already the global one.
                 scale = self._optimizer.loss_scale or LossScale(1.0)
                 torch.autograd.backward(value * (self.rows.size * scale.value))
+                if self._model.copies is not None:
+                    self._model.copies.take_gradients()
 
     def _take_step(self, step: int, *, is_void: bool) -> float:
         return self._optimizer.update(step, is_void=is_void)

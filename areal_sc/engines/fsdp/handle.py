@@ -128,7 +128,7 @@ class FSDPPPOActor(TrainHandle):
         gradients that were before are averaged, in float32. At another time there are pieces of the
         vocabulary's parameters, their gradients, and a copy to be averaged. Where FSDP brings it
         from host memory, there are two gradients of it. A rank that computes all rows on its device
-        has the gradients of one layer, or of its embeddings.
+        has the gradients of one layer, or of its embeddings, and converts them to float32.
         With `cpu_offload` a layer's share comes from host memory, and its gradients go there.
         Parameters that stay as they are have no gradients; those of adapters are not counted.
 
@@ -144,7 +144,7 @@ class FSDPPPOActor(TrainHandle):
         of_gradient = 0 if self._is_model_fixed else width + FLOAT32_BYTES
         of_layers = (2 * width + of_gradient) * layer // parallel.tensor
         if rounds_copies(rows_ranks, self.config):
-            return 0 if self._is_model_fixed else width * max(layer, largest) // parallel.tensor
+            return 0 if self._is_model_fixed else of_gradient * max(layer, largest) // parallel.tensor
         if self.config.cpu_offload:
             of_layers += max(width, of_gradient) * layer // parallel.num_ranks
         if rows_ranks == 1:
