@@ -144,7 +144,8 @@ class FSDPPPOActor(TrainHandle):
         of_gradient = 0 if self._is_model_fixed else width + FLOAT32_BYTES
         of_layers = (2 * width + of_gradient) * layer // parallel.tensor
         if rounds_copies(rows_ranks, self.config):
-            return 0 if self._is_model_fixed else of_gradient * max(layer, largest) // parallel.tensor
+            of_vocabulary = 0 if self._is_model_fixed else width * largest
+            return max(of_gradient * layer, of_vocabulary) // parallel.tensor
         if self.config.cpu_offload:
             of_layers += max(width, of_gradient) * layer // parallel.num_ranks
         if rows_ranks == 1:
