@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import ActorConfig, Device, Dtype
+from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, Device, Dtype
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import Machine, resolved_device
@@ -56,10 +56,11 @@ class FSDPPPOActor(TrainHandle):
                     f"actor.parallel.{name}: expected 1 with actor.engine=fsdp, got {size}; "
                     "actor.engine=megatron has it, and more data or tensor saves as much memory"
                 )
-        if self.config.activation_offload and not self.config.activation_checkpointing:
+        is_of_layers = self.config.activation_checkpointing is ActivationCheckpointing.layers
+        if self.config.activation_offload and not is_of_layers:
             raise ConfigError(
                 "actor.activation_offload: expected false without "
-                "actor.activation_checkpointing=true, got true"
+                "actor.activation_checkpointing=layers, got true"
             )
         if count_devices is None:
             return
