@@ -9,8 +9,8 @@ medians of the rounds. `share_of_peak` is model FLOPs a second over the data she
 - 0.5b: Qwen2-0.5B, micro-batches of 8,192 tokens. wide: of 32,768. float16: those, in float16 with
   a scaled loss. compiled: those, with `actor.compile_layers`.
 - 7b_layers: eight layers of Qwen2-7B, as many as have room beside their optimizer, and its
-  vocabulary; with activation checkpointing. offload: what that keeps in host memory. compiled: as
-  above.
+  vocabulary; with activation checkpointing. selective: products and attention are kept. offload:
+  what is kept is in host memory. compiled: as above.
 
 On a GPU also counted: kernels of one micro-batch, and how often the host waited for the device;
 and listed: the kernels that take longest.
@@ -35,7 +35,7 @@ from train_throughput import actor_config
 from train_workload import Workload, lognormal_lengths, make_rows, minibatches_of
 
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.config.schema import ActorConfig, Dtype
+from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, Dtype
 from areal_sc.engines.fsdp.engine import FSDPEngine
 
 LAYERS_OF_7B = Shape(3584, 18944, 8, 28, 4, 152064)
@@ -49,7 +49,7 @@ class Case:
 
     name: str
     shape: Shape
-    checkpoints: bool = False
+    checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     offloads: bool = False
     compiles: bool = False
     max_tokens: int = 8192
@@ -57,14 +57,16 @@ class Case:
 
 
 WIDE = 32768
+WHOLE = ActivationCheckpointing.layers
 CASES = [
     Case("0.5b", SHAPES["0.5b"]),
     Case("0.5b_wide", SHAPES["0.5b"], max_tokens=WIDE),
     Case("0.5b_float16", SHAPES["0.5b"], max_tokens=WIDE, dtype=Dtype.float16),
-    Case("7b_layers", LAYERS_OF_7B, checkpoints=True),
+    Case("7b_layers", LAYERS_OF_7B, checkpointing=WHOLE),
+    Case("7b_layers_selective", LAYERS_OF_7B, checkpointing=ActivationCheckpointing.selective),
     Case("0.5b_compiled", SHAPES["0.5b"], compiles=True, max_tokens=WIDE),
-    Case("7b_layers_offload", LAYERS_OF_7B, checkpoints=True, offloads=True),
-    Case("7b_layers_compiled", LAYERS_OF_7B, checkpoints=True, compiles=True),
+    Case("7b_layers_offload", LAYERS_OF_7B, checkpointing=WHOLE, offloads=True),
+    Case("7b_layers_compiled", LAYERS_OF_7B, checkpointing=WHOLE, compiles=True),
 ]
 """In the order of what they tell."""
 
@@ -76,7 +78,7 @@ def config_of(case: Case, workload: Workload, folder: Path, device: str) -> Acto
         actor_config(workload, folder, device),
         dtype=case.dtype,
         random_init=True,
-        activation_checkpointing=case.checkpoints,
+        activation_checkpointing=case.checkpointing,
         activation_offload=case.offloads,
         compile_layers=case.compiles,
     )

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from areal_sc.algorithms.vocabulary_sums import (
     VocabularySums,
     fused,
+    gradient_of_exponentials,
     gradient_of_logits,
     is_fused,
+    rounded_exponentials,
     sums_over,
 )
 
@@ -124,6 +126,7 @@ def chunked_logprobs(
     bias: torch.Tensor | None = None,
     temperatures: torch.Tensor | None = None,
     chunk_tokens: int = 1024,
+    kept_tokens: int = 0,
     vocabulary: VocabularyPart | None = None,
     adds_gradient: bool = False,
     rows: OutputRows | None = None,
@@ -141,6 +144,8 @@ def chunked_logprobs(
         bias: [V] of the output layer, if it has one.
         temperatures: [N] > 0, what the logits of each position are divided by; None: 1.
         chunk_tokens: >= 1.
+        kept_tokens: up to so many tokens, what a GPU needs of their logits for the backward pass is
+            kept in 16 bits, if `hidden` has these: a fourth product less.
         vocabulary: of which the V rows are a part; None: all of it.
         adds_gradient: the gradient of `weight`, a float32 leaf, is added to `weight.grad` and given
             to nobody else, so that no second one of its size exists.
@@ -165,7 +170,9 @@ def chunked_logprobs(
         raise ValueError(f"chunk_tokens={chunk_tokens} must be >= 1")
     if rows is None:
         rows = _AllRows(len(weight), hidden.dtype, adds_gradient)
-    keeps = torch.is_grad_enabled() and len(targets) <= chunk_tokens
+    is_few = len(targets) <= chunk_tokens
+    is_rounded = is_fused(hidden) and hidden.dtype in _OF_TENSOR_CORES and not is_few
+    keeps = torch.is_grad_enabled() and (is_few or (is_rounded and len(targets) <= kept_tokens))
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, temperatures, rows, chunk_tokens, vocabulary, keeps
     )
@@ -268,7 +275,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """Sums over the vocabulary grow piece by piece, relative to the highest logit so far.
 
     Keeps the inputs and the log-sum-exp [N]; with one chunk also its probabilities [N, V], or the
-    logits where their gradient is fused.
+    logits where their gradient is fused; with several that are kept, exponentials in 16 bits.
     """
 
     @staticmethod
@@ -302,8 +309,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 of_targets[part].add_(found.masked_fill_(~is_in[part], 0))
                 of_piece, for_backward = sums_over(logits, _part_of(temperatures, part))
                 if keeps:
-                    kept.append(for_backward)
                     peaks.append(of_piece.peak.clone())
+                    if len(targets) > chunk_tokens:
+                        for_backward = fused(
+                            rounded_exponentials,
+                            logits,
+                            _part_of(temperatures, part),
+                            peaks[-1],
+                            hidden.dtype,
+                        )
+                    kept.append(for_backward)
                 sums.part(part).add(of_piece)
                 del logits, for_backward  # before those of the next chunk come
         if vocabulary is not None and is_foreign is not None:
@@ -315,9 +330,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 of_piece_kept.div_((sums.total * (sums.peak - peak).exp())[:, None])
         normalizer, entropy = sums.normalizer, sums.entropy
         logprobs = (of_targets - sums.peak) - sums.total.log()
+        are_rounded = bool(kept) and len(targets) > chunk_tokens
         ctx.save_for_backward(
-            hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, *kept
+            hidden,
+            weight,
+            bias,
+            targets,
+            is_foreign,
+            temperatures,
+            normalizer,
+            entropy,
+            *kept,
+            *(peaks if are_rounded else ()),
         )
+        ctx.num_kept = len(kept)
         ctx.rows, ctx.chunk_tokens, ctx.vocabulary = rows, chunk_tokens, vocabulary
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -326,9 +352,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, *kept = (
+        hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, *others = (
             ctx.saved_tensors
         )
+        kept, peaks = iter(others[: ctx.num_kept]), iter(others[ctx.num_kept :])
         rows, (needs_hidden, needs_weight, needs_bias) = ctx.rows, ctx.needs_input_grad[:3]
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
@@ -338,7 +365,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
         grad_weight = None
-        for number, piece in enumerate(rows.pieces(weight.shape[1])):
+        for piece in rows.pieces(weight.shape[1]):
             values = rows.gather(weight, piece)
             in_piece = rows.rows_in(piece, hidden.device)
             own_bias = None if bias is None else bias[in_piece]
@@ -358,7 +385,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     of_piece[part],
                     entropy[part],
                     _part_of(grad_entropy, part),
-                    kept[number] if kept else None,
+                    next(kept, None),
+                    next(peaks, None),
                 )
                 if grad_hidden is not None:
                     _add_gradient_product(grad_hidden[part], grad_logits, values)
@@ -400,14 +428,30 @@ def _logits_gradient(
     entropy: torch.Tensor,
     grad_entropy: torch.Tensor | None,
     kept: torch.Tensor | None,
+    peak: torch.Tensor | None,
 ) -> torch.Tensor:
     """[N, V] gradient by the logits of `output_logits`, at least float32; rounded to 16 bits where
     it is fused and the products that it goes into are of these.
 
     Args:
         kept: [N, V] probabilities, or the logits where it is fused; None: computed again.
+        peak: [N] of `rounded_exponentials`, which are kept in their place; None: they are not.
         all others: see `gradient_of_logits`.
     """
+    if kept is not None and peak is not None:
+        of_exponentials: torch.Tensor = fused(
+            gradient_of_exponentials,
+            kept,
+            temperatures,
+            peak - normalizer,
+            targets,
+            of_targets,
+            scale,
+            entropy,
+            grad_entropy,
+            hidden.dtype if _multiplies_rounded(hidden) else normalizer.dtype,
+        )
+        return of_exponentials
     if is_fused(hidden):
         logits = output_logits(hidden, weight, bias) if kept is None else kept
         gradient: torch.Tensor = fused(

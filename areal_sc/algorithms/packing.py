@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import Final
+
+NUM_SIZES: Final = 4
+"""Of micro-batches in a run, where they are padded."""
 
 
 def pack_micro_batches(
@@ -40,6 +44,28 @@ def pack_micro_batches(
         even = _spread_evenly(lengths, longest_first, asked)
         packed = even if _fits(even, lengths, max_tokens) else _split_to(packed, lengths, asked)
     return [sorted(rows) for rows in packed]
+
+
+def pack_full_micro_batches(
+    lengths: Sequence[int], max_tokens: int, min_micro_batches: int = 1
+) -> list[list[int]]:
+    """Packs rows so that all micro-batches but the last are nearly full (best-fit packing).
+
+    Args, returns, raises: those of `pack_micro_batches`.
+    """
+    _check(lengths, max_tokens)
+    packed = _pack_greedily(lengths, _longest_first(lengths), max_tokens, _CHOICES[0])
+    asked = min(min_micro_batches, len(lengths))
+    return [sorted(rows) for rows in _split_to(packed, lengths, asked)]
+
+
+def padded_size(num_tokens: int, max_tokens: int) -> int:
+    """The next larger of the few sizes that micro-batches are padded to, at least 2.
+
+    Memory that was freed is used again where sizes repeat, and torch compiles nothing anew.
+    """
+    step = -(-max_tokens // NUM_SIZES)
+    return max(2, min(max_tokens, -(-max(1, num_tokens) // step) * step))
 
 
 def pack_padded_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

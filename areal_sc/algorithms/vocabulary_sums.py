@@ -123,13 +123,87 @@ def gradient_of_logits(
     if temperatures is not None:
         logits = logits / temperatures[:, None]
     logprobs = logits - normalizer[:, None]
-    probabilities = logprobs.exp()
+    return _gradient(
+        logprobs.exp(),
+        logprobs,
+        temperatures,
+        targets,
+        of_targets,
+        scale,
+        entropy,
+        grad_entropy,
+        dtype,
+    )
+
+
+def rounded_exponentials(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    peak: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[N, V] exp(logit / temperature - peak) in 16 bits; for `fused`.
+
+    It stands for the logits in a backward pass that rounds the gradient to this type anyway: the
+    relative error is that of the rounding.
+    """
+    if temperatures is not None:
+        logits = logits / temperatures[:, None]
+    return (logits - peak[:, None]).exp().to(dtype)
+
+
+def gradient_of_exponentials(
+    exponentials: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    peak_logprobs: torch.Tensor,
+    targets: torch.Tensor,
+    of_targets: torch.Tensor,
+    scale: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[N, V] `gradient_of_logits`, from what `rounded_exponentials` has left; for `fused`.
+
+    Args:
+        peak_logprobs: [N] the peak minus the normalizer.
+        all others: see there.
+    """
+    exponentials = exponentials.float()
+    probabilities = exponentials * peak_logprobs.exp()[:, None]
+    # of a probability of 0 a finite logarithm, which takes no part
+    least = torch.finfo(torch.float32).tiny
+    logprobs = exponentials.clamp(min=least).log() + peak_logprobs[:, None]
+    return _gradient(
+        probabilities,
+        logprobs,
+        temperatures,
+        targets,
+        of_targets,
+        scale,
+        entropy,
+        grad_entropy,
+        dtype,
+    )
+
+
+def _gradient(
+    probabilities: torch.Tensor,
+    logprobs: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    targets: torch.Tensor,
+    of_targets: torch.Tensor,
+    scale: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     gradient = -scale[:, None] * probabilities
     if grad_entropy is not None:  # d H / d logit_v = -p_v (log p_v + H)
         if temperatures is not None:
             grad_entropy = grad_entropy / temperatures
         gradient = gradient - grad_entropy[:, None] * probabilities * (logprobs + entropy[:, None])
-    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    is_target = torch.arange(logprobs.shape[1], device=logprobs.device) == targets[:, None]
     return torch.where(is_target, gradient + of_targets[:, None], gradient).to(dtype)
 
 

@@ -51,6 +51,14 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class ActivationCheckpointing(StrEnum):
+    """What of each decoder layer is computed again in its backward pass, to save memory."""
+
+    none = "none"
+    selective = "selective"
+    layers = "layers"
+
+
 class Device(StrEnum):
     """Where it computes; auto is CUDA if this machine has such a device, else the CPU."""
 
@@ -181,7 +189,11 @@ class ActorConfig(Section):
     max_tokens_per_micro_batch: int = setting(
         4096, "tokens of one forward and backward pass; unless set at least the longest row", ge=1
     )
-    activation_checkpointing: bool = setting(False, "recompute activations in the backward pass")
+    activation_checkpointing: ActivationCheckpointing = setting(
+        ActivationCheckpointing.none,
+        "what the backward pass computes again: whole layers; selective: all but products and "
+        "attention",
+    )
     activation_offload: bool = setting(
         False,
         "with checkpointing: what it keeps, the inputs of layers, in pinned host memory",
@@ -199,7 +211,9 @@ class ActorConfig(Section):
         le=3,
         idle=("device=cpu", "dtype=float32"),
     )
-    compile_layers: bool = setting(False, "torch.compile for each decoder layer, without attention")
+    compile_layers: bool | None = setting(
+        None, "torch.compile for each decoder layer; null: on a GPU that waits for the host"
+    )
     logprob_chunk_tokens: int = in_code(0)
     num_threads: int = setting(
         0, "CPU threads a rank; 0: one, with a GPU its share of the cores", ge=0

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from areal_sc.config.parallel_settings import Placement, TrainEngineKind
 from areal_sc.config.schema import (
+    ActivationCheckpointing,
     ActorConfig,
     Device,
     GRPOConfig,
@@ -28,7 +29,7 @@ from areal_sc.hub import local_model
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_context import model_context
 from areal_sc.sizing.model_folder import ModelShape
-from areal_sc.sizing.output_layer import chunk_tokens, kind_and_memory
+from areal_sc.sizing.output_layer import chunk_tokens, kept_tokens, kind_and_memory
 from areal_sc.sizing.store_room import live_row_bytes
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 
@@ -208,6 +209,10 @@ class TrainHandle:
         chunk = chunk_tokens(config.logprob_chunk_tokens, num_outputs, device, memory_bytes)
         copies = _LOGIT_COPIES if device == Device.cpu else _FUSED_LOGIT_COPIES
         logit_bytes = copies * FLOAT32_BYTES * min(chunk, num_tokens) * num_outputs
+        keeps = self.kind is TrainEngineKind.fsdp and not config.is_frozen
+        is_few = chunk < num_tokens <= kept_tokens(chunk, device)
+        if keeps and is_few and width < FLOAT32_BYTES:
+            logit_bytes += width * num_tokens * num_outputs
         if layer is None:
             return logit_bytes, 0
         kept = width * num_tokens * layer.activation_values
@@ -215,7 +220,12 @@ class TrainHandle:
         kept = -(-kept // parallel.tensor)
         num_layers = 0 if config.is_frozen else -(-layer.num_layers // parallel.pipeline)
         inputs = width * num_tokens * layer.hidden
-        of_layers = num_layers * (inputs if config.activation_checkpointing else kept)
+        kept_of = {
+            ActivationCheckpointing.none: kept,
+            ActivationCheckpointing.selective: width * num_tokens * layer.product_values,
+            ActivationCheckpointing.layers: inputs,
+        }
+        of_layers = num_layers * kept_of[config.activation_checkpointing]
         is_offloaded = config.activation_offload and device != Device.cpu
         there, on_host = (min(of_layers, inputs), of_layers) if is_offloaded else (of_layers, 0)
         return there + kept + FLOAT32_BYTES * num_tokens * layer.hidden + logit_bytes, on_host

@@ -25,7 +25,7 @@ from areal_sc.sizing.worker_plan import HOST, RunPlan, WorkerPlan, format_bytes
 _LESS: Final = {
     "activations": (
         ": a smaller actor.max_tokens_per_micro_batch, and "
-        "actor.activation_checkpointing=true, need less"
+        "actor.activation_checkpointing=layers, need less"
     ),
     "KV cache": ": at most rollout.max_running_sequences rows of rollout.max_context_tokens",
     "store up to": ": rows of two steps more than rollout.max_staleness, or versions of weights",

@@ -112,7 +112,7 @@ def _attention_warnings(config: GRPOConfig) -> Iterator[str]:
         yield (
             f"{actor.path} caps attention scores or has sinks, which no fused kernel computes: a "
             f"row of {row_tokens} tokens takes {format_bytes(num_bytes)} in each layer that is "
-            "kept; actor.activation_checkpointing=true keeps one, and shorter rows "
+            "kept; actor.activation_checkpointing=layers keeps one, and shorter rows "
             "(rollout.max_context_tokens) take less"
         )
 

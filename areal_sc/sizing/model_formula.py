@@ -109,6 +109,13 @@ class LayerSizes:
         of_attention = 3 * self.queries + 2 * self.keys + of_norms
         return 8 * self.hidden + of_attention + 4 * experts * self.feed_forward + moved
 
+    @property
+    def product_values(self) -> int:
+        """Numbers of each token that a layer's products and attention give, and the layer gets."""
+        experts = self.experts_per_token or 1
+        of_feed_forward = experts * (2 * self.feed_forward + self.hidden)
+        return 2 * self.hidden + 2 * (self.queries + self.keys) + of_feed_forward
+
 
 def numbers_of_parameters(config: Mapping[str, Any]) -> dict[str, int]:
     """The numbers of parameters in `ModelShape`; {} for families that are not known."""

@@ -13,6 +13,8 @@ PIECE_BYTES = 8 << 20
 """Bytes of the vocabulary's rows that are gathered at a time, on a CPU."""
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time, on a CPU; at least as many on a GPU."""
+KEPT_CHUNKS = 4
+"""Chunks whose exponentials a GPU keeps, in 16 bits: 1/16 of its memory saves a product in four."""
 _PARTS_PER_DEVICE = 32
 _UNKNOWN_DEVICE_BYTES = 80 << 30
 
@@ -42,6 +44,16 @@ def chunk_tokens(asked: int, vocabulary: int, device: str, memory_bytes: int | N
     if asked or device == Device.cpu:
         return asked or CHUNK_TOKENS
     return max(CHUNK_TOKENS, _part_bytes(memory_bytes) // (4 * max(vocabulary, 1)))
+
+
+def kept_tokens(chunk: int, device: str) -> int:
+    """Most tokens of whose logits half as many bytes are kept for the backward pass.
+
+    Args:
+        chunk: `chunk_tokens`.
+        device: as `piece_bytes`.
+    """
+    return 0 if device == Device.cpu else KEPT_CHUNKS * chunk
 
 
 def kind_and_memory(device: str, machine: Machine) -> tuple[str, int | None]:

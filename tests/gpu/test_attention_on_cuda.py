@@ -69,7 +69,7 @@ def test_rows_attend_within_themselves(
         if not subject._has_varlen_kernel(*found_inputs[::2]):
             pytest.skip("needs CUDA and a torch whose varlen attention takes a window")
     else:
-        monkeypatch.setattr(subject, "_varlen_function", lambda: None)
+        monkeypatch.setattr(subject, "_varlen", None)
         for name in ("_CALL_COST_CPU", "_CALL_COST_CUDA"):
             monkeypatch.setattr(subject, name, CALL_COSTS[way])
     layout = PackedLayout.of(LENGTHS, torch.device(device), NUM_HEADS * HEAD_DIM).on(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.schema import (
+    ActivationCheckpointing,
     Device,
     Dtype,
     GenerationConfig,
@@ -69,8 +70,9 @@ TOLERANCES = [(Dtype.float32, 1e-3), (Dtype.bfloat16, 5e-2), (Dtype.float16, 1e-
     "settings",
     [
         {},
-        {"activation_checkpointing": True},
-        {"activation_checkpointing": True, "activation_offload": True},
+        {"activation_checkpointing": ActivationCheckpointing.layers},
+        {"activation_checkpointing": ActivationCheckpointing.selective},
+        {"activation_checkpointing": ActivationCheckpointing.layers, "activation_offload": True},
         {"cpu_offload": True},
         # torch's compiler warns of its own code, and of what is slow
         pytest.param({"compile_layers": True}, marks=pytest.mark.filterwarnings("default")),

@@ -30,7 +30,7 @@ from areal_sc.algorithms.named_loss import NamedLoss, loss_of
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.ppo_settings import PPOConfig
-from areal_sc.config.schema import ActorConfig, ModelHead, OptimizerConfig
+from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, ModelHead, OptimizerConfig
 from areal_sc.engines.fsdp import packed_model
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
@@ -360,7 +360,9 @@ def actor_config(scenario: dict[str, Any]) -> ActorConfig:
         device="cpu",
         dtype=scenario.get("dtype", "float32"),
         max_tokens_per_micro_batch=scenario.get("max_tokens", 64),
-        activation_checkpointing=scenario.get("activation_checkpointing", False),
+        activation_checkpointing=ActivationCheckpointing(
+            scenario.get("activation_checkpointing", "none")
+        ),
         activation_offload=scenario.get("activation_offload", False),
         cpu_offload=scenario.get("cpu_offload", False),
         compile_layers=scenario.get("compile_layers", False),

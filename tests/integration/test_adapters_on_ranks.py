@@ -103,7 +103,7 @@ def results(folder: Path) -> Results:
     for mesh, saved in RESUMED.items():
         resumes = [str(folder / f"by_{other}") for other in saved]
         scenarios[mesh] |= {"resumes": resumes, "resumes_step": 1}
-    scenarios["tp2"] |= {"activation_checkpointing": True, "max_tokens": 21}
+    scenarios["tp2"] |= {"activation_checkpointing": "layers", "max_tokens": 21}
     scenarios["merged"] = scenario("merged", "dp2", lora=lora, dtype="bfloat16", cpu_offload=True)
     new = {"rank": RANK, "alpha": ALPHA, "targets": TARGETS}
     scenarios["new"] = scenario("new", "tp2", lora=new, steps=[])

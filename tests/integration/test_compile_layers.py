@@ -45,7 +45,7 @@ def results(folder: Path) -> Results:
             "dp2",
             steps=[0, 1, 2],
             compile_layers=True,
-            activation_checkpointing=True,
+            activation_checkpointing="layers",
             **{"minibatches": minibatches(2), "save_hf": str(folder / "exported")},
         ),
     }

@@ -45,7 +45,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     rows = list(range(len(EIGHT)))
     offloaded = {"cpu_offload": True, "pretends_device": True}
     four = {"world_size": 4, "parallel": {"data": 2, "tensor": 2}, **offloaded}
-    four |= {"activation_checkpointing": True, "activation_offload": True}
+    four |= {"activation_checkpointing": "layers", "activation_offload": True}
     scenarios = {
         "plain": scenario([rows]),
         "one_rank": scenario([rows], **offloaded),

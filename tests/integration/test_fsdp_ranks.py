@@ -86,7 +86,7 @@ def results(
         "recomputed_activations": {
             **common,
             "minibatches": MINIBATCHES_UNEVEN,
-            "activation_checkpointing": True,
+            "activation_checkpointing": "layers",
         },
         "masked_versions": {**common, "minibatches": MINIBATCHES_UNEVEN, "min_token_version": 1},
         "answers": {

@@ -156,7 +156,7 @@ def results(folder: Path) -> Results:
         scenarios[name] = scenario(path, {}, engine="fsdp", steps=[], **resumes(name))
     qwen2 = paths["qwen2"]
     scenarios |= {
-        "recomputed": scenario(qwen2, MESHES["pp2"], activation_checkpointing=True),
+        "recomputed": scenario(qwen2, MESHES["pp2"], activation_checkpointing="layers"),
         "bfloat16": scenario(qwen2, MESHES["dp2"], dtype="bfloat16", without_memory=0),
         "swapped": scenario(qwen2, MESHES["pp2"], swaps_gate_and_up=True),
         "unread": scenario(qwen2, MESHES["tp2"], fails_to_read=True),

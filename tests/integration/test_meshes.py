@@ -120,7 +120,7 @@ def results(folder: Path) -> Results:
     def resumes(saved: Iterable[str]) -> dict[str, Any]:
         return {"resumes": [str(folder / f"by_{other}") for other in saved], "resumes_step": 1}
 
-    recomputed = {"activation_checkpointing": True, "max_tokens": 21}
+    recomputed = {"activation_checkpointing": "layers", "max_tokens": 21}
     scenarios = {
         f"tied_{mesh}": scenario(
             tied,
@@ -136,7 +136,7 @@ def results(folder: Path) -> Results:
     for name, config in models.items():
         model = save_model(folder / name, config)
         scenarios |= {f"{name}_{mesh}": scenario(model, mesh) for mesh in MESHES_OF[name]}
-    scenarios["experts_tp2"]["activation_checkpointing"] = True
+    scenarios["experts_tp2"]["activation_checkpointing"] = "layers"
     by_one = str(folder / "shared_experts_by_one")
     scenarios["shared_experts_one"] |= {"snapshot_after": 0, "snapshot": by_one}
     scenarios["shared_experts_dp2_tp2"]["save_hf"] = str(folder / "exported_experts")

@@ -273,7 +273,7 @@ def test_questions_of_a_jsonl_file(tmp_path: Path, tiny_model_folder: Path) -> N
         *("total_steps=2", f"task.dataset={dataset}", "task.num_held_out=4"),
         *("task.use_chat_template=false", "actor.device=cpu", "rollout.device=cpu"),
         *("actor.dtype=float32", "actor.max_tokens_per_micro_batch=1024"),
-        *("actor.activation_checkpointing=false", "generation.max_new_tokens=8"),
+        *("actor.activation_checkpointing=none", "generation.max_new_tokens=8"),
         *("rollout.max_context_tokens=64", "rollout.train_batch_groups=4", "rollout.group_size=2"),
         "rollout.max_running_sequences=8",
     ) as run:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch.nn import attention
 
+from areal_sc.algorithms.packing import padded_size
 from areal_sc.config.schema import ActorConfig, Dtype, ModelHead
 from areal_sc.engines.base import BASE_LOGPROBS, RankPosition
 from areal_sc.engines.fsdp.cuts import CutParts
@@ -58,6 +59,7 @@ class FSDPEngine(RankEngine):
         self._parts: CutParts
         self._optimizer: ShardedAdamW
         self._stowed: Stowed
+        self._told_compilation = False
 
     def _join(
         self, rank: int, world_size: int, init_method: str, device: torch.device
@@ -185,6 +187,12 @@ class FSDPEngine(RankEngine):
                 # FSDP averages over its ranks, but the denominator is already the global one.
                 scale = self._optimizer.loss_scale or LossScale(1.0)
                 torch.autograd.backward(value * (self.rows.size * scale.value))
+                if self._model.copies is not None:
+                    self._model.copies.take_gradients()
+        if self._model.is_compiled and not self._told_compilation:
+            self._told_compilation = True
+            spent = torch._dynamo.utils.calculate_time_spent()
+            logger.info("layers_compiled seconds=%.1f", spent["total_wall_time"])
 
     def _take_step(self, step: int, *, is_void: bool) -> float:
         return self._optimizer.update(step, is_void=is_void)
@@ -196,6 +204,10 @@ class FSDPEngine(RankEngine):
     @property
     def _pads_rows(self) -> bool:
         return not self._model.abilities.packs
+
+    @property
+    def _has_few_sizes(self) -> bool:
+        return self._model.is_compiled
 
     def _values(self, name: str) -> torch.Tensor:
         """The live values of this rank's part of a parameter."""
@@ -237,15 +249,19 @@ class FSDPEngine(RankEngine):
             self._groups.close()
 
     def _micro_batch(self, batch: PlannedBatch, chosen: Sequence[int]) -> MicroBatch:
-        # torch.compile would compile layers anew for a rank that has one token
-        least = 2 * self._groups.sequence.size if self.config.compile_layers else 0
+        size = 0
+        if self._has_few_sizes:
+            num_tokens = sum(batch.rows.lengths[row] for row in chosen)
+            size = padded_size(num_tokens, self.config.max_tokens_per_micro_batch)
+            # torch.compile would compile layers anew for a rank that has one token
+            size = max(size, 2 * self._groups.sequence.size)
         return make_micro_batch(
             batch.rows,
             chosen,
             batch.asked,
             self._model.layout,
             self.world.device,
-            num_tokens=least,
+            num_tokens=size,
             is_behind=batch.is_behind,
             numbers=batch.numbers,
         )

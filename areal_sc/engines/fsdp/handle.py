@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import ActorConfig, Device, Dtype
+from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, Device, Dtype
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import Machine, resolved_device
@@ -56,10 +56,11 @@ class FSDPPPOActor(TrainHandle):
                     f"actor.parallel.{name}: expected 1 with actor.engine=fsdp, got {size}; "
                     "actor.engine=megatron has it, and more data or tensor saves as much memory"
                 )
-        if self.config.activation_offload and not self.config.activation_checkpointing:
+        is_of_layers = self.config.activation_checkpointing is ActivationCheckpointing.layers
+        if self.config.activation_offload and not is_of_layers:
             raise ConfigError(
                 "actor.activation_offload: expected false without "
-                "actor.activation_checkpointing=true, got true"
+                "actor.activation_checkpointing=layers, got true"
             )
         if count_devices is None:
             return
@@ -128,7 +129,7 @@ class FSDPPPOActor(TrainHandle):
         gradients that were before are averaged, in float32. At another time there are pieces of the
         vocabulary's parameters, their gradients, and a copy to be averaged. Where FSDP brings it
         from host memory, there are two gradients of it. A rank that computes all rows on its device
-        has the gradients of one layer, or of its embeddings.
+        has the gradients of one layer, or of its embeddings, and converts them to float32.
         With `cpu_offload` a layer's share comes from host memory, and its gradients go there.
         Parameters that stay as they are have no gradients; those of adapters are not counted.
 
@@ -144,7 +145,8 @@ class FSDPPPOActor(TrainHandle):
         of_gradient = 0 if self._is_model_fixed else width + FLOAT32_BYTES
         of_layers = (2 * width + of_gradient) * layer // parallel.tensor
         if rounds_copies(rows_ranks, self.config):
-            return 0 if self._is_model_fixed else width * max(layer, largest) // parallel.tensor
+            of_vocabulary = 0 if self._is_model_fixed else width * largest
+            return max(of_gradient * layer, of_vocabulary) // parallel.tensor
         if self.config.cpu_offload:
             of_layers += max(width, of_gradient) * layer // parallel.num_ranks
         if rows_ranks == 1:

@@ -20,10 +20,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from areal_sc.algorithms.logprobs import VocabularyPart
-from areal_sc.config.schema import ActorConfig, Dtype, ModelHead
+from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, Dtype, ModelHead
 from areal_sc.engines.fsdp.ability_probe import (
     ModelTrial,
     expected_hidden,
@@ -33,6 +37,7 @@ from areal_sc.engines.fsdp.ability_probe import (
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.gradient_reduction import InPlaceReduceScatter
 from areal_sc.engines.fsdp.handle import needs_fsdp, rounds_copies
+from areal_sc.engines.fsdp.launches import host_is_limit
 from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
@@ -61,9 +66,19 @@ from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequ
 from areal_sc.engines.training.stored_weights import ModelWeights
 from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers
 from areal_sc.errors import ModelError
-from areal_sc.sizing.output_layer import chunk_tokens
+from areal_sc.sizing.output_layer import chunk_tokens, kept_tokens
 
 logger = logging.getLogger(__name__)
+
+_KEPT_OPERATIONS = frozenset(
+    [
+        *("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm"),
+        *("aten::_flash_attention_forward", "aten::_scaled_dot_product_flash_attention"),
+        *("aten::_scaled_dot_product_efficient_attention", "torch_attn::_varlen_attn"),
+        *("aten::_scaled_dot_product_flash_attention_for_cpu", "areal_sc::packed_attention"),
+    ]
+)
+"""Products, and attention by a kernel."""
 
 # Words in transformers' names of layers that pick the tokens with the highest scores.
 _SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed", "lsh")
@@ -134,7 +149,12 @@ def _packed(
 ) -> PackedModel:
     vocabulary = int(causal_lm.config.get_text_config().vocab_size) // num_tensor_ranks
     chunk = chunk_tokens(config.logprob_chunk_tokens, vocabulary, device.type, memory_of(device))
-    return PackedModel(causal_lm, chunk_tokens=chunk, head=config.head)
+    return PackedModel(
+        causal_lm,
+        chunk_tokens=chunk,
+        kept_tokens=kept_tokens(chunk, device.type),
+        head=config.head,
+    )
 
 
 def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups) -> _RankTrial:
@@ -180,14 +200,26 @@ def _check_supported(causal_lm: Any, settings: ActorConfig) -> None:
 def _wrap_layers(model: PackedModel, config: ActorConfig, device: torch.device) -> None:
     """Compiles each layer's forward, and computes activations twice, inside of FSDP's hooks.
 
-    What is kept for the second time, the inputs of layers, may lie in host memory.
+    What is kept for the second time, the inputs of layers, may lie in host memory. Where products
+    are kept, too, what computes the rest again is a part of what is compiled.
 
     Raises: ModelError: see `compile_layers`.
     """
     layers = decoder_layers(model.causal_lm)
-    if config.compile_layers:
+    compiles = config.compile_layers
+    if compiles is None:
+        num_tokens = config.max_tokens_per_micro_batch // config.parallel.sequence
+        compiles = model.attends_by_interface and host_is_limit(layers, num_tokens, device)
+    kind = config.activation_checkpointing
+    recomputing = functools.partial(
+        _recomputing, preserve_rng_state=config.has_adapter and config.lora.dropout > 0
+    )
+    if kind is ActivationCheckpointing.selective:
+        for layer in layers:
+            layer.forward = recomputing(layer.forward, context_fn=_keeping_products)
+    if compiles:
         model.compile_layers(layers)
-    if not config.activation_checkpointing:
+    if kind is ActivationCheckpointing.none:
         return
     if not layers:
         logger.warning(
@@ -197,15 +229,34 @@ def _wrap_layers(model: PackedModel, config: ActorConfig, device: torch.device) 
         )
     if config.activation_offload and device.type == "cpu":
         logger.warning("actor.activation_offload has no effect on a CPU: all is in host memory")
+    if kind is not ActivationCheckpointing.layers:
+        return
     for layer in layers:
-        layer.forward = functools.partial(
-            checkpoint,
-            layer.forward,
-            use_reentrant=False,
-            preserve_rng_state=config.has_adapter and config.lora.dropout > 0,
-        )
+        layer.forward = recomputing(layer.forward)
         if config.activation_offload and device.type != "cpu":
             layer.forward = _saving_on_host(layer.forward, device)
+
+
+def _recomputing(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A forward whose activations are computed again in the backward pass."""
+
+    def recomputing(*arguments: Any, **named: Any) -> Any:
+        return checkpoint(forward, *arguments, use_reentrant=False, **options, **named)
+
+    return recomputing
+
+
+def _keeping_products() -> Any:
+    """Contexts of a forward and of its repetition, which repeats neither products nor attention.
+
+    Source: the selective activation checkpointing of torchtitan, which keeps every other product.
+    """
+    return create_selective_checkpoint_contexts(_chosen)
+
+
+def _chosen(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    is_kept = operation.name().partition(".")[0] in _KEPT_OPERATIONS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _saving_on_host(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

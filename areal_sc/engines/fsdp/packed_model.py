@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +27,15 @@ from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows
 from areal_sc.engines.rotary import rotate_rows_by_own_length
 from areal_sc.engines.training.packed_attention import (
     ATTENTION_NAME,
-    UNCOMPILED_NAME,
+    COMPILED_NAME,
     PackedLayout,
     register_packed_attention,
 )
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.value_head import values_of
 from areal_sc.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 COMPILER = "inductor"
 """The backend of torch.compile."""
@@ -60,6 +63,7 @@ class PackedModel(nn.Module):
     whole.
 
     Args:
+        chunk_tokens, kept_tokens: see `chunked_logprobs`.
         head: of the model: with a value head it gives values in place of log-probabilities.
 
     Attributes:
@@ -72,15 +76,22 @@ class PackedModel(nn.Module):
             added up without autograd.
         sequence: ranks that share the tokens of each forward; None: this one has them all.
         copies: with which it computes; None: with the parameters, or with what FSDP makes of them.
+        is_compiled: torch compiles its layers.
     """
 
     def __init__(
-        self, causal_lm: Any, *, chunk_tokens: int, head: ModelHead = ModelHead.lm
+        self,
+        causal_lm: Any,
+        *,
+        chunk_tokens: int,
+        kept_tokens: int = 0,
+        head: ModelHead = ModelHead.lm,
     ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.head = head
         self.chunk_tokens = chunk_tokens
+        self.kept_tokens = kept_tokens
         self.own_attention: str = causal_lm.config._attn_implementation
         self.packed_attention = ATTENTION_NAME
         self.vocabulary: VocabularyPart | None = None
@@ -88,6 +99,7 @@ class PackedModel(nn.Module):
         self.adds_head_gradient = False
         self.sequence: ProcessGroup | None = None
         self.copies: RoundedCopies | None = None
+        self.is_compiled = False
         rotate_rows_by_own_length(causal_lm)
         self.abilities = ModelAbilities(packs=True, has_linear_head=True)
         text_config = causal_lm.config.get_text_config()
@@ -119,10 +131,12 @@ class PackedModel(nn.Module):
         return bool(self.causal_lm.config._attn_implementation == self.packed_attention)
 
     def compile_layers(self, layers: Sequence[nn.Module]) -> None:
-        """Has torch compile the forward of each of its decoder layers, except attention.
+        """Has torch compile the forward of each of its decoder layers, as one graph.
 
         The layers stay the modules that they are: parameters keep their names, and hooks of FSDP,
-        which come later, are not compiled. Layers of one class share what is compiled.
+        which come later, are not compiled. Layers of one class share what is compiled, and it
+        serves micro-batches of any size. Where torch cannot make one graph of a layer, all layers
+        compute as they are, and a warning says why.
 
         Raises: ModelError: the layers are not known, or do not call this engine's attention.
         """
@@ -138,9 +152,27 @@ class PackedModel(nn.Module):
                 "expected actor.compile_layers=false, got true"
             )
         for layer in layers:
-            layer.forward = torch.compile(layer.forward, backend=COMPILER, dynamic=True)
-        self.packed_attention = UNCOMPILED_NAME
+            compiled = torch.compile(layer.forward, backend=COMPILER, dynamic=True, fullgraph=True)
+            layer.forward = functools.partial(self._of_layer, compiled, layer.forward)
+        self.is_compiled = True
+        self.packed_attention = COMPILED_NAME
         self.abilities = self._abilities
+
+    def _of_layer(
+        self,
+        compiled: Callable[..., Any],
+        plain: Callable[..., Any],
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        if self.is_compiled:
+            try:
+                return compiled(*arguments, **named)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                self.is_compiled = False
+                reason = " ".join(str(error).split())[:300]
+                logger.warning("layers are not compiled, and slower: %s", reason)
+        return plain(*arguments, **named)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -203,6 +235,7 @@ class PackedModel(nn.Module):
             bias=head.bias,
             temperatures=temperatures,
             chunk_tokens=self.chunk_tokens,
+            kept_tokens=self.kept_tokens,
             vocabulary=self.vocabulary,
             adds_gradient=self.adds_head_gradient,
             rows=self.head_rows,

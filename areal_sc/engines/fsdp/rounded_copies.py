@@ -7,6 +7,7 @@ is what a model of half a billion parameters waits for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,8 @@ from torch import nn
 class RoundedCopies:
     """Copies of a model's parameters, which take their place while it computes.
 
-    Each gradient of a copy is added, in float32, to that of its parameter at once.
+    Gradients of the copies are added, in float32, to those of their parameters: those of a layer
+    together, as soon as its backward pass is done, by a few operations for all of them.
 
     Args:
         model: its parameters have their memory, but need no values yet. Those that are float32 get
@@ -49,12 +51,14 @@ class RoundedCopies:
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in number_of
         ]
-        for number, copy in enumerate(self._copies):
-            if copy.requires_grad:
-                taker = self._taker(number)
-                copy.register_post_accumulate_grad_hook(taker)  # type: ignore[no-untyped-call]
-        for layer in layers:
-            layer.register_forward_pre_hook(self._round_inputs, with_kwargs=True)
+        group_of = {id(p): group for group, it in enumerate(layers) for p in it.parameters()}
+        self._groups: list[list[int]] = [[] for _ in range(len(layers) + 1)]
+        for number, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                self._groups[group_of.get(id(parameter), len(layers))].append(number)
+        for group, layer in enumerate(layers):
+            hook = functools.partial(self._before_layer, group)
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -77,23 +81,38 @@ class RoundedCopies:
         for module, name, number in self._places:
             module._parameters[name] = chosen[number]
 
-    def _taker(self, number: int) -> Any:
-        def take_gradient(copy: torch.Tensor) -> None:
-            parameter, gradient = self._parameters[number], copy.grad
-            copy.grad = None
-            if gradient is None:
-                return
-            if parameter.grad is None:
-                parameter.grad = gradient.to(parameter.dtype)
-            else:
-                parameter.grad.add_(gradient)
+    def take_gradients(self) -> None:
+        """Adds what is left of the gradients after a backward pass: before the next one begins."""
+        for group in range(len(self._groups)):
+            self._take_group(group)
 
-        return take_gradient
+    def _take_group(self, group: int) -> None:
+        found = list[tuple[nn.Parameter, torch.Tensor]]()
+        for number in self._groups[group]:
+            gradient, self._copies[number].grad = self._copies[number].grad, None
+            if gradient is not None:
+                found.append((self._parameters[number], gradient))
+        first = [(parameter, gradient) for parameter, gradient in found if parameter.grad is None]
+        others = [(it.grad, gradient) for it, gradient in found if it.grad is not None]
+        if first:
+            for parameter, _ in first:
+                parameter.grad = torch.empty_like(parameter)
+            torch._foreach_copy_([it.grad for it, _ in first], [gradient for _, gradient in first])
+        if others:
+            totals, gradients = zip(*others, strict=True)
+            _add_each(totals, gradients)
 
-    def _round_inputs(
-        self, _layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    def _before_layer(
+        self, group: int, _layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._rounded(arguments), {key: self._rounded(it) for key, it in named.items()}
+        arguments = self._rounded(arguments)
+        named = {key: self._rounded(it) for key, it in named.items()}
+        for value in (*arguments, *named.values()):
+            if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+                # its gradient is the last that the layer's backward pass computes
+                value.register_hook(lambda _: self._take_group(group))
+                break
+        return arguments, named
 
     def _rounded(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -102,3 +121,12 @@ class RoundedCopies:
         if type(value) is tuple:
             return tuple(self._rounded(each) for each in value)
         return value
+
+
+def _add_each(totals: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Adds to each total its gradient. On a GPU all together, for which torch wants one type."""
+    if totals[0].device.type != "cpu":
+        converted = [torch.empty_like(total) for total in totals]
+        torch._foreach_copy_(converted, gradients)
+        gradients = converted
+    torch._foreach_add_(totals, gradients)

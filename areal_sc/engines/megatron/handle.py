@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import Device, Dtype, ModelHead
+from areal_sc.config.schema import ActivationCheckpointing, Device, Dtype, ModelHead
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.engines.megatron.family import ModelSizes, check_ranks
 from areal_sc.engines.megatron.machine import check_machine, is_on_cpu, load_cpu_shim
@@ -17,10 +17,12 @@ from areal_sc.sizing.machine import Machine, count_cuda_devices
 from areal_sc.sizing.model_folder import ModelShape, read_model_config
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
 
-_LACKING: Final = ("cpu_offload", "activation_offload", "compile_layers", "is_frozen")
+_LACKING: Final = ("cpu_offload", "activation_offload", "is_frozen")
 _SUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "dtype": (Dtype.float32, Dtype.bfloat16),
     "flash_attention": (2,),
+    "compile_layers": (False, None),
+    "activation_checkpointing": (ActivationCheckpointing.none, ActivationCheckpointing.layers),
     **dict.fromkeys(_LACKING, (False,)),
 }
 """What Megatron-core has of what the other engine has."""

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_sc.algorithms.logprobs import VocabularyPart, chunked_logprobs
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActivationCheckpointing, ActorConfig
 from areal_sc.engines.megatron.family import ModelSizes
 from areal_sc.engines.megatron.layers import RowsParams, layer_specs
 from areal_sc.engines.megatron.mapping import own_vocabulary, padded_vocabulary
@@ -85,7 +85,7 @@ def transformer_config(
             "window_size": (sizes.window - 1, 0),  # before and behind the token
             "window_attn_skip_freq": [int(layer.has_window) for layer in sizes.layers],
         }
-    if config.activation_checkpointing:
+    if config.activation_checkpointing is ActivationCheckpointing.layers:
         further |= {
             "recompute_granularity": "full",
             "recompute_method": "uniform",

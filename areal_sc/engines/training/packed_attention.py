@@ -14,9 +14,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -28,11 +29,15 @@ from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.sequence_parallel import SequencePart
 
 ATTENTION_NAME = "areal_sc_packed"
-UNCOMPILED_NAME = "areal_sc_packed_uncompiled"
+COMPILED_NAME = "areal_sc_packed_compiled"
 """The same attention, for layers that torch compiles."""
 # One call costs about as much as this many multiply-adds of a forward pass; measured on a CPU.
 _CALL_COST_CPU = 100_000
 _CALL_COST_CUDA = 100_000_000
+
+_layouts: weakref.WeakValueDictionary[int, PackedLayout] = weakref.WeakValueDictionary()
+"""By number. Torch would compile layers anew for other rows, if their graphs got more of them."""
+_numbers = count()
 
 _LAYOUT_TENSORS = ("position_ids", "pad_index", "unpad_index", "row_starts")
 
@@ -57,7 +62,9 @@ class PackedLayout:
             bucket, which is then a slice.
         unpad_index: [T] padded place of each token; None likewise.
         row_starts: [R + 1] int32, first token of each row, and T.
+        longest: tokens of the longest row.
         part: the tokens that this rank computes outside of attention; None: all of them.
+        number: [] int64, by which compiled layers know it; it stays on the CPU.
     """
 
     lengths: tuple[int, ...]
@@ -66,7 +73,12 @@ class PackedLayout:
     pad_index: torch.Tensor | None
     unpad_index: torch.Tensor | None
     row_starts: torch.Tensor
+    longest: int
     part: SequencePart | None = None
+    number: torch.Tensor = field(default_factory=lambda: torch.tensor(next(_numbers)))
+
+    def __post_init__(self) -> None:
+        _layouts[int(self.number)] = self
 
     @classmethod
     def of(
@@ -100,6 +112,7 @@ class PackedLayout:
             pad_index,
             unpad_index,
             starts.to(torch.int32),
+            max(lengths),
             None if sequence is None else SequencePart(int(starts[-1]), sequence),
         )
 
@@ -167,7 +180,7 @@ def _padding_indices(
 def register_packed_attention() -> None:
     """Makes the attention known to transformers, under both names."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    AttentionInterface.register(UNCOMPILED_NAME, _uncompiled_attention)
+    AttentionInterface.register(COMPILED_NAME, _compiled_attention)
 
 
 def packed_attention(
@@ -198,29 +211,61 @@ def packed_attention(
     """
     if attention_mask is not None:
         raise TypeError(f"{type(module).__name__} makes an attention mask of its own")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(scale, sliding_window, softcap, s_aux)
+    return _attend(query, key, value, rule, layout), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: AttentionRule,
+    layout: PackedLayout,
+) -> torch.Tensor:
+    """[1, T, H, D_value] as `packed_attention`."""
     part = layout.part
     if part is not None:
         query, key, value = (part.to_heads(tensor) for tensor in (query, key, value))
-        s_aux = None if s_aux is None else part.own_heads(s_aux)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = AttentionRule(scale, sliding_window, softcap, s_aux)
+        sinks = None if rule.sinks is None else part.own_heads(rule.sinks)
+        rule = replace(rule, sinks=sinks)
     if rule.is_plain and _has_varlen_kernel(query, value):
-        attended = _varlen_attention(query, key, value, scaling, sliding_window, layout)
+        attended = _varlen_attention(query, key, value, rule.scale, rule.window, layout)
     else:
         # [T, H, D]: rows of memory, so that gathering tokens is gathering rows
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         attended = attend_rows(query, key, value, rule, layout)[None]
-    return attended if part is None else part.to_tokens(attended), None
+    return attended if part is None else part.to_tokens(attended)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled_attention(*args: Any, **settings: Any) -> tuple[torch.Tensor, None]:
-    """Computes `packed_attention` uncompiled: torch would compile it anew for every set of rows.
+def _compiled_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    *,
+    layout: PackedLayout,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes `packed_attention` in the graph of the layer, which is the same for all rows.
 
-    The result is not a view: the code after it would be compiled anew for every kind of view.
+    Torch knows the varlen kernel. Everything else is one operation that it does not look into.
     """
-    attended, _ = packed_attention(*args, **settings)
-    return attended.clone(memory_format=torch.contiguous_format), None
+    if attention_mask is not None:
+        raise TypeError(f"{type(module).__name__} makes an attention mask of its own")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    is_plain = AttentionRule(scale, sliding_window, softcap, s_aux).is_plain
+    if layout.part is None and is_plain and _has_varlen_kernel(query, value):
+        return _varlen_attention(query, key, value, scale, sliding_window, layout), None
+    attended = torch.ops.areal_sc.packed_attention(
+        query, key, value, s_aux, layout.number, scale, sliding_window, softcap
+    )
+    return attended, None
 
 
 def attend_rows(
@@ -275,19 +320,32 @@ def _causal_attention(
     return attend(query, key, value, rule, lambda: is_seen(places, places, rule.window))
 
 
-@functools.cache
-def _varlen_function() -> Any:
-    """`torch.nn.attention.varlen.varlen_attn` where it takes a window, else None."""
+def _find_varlen() -> Any:
+    """Torch's attention of rows one after the other, if it takes a window; else None."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+    takes_window = "window_size" in inspect.signature(varlen_attn).parameters
+    return _for_few_key_heads(varlen_attn) if takes_window else None
 
 
-@functools.cache
-def _takes_few_key_heads(varlen: Any) -> bool:
-    return "enable_gqa" in inspect.signature(varlen).parameters
+def _for_few_key_heads(varlen: Any) -> Any:
+    """The same for fewer heads of keys than of queries, which an older torch does not take."""
+    if "enable_gqa" in inspect.signature(varlen).parameters:
+        return functools.partial(varlen, enable_gqa=True)
+
+    def with_all(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any
+    ) -> Any:
+        key, value = with_all_heads(key, query), with_all_heads(value, query)
+        return varlen(query, key, value, *others, **named)
+
+    return with_all
+
+
+# It is looked for here: what torch compiles cannot look for it.
+_varlen = _find_varlen()
 
 
 def _has_varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -298,7 +356,7 @@ def _has_varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
         and head_dim <= 256
         and head_dim % 8 == 0
         and head_dim == value.shape[-1]
-        and _varlen_function() is not None
+        and _varlen is not None
     )
 
 
@@ -306,25 +364,94 @@ def _varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scaling: float | None,
+    scale: float,
     window: int | None,
     layout: PackedLayout,
 ) -> torch.Tensor:
     """[1, T, H, D] by one kernel over all rows."""
-    varlen, options = _varlen_function(), {}
-    if _takes_few_key_heads(varlen):
-        options["enable_gqa"] = True
-    else:
-        key, value = with_all_heads(key, query), with_all_heads(value, query)
-    longest = max(layout.lengths)
-    outputs = varlen(
+    longest = layout.longest
+    outputs = _varlen(
         *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),
         layout.row_starts,
         layout.row_starts,
         longest,
         longest,
-        scale=scaling,
+        scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        **options,
     )
     return outputs[None]  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("areal_sc::packed_attention", mutates_args=())
+def _attention_by_number(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    number: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[1, T, H, D_value] as `packed_attention`; it keeps its arguments, and no scores.
+
+    Args: number: of the layout.
+    """
+    rule = AttentionRule(scale, window, softcap, sinks)
+    return _attend(query, key, value, rule, _layouts[int(number)]).contiguous()
+
+
+@_attention_by_number.register_fake
+def _(query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    _, num_heads, num_tokens, _ = query.shape
+    return query.new_empty(1, num_tokens, num_heads, value.shape[-1])
+
+
+# `custom_op` would keep autograd out of it.
+torch.library.define(
+    "areal_sc::packed_attention_backward",
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor number, "
+    "float scale, int? window, float? softcap) -> Tensor[]",
+)
+
+
+@torch.library.impl("areal_sc::packed_attention_backward", ("cpu", "cuda"))
+def _gradients_by_number(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    number: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> list[torch.Tensor]:
+    """Gradients by queries, keys, values and sinks, where there are any: computed once more."""
+    with torch.enable_grad():
+        given = [it for it in (query, key, value, sinks) if it is not None]
+        query, key, value, *others = inputs = [it.detach().requires_grad_() for it in given]
+        rule = AttentionRule(scale, window, softcap, *others)
+        attended = _attend(query, key, value, rule, _layouts[int(number)])
+        gradients = torch.autograd.grad(attended, inputs, grad)
+    return [it.contiguous() for it in gradients]
+
+
+@torch.library.register_fake("areal_sc::packed_attention_backward")
+def _(_grad: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
+    given = (it for it in arguments[:4] if it is not None)
+    return [torch.empty_like(it, memory_format=torch.contiguous_format) for it in given]
+
+
+def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.rule = inputs[5:]
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    found = torch.ops.areal_sc.packed_attention_backward(grad, *ctx.saved_tensors, *ctx.rule)
+    of_sinks = found[3] if len(found) > 3 else None
+    return *found[:3], of_sinks, *(None,) * 4
+
+
+_attention_by_number.register_autograd(_gradients, setup_context=_keep_arguments)

@@ -377,6 +377,11 @@ class RankEngine(ABC):
             for rows, tokens, of_rows, count in zip(batches, asked, chosen, most, strict=True)
         ]
 
+    @property
+    def _has_few_sizes(self) -> bool:
+        """Whether micro-batches are padded to a few sizes."""
+        return False
+
     def _rounded_count(self, count: int) -> int:
         """How many micro-batches are run where a rank has so many."""
         return count
@@ -386,5 +391,11 @@ class RankEngine(ABC):
     ) -> list[list[int]]:
         limit, is_padded = self.config.max_tokens_per_micro_batch, self._pads_rows
         return pack_rows(
-            rows, chosen, limit, count, are_padded=is_padded, keeps_groups=keeps_groups
+            rows,
+            chosen,
+            limit,
+            count,
+            are_padded=is_padded,
+            fills=self._has_few_sizes,
+            keeps_groups=keeps_groups,
         )

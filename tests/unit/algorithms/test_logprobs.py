@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from areal_sc.algorithms import logprobs as logprobs_module
 from areal_sc.algorithms import vocabulary_sums
 from areal_sc.algorithms.logprobs import chunked_logprobs, logprobs_of_logits
 
@@ -253,6 +254,41 @@ def test_a_bias_that_rules_tokens_out_leaves_the_others_as_they_are(
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad[:-3], inside.grad, atol=1e-5, rtol=1e-5)
     assert not weight.grad[-3:].any()
+
+
+@pytest.mark.parametrize("temperatures", [None, mixed_temperatures()], ids=["one", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_kept_in_16_bits_gives_the_gradients_of_float64(
+    dtype: torch.dtype, temperatures: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a GPU's functions are used. Each probability is rounded once, by half a unit."""
+    products = list[int]()
+    plain = logprobs_module.output_logits
+
+    def counting(hidden: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        products.append(len(hidden))
+        return plain(hidden, *others)
+
+    monkeypatch.setattr(logprobs_module, "output_logits", counting)
+    hidden, weight, targets = inputs(dtype)
+    found = chunked_logprobs(
+        hidden,
+        weight,
+        targets,
+        temperatures=temperatures,
+        chunk_tokens=10,
+        kept_tokens=NUM_TOKENS,
+    )
+    weighed(*found).backward()
+    keeps = vocabulary_sums.is_fused(hidden)
+    assert sum(products) == (1 if keeps else 2) * NUM_TOKENS
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    exact = reference(temperatures, dtype)
+    unit = torch.finfo(dtype).eps
+    for values, expected in zip([*found, hidden.grad, weight.grad], exact, strict=True):
+        scale = float(expected.abs().max())
+        assert float((values.detach().double() - expected).abs().max()) < 4 * unit * scale
 
 
 @pytest.fixture

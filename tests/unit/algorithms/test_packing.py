@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_sc.algorithms.packing import pack_micro_batches, pack_padded_micro_batches
+from areal_sc.algorithms.packing import (
+    NUM_SIZES,
+    pack_full_micro_batches,
+    pack_micro_batches,
+    pack_padded_micro_batches,
+    padded_size,
+)
 
 
 def fewest_rows_first(
@@ -50,6 +56,41 @@ def test_every_row_once_within_the_limit_and_enough_micro_batches(
     # exactly: ranks agree on a number, and each must then make that many
     without_minimum = len(pack_micro_batches(lengths, max_tokens))
     assert len(packed) == max(without_minimum, min(min_micro_batches, len(lengths)))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 50), max_size=60),
+    max_tokens=st.integers(50, 200),
+    min_micro_batches=st.integers(1, 12),
+)
+def test_full_micro_batches_hold_every_row_once(
+    lengths: list[int], max_tokens: int, min_micro_batches: int
+) -> None:
+    packed = pack_full_micro_batches(lengths, max_tokens, min_micro_batches)
+    assert sorted(row for rows in packed for row in rows) == list(range(len(lengths)))
+    assert max(token_counts(lengths, packed), default=0) <= max_tokens
+    without_minimum = len(pack_full_micro_batches(lengths, max_tokens))
+    assert len(packed) == max(without_minimum, min(min_micro_batches, len(lengths)))
+
+
+def test_a_run_of_random_lengths_has_few_sizes_and_little_padding() -> None:
+    generator, sizes = random.Random(0), set[int]()
+    num_tokens = num_padded = 0
+    for _ in range(50):
+        lengths = [min(2048, max(16, int(generator.lognormvariate(6, 0.6)))) for _ in range(160)]
+        counts = token_counts(lengths, pack_full_micro_batches(lengths, 8192))
+        sizes |= {padded_size(count, 8192) for count in counts}
+        num_tokens += sum(counts)
+        num_padded += sum(padded_size(count, 8192) for count in counts)
+    assert len(sizes) <= NUM_SIZES
+    assert num_padded < 1.03 * num_tokens
+
+
+@given(max_tokens=st.integers(2, 300), num_tokens=st.integers(0, 300))
+def test_a_size_has_room_and_is_within_the_limit(max_tokens: int, num_tokens: int) -> None:
+    if num_tokens <= max_tokens:
+        assert max(2, num_tokens) <= padded_size(num_tokens, max_tokens) <= max_tokens
+    assert len({padded_size(count, max_tokens) for count in range(max_tokens + 1)}) <= NUM_SIZES
 
 
 @given(lengths=st.lists(st.integers(0, 50), max_size=60), max_tokens=st.integers(50, 200))

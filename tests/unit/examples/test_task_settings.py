@@ -53,7 +53,7 @@ def test_shipped_yamls_name_settings_that_the_script_knows(script: Any, pattern:
 
 ON_CPUS = (
     *("--config", str(CONFIGS / "one_gpu.yaml"), "actor.path=m", "actor.device=cpu"),
-    *("actor.activation_checkpointing=false", "rollout.device=cpu", "rollout.engine=local"),
+    *("actor.activation_checkpointing=none", "rollout.device=cpu", "rollout.engine=local"),
 )
 
 

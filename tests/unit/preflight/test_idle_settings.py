@@ -122,7 +122,7 @@ ACTING = (
     "actor.engine=megatron",
     "actor.parallel.tensor=2",
     "actor.dtype=bfloat16 actor.flash_attention=3",
-    "actor.activation_checkpointing=true actor.activation_offload=true",
+    "actor.activation_checkpointing=layers actor.activation_offload=true",
     "actor.cpu_offload=true",
     "actor.compile_layers=true",
     "actor.num_threads=3",

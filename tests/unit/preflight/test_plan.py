@@ -214,7 +214,7 @@ def test_layers_are_gathered_one_after_the_other(load: Load, tmp_path: Path) -> 
     assert gathered("actor.parallel={data: 2, tensor: 2}") == 4 * (3 + 1) * 400 // 2
     assert gathered("actor.parallel.sequence=2") == 4 * (3 + 1) * 400
     assert gathered("actor.dtype=bfloat16", "actor.parallel.data=2") == 2 * 3 * 400 + 4 * 400
-    assert gathered("actor.dtype=bfloat16") == 2 * 400, "alone, a layer's gradients"
+    assert gathered("actor.dtype=bfloat16") == (2 + 4) * 400, "alone, a layer's gradients"
     assert gathered("actor.parallel.tensor=2") == gathered() == 0
 
 
@@ -229,7 +229,7 @@ def test_what_is_offloaded_lies_in_host_memory(load: Load, tmp_path: Path) -> No
         trainer = plan(load(f"actor.path={folder}", *settings), lambda: machine).workers[0]
         needed[offload] = trainer.memory
     held, gathered = (8 + 8) * num_parameters, (2 * 3 + 4) * 400
-    assert needed["false"]["cuda:0"] == held + 2 * num_parameters + 2 * 400
+    assert needed["false"]["cuda:0"] == held + 2 * num_parameters + (2 + 4) * 400
     assert needed["true"]["cuda:0"] == gathered + (2 + 4) * 400
     assert needed["true"]["host"] - needed["false"]["host"] == held
 
@@ -241,7 +241,7 @@ def test_inputs_of_layers_lie_in_host_memory(load: Load, tmp_path: Path) -> None
     machines = {"gpu": Machine(1 << 40, (1 << 30,)), "cpu": Machine(1 << 40)}
     needed = dict[tuple[str, str], dict[str, int]]()
     for kept in ("false", "true"):
-        settings = (*SIZES, "actor.dtype=float16", "actor.activation_checkpointing=true")
+        settings = (*SIZES, "actor.dtype=float16", "actor.activation_checkpointing=layers")
         settings += (f"actor.activation_offload={kept}",)
         config = load(f"actor.path={folder}", "actor.max_tokens_per_micro_batch=100", *settings)
         for name, machine in machines.items():
@@ -254,7 +254,7 @@ def test_inputs_of_layers_lie_in_host_memory(load: Load, tmp_path: Path) -> None
 
 
 def test_nothing_is_kept_that_could_be_offloaded(load: Load, model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"without actor\.activation_checkpointing=true, got"):
+    with pytest.raises(ConfigError, match=r"without actor\.activation_checkpointing=layers, got"):
         load(f"actor.path={model}", *SIZES, "actor.activation_offload=true")
 
 
@@ -586,6 +586,7 @@ def test_a_machine_that_is_not_there_against_a_count_by_hand(
     # 8,192 tokens: the input of 28 layers, one layer of 116,224 numbers a token, hidden states
     layer = 2 * 8192 * (8 * 3584 + 3 * 3584 + 2 * 512 + 4 * 18944)
     logits = 2 * 80 * (1 << 30) / 32  # as many as have room in a 32nd, and their gradient
+    logits += 2 * 8192 * 152064  # what is kept of all
     activations = 28 * 2 * 8192 * 3584 + layer + 4 * 8192 * 3584 + logits
     expected = (held + min(vocabulary, 3 * 4 * 152064 * 3584) + activations) / (1 << 30)
     for number in range(4):
@@ -610,8 +611,10 @@ def test_a_machine_that_is_too_small_says_what_needs_less(seven_billion: Path) -
     assert "on a GPU" not in str(caught.value)
     arguments = ["--config", ONE_GPU, f"actor.path={seven_billion}", *SPREAD, *EIGHT_GPUS]
     long = "actor.max_tokens_per_micro_batch=131072"
-    with pytest.raises(ConfigError, match=r"'activations' of train.*activation_checkpointing=true"):
-        load_config([*arguments, long, "actor.activation_checkpointing=false"])
+    with pytest.raises(
+        ConfigError, match=r"'activations' of train.*activation_checkpointing=layers"
+    ):
+        load_config([*arguments, long, "actor.activation_checkpointing=none"])
 
 
 @pytest.mark.parametrize(

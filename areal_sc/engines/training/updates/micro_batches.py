@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from areal_sc.algorithms.loss_tokens import LossRows
-from areal_sc.algorithms.packing import pack_micro_batches, pack_padded_micro_batches
+from areal_sc.algorithms.packing import (
+    pack_full_micro_batches,
+    pack_micro_batches,
+    pack_padded_micro_batches,
+)
 from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.row_numbers import RowNumbers, sums_of_rows
@@ -175,6 +179,7 @@ def pack_rows(
     num_micro_batches: int,
     *,
     are_padded: bool,
+    fills: bool = False,
     keeps_groups: bool = False,
 ) -> list[list[int]]:
     """The chosen rows in at least `num_micro_batches` micro-batches; missing ones are empty.
@@ -182,6 +187,7 @@ def pack_rows(
     Args:
         max_tokens: of a micro-batch, padding included.
         are_padded: the model computes rows that are padded to the longest one.
+        fills: all micro-batches but the last are to be nearly full, not equally large.
         keeps_groups: the rows of a group, a pair say, come into one micro-batch; all groups are
             equally large where rows are padded.
     Raises: ValueError: a row, or a group that stays whole, is longer than `max_tokens`.
@@ -194,7 +200,8 @@ def pack_rows(
     if are_padded:
         packed = pack_padded_micro_batches(lengths, max_tokens)
     else:
-        packed = pack_micro_batches(lengths, max_tokens, max(1, num_micro_batches))
+        pack = pack_full_micro_batches if fills else pack_micro_batches
+        packed = pack(lengths, max_tokens, max(1, num_micro_batches))
     named = [[row for unit in positions for row in units[unit]] for positions in packed]
     return named + [[] for _ in range(num_micro_batches - len(named))]
 

@@ -80,10 +80,31 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
     with copies.in_place():
         for values in inputs:
             layer(values, (values, values), places=torch.arange(1)).sum().backward()
+            copies.take_gradients()
     gradient = layer.linear.weight.grad
     assert gradient is not None
     assert gradient.dtype == torch.float32
     assert torch.equal(gradient, torch.full((4, 4), 1 + 2**-9))
+
+
+def test_gradients_of_a_layer_are_added_when_its_backward_is_done() -> None:
+    """Not those of the whole model at its end: they would all be in memory at one time."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    copies = RoundedCopies(nn.Sequential(*layers), layers, [], torch.bfloat16)
+    held = list[int]()
+
+    def count_gradients(_: torch.Tensor) -> None:
+        held.append(sum(copy.grad is not None for copy in copies.tensors))
+
+    with copies.in_place():
+        values = torch.ones(2, 4).bfloat16().requires_grad_() * 1
+        for layer in layers:
+            values.register_hook(count_gradients)
+            values = layer(values)
+        values.sum().backward()
+    assert max(held) <= 2, "of one layer: weight and bias"
+    assert all(layer.weight.grad is not None for layer in layers)
 
 
 def mean_logprob(tokens: LossTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

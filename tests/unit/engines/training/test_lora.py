@@ -16,7 +16,12 @@ from safetensors.torch import load_file
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
 from areal_sc.config.lora_settings import LoraConfig
-from areal_sc.config.schema import ActorConfig, ModelHead, OptimizerConfig
+from areal_sc.config.schema import (
+    ActivationCheckpointing,
+    ActorConfig,
+    ModelHead,
+    OptimizerConfig,
+)
 from areal_sc.engines.base import BASE_LOGPROBS
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.handles import make_actor
@@ -205,7 +210,7 @@ def test_dropout_is_of_an_adapters_inputs_in_updates_alone() -> None:
 
 def test_activations_that_are_computed_again_have_the_same_dropout(build: Build) -> None:
     trained = []
-    for settings in ({}, {"activation_checkpointing": True}):
+    for settings in ({}, {"activation_checkpointing": ActivationCheckpointing.layers}):
         engine = build(LoraConfig(rank=4, dropout=0.5), **settings)
         torch.manual_seed(1)
         train(engine)

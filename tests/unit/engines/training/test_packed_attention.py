@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
 from areal_sc.engines.training import packed_attention as subject
 from areal_sc.engines.training.packed_attention import PackedLayout, packed_attention, plan_buckets
@@ -66,9 +67,12 @@ def tensors(num_tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
     ids=str,
 )
 @pytest.mark.parametrize("call_cost", [0, 2_000, 10**9], ids=["alone", "buckets", "one_bucket"])
+@pytest.mark.parametrize("name", [subject.ATTENTION_NAME, subject.COMPILED_NAME])
 def test_rows_attend_within_themselves(
-    options: dict[str, Any], call_cost: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], call_cost: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    subject.register_packed_attention()
+    attention = AttentionInterface()[name]
     monkeypatch.setattr(subject, "_CALL_COST_CPU", call_cost)
     lengths = [5, 1, 9, 5, 6, 12]
     layout = PackedLayout.of(lengths, CPU, NUM_HEADS * HEAD_DIM)
@@ -78,7 +82,7 @@ def test_rows_attend_within_themselves(
     found_inputs = tensors(sum(lengths), torch.float64)
     exact_inputs = tensors(sum(lengths), torch.float64)
     upstream = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, dtype=torch.float64)
-    found, _ = packed_attention(
+    found, _ = attention(
         torch.nn.Module(), *found_inputs, None, layout=layout, dropout=0.5, **options
     )
     expected = by_hand(*exact_inputs, lengths, **options)
@@ -87,6 +91,66 @@ def test_rows_attend_within_themselves(
     (expected * upstream).sum().backward()
     for one, other in zip(found_inputs, exact_inputs, strict=True):
         assert torch.allclose(one.grad, other.grad, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own code
+def test_one_graph_serves_rows_of_any_lengths() -> None:
+    """Sinks have a gradient, too; it is that of the attention that is not compiled."""
+    subject.register_packed_attention()
+    attention = AttentionInterface()[subject.COMPILED_NAME]
+    torch._dynamo.reset()
+    graphs = list[torch.fx.GraphModule]()
+
+    def note_graph(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=note_graph, fullgraph=True, dynamic=True)
+    def layer(tensors: list[torch.Tensor], sinks: torch.Tensor, layout: PackedLayout) -> Any:
+        query, key, value = (tensor * 1.5 for tensor in tensors)
+        return attention(torch.nn.Module(), query, key, value, None, s_aux=sinks, layout=layout)[0]
+
+    for lengths in ([5, 1, 9], [7], [3, 3, 3, 3, 8, 2], [4, 11]):
+        layout = PackedLayout.of(lengths, CPU, NUM_HEADS * HEAD_DIM)
+        found_inputs, exact_inputs = (tensors(sum(lengths), torch.float64) for _ in range(2))
+        found_sinks, exact_sinks = (
+            torch.linspace(-1, 1, NUM_HEADS, dtype=torch.float64).requires_grad_() for _ in range(2)
+        )
+        upstream = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, dtype=torch.float64)
+        (layer(found_inputs, found_sinks, layout) * upstream).sum().backward()
+        expected = by_hand(*(it * 1.5 for it in exact_inputs), lengths, s_aux=exact_sinks)
+        (expected * upstream).sum().backward()
+        pairs = [*zip(found_inputs, exact_inputs, strict=True), (found_sinks, exact_sinks)]
+        for one, other in pairs:
+            assert torch.allclose(one.grad, other.grad, atol=1e-6)
+    assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own code
+def test_the_varlen_kernel_is_in_the_same_graph_for_all_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Traced with tensors that have no values, as torch's own kernel is for CUDA alone."""
+    monkeypatch.setattr(subject, "_has_varlen_kernel", lambda query, value: True)
+    subject.register_packed_attention()
+    attention = AttentionInterface()[subject.COMPILED_NAME]
+    torch._dynamo.reset()
+    operations = list[list[str]]()
+
+    def note_graph(graph: torch.fx.GraphModule, _: Any) -> Any:
+        operations.append([str(node.target) for node in graph.graph.nodes])
+        return lambda *inputs: (torch.zeros(()),)
+
+    @torch.compile(backend=note_graph, fullgraph=True, dynamic=True)
+    def layer(tensors: list[torch.Tensor], layout: PackedLayout) -> torch.Tensor:
+        attended, _ = attention(torch.nn.Module(), *tensors, None, layout=layout)
+        return attended.sum()
+
+    for lengths in ([5, 1, 9], [3, 3, 3, 3, 8, 2], [4, 12]):
+        layout = PackedLayout.of(lengths, CPU, NUM_HEADS * HEAD_DIM)
+        layer(tensors(sum(lengths), torch.bfloat16), layout)
+    (found,) = operations
+    assert sum("varlen_attn" in name for name in found) == 1
 
 
 def test_a_mask_of_the_model_s_own_is_refused() -> None:
@@ -131,7 +195,7 @@ def by_the_kernel(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """What torch's kernel, which only CUDA has, says that it computes; all of it is [T, H, D]."""
-    assert enable_gqa == (key.shape[1] < query.shape[1])
+    assert enable_gqa or key.shape[1] == query.shape[1]
     assert max_q == max_k == int(cu_seq_q.diff().max())
     assert query.is_contiguous()
     assert cu_seq_q.dtype == torch.int32
@@ -154,7 +218,7 @@ def before_gqa(*args: Any, scale: float | None, window_size: tuple[int, int]) ->
 def test_the_varlen_kernel_gets_the_heads_that_it_takes(
     kernel: Any, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "_varlen_function", lambda: kernel)
+    monkeypatch.setattr(subject, "_varlen", subject._for_few_key_heads(kernel))
     monkeypatch.setattr(subject, "_has_varlen_kernel", lambda query, value: True)
     lengths = [5, 1, 9]
     inputs = tensors(sum(lengths), torch.float64)

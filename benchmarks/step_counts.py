@@ -1,0 +1,436 @@
+"""What a training step asks of a GPU, counted on a CPU, and what share of its peak follows.
+
+    python benchmarks/step_counts.py [--quick] [--json FILE] [--before CHECKOUT] [--only PART ...]
+
+Nothing is timed, and no GPU is needed. Each part is a process of its own.
+
+- kernels: over the pretended device of the tests, narrow models of 2 and of 4 layers: kernels of a
+  layer and micro-batch, forward and backward; those beside layers; waits of the host in an update.
+- graphs: layers under torch.compile, rows of random lengths over several updates: graph breaks,
+  compiled calls of a layer in a forward pass, graphs, sizes of micro-batches. `kernels` there are
+  operations of the graphs that torch's compiler cannot fuse with others (products, attention), and
+  the runs of others between them, which it makes one or two kernels of each.
+- flops: fake tensors of the real sizes, rows of random lengths: floating-point operations of
+  micro-batches, forward and backward, over those of the model: 6 N a token, N parameters of layers
+  that are used for it, and of the output layer for trained tokens; and attention to the tokens
+  before. What is computed twice, or for padding, makes the difference.
+- start: how often the last layer of a streamed model is read before the first step.
+
+`--before` counts the same in another checkout. The forecast takes the larger of two times: that of
+the host, `LAUNCH_S` for each kernel, and that of the device, `BUSY_S` as measured on an H100 times
+what the operations have become.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("kernels", "graphs", "flops", "start")
+MAX_TOKENS = 8192
+
+
+class Sizes(NamedTuple):
+    """Of a model, as its configuration names them."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+
+
+SHAPES = {
+    "0.5B": Sizes(896, 4864, 24, 14, 2, 151_936),
+    "7B": Sizes(3584, 18_944, 28, 28, 4, 152_064),
+    "30B-A3B": Sizes(2048, 768, 48, 32, 4, 151_936),
+}
+NARROW = Sizes(32, 48, 2, 4, 2, 64)
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+OF_30B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+
+
+def config_of(sizes: Sizes, **others: Any) -> Any:
+    """Qwen2's where the layers have no experts, else Qwen3-MoE's."""
+    import transformers as hf
+
+    kind = hf.Qwen3MoeConfig if "num_experts" in others else hf.Qwen2Config
+    head_dim = {"head_dim": sizes.hidden_size // sizes.num_attention_heads}
+    if others.get("num_experts") == OF_30B["num_experts"]:
+        head_dim = {"head_dim": 128}
+    return kind(**sizes._asdict(), **others, **(head_dim if "num_experts" in others else {}))
+
+
+def write_model(folder: Path, sizes: Sizes, **others: Any) -> str:
+    """A folder with random weights."""
+    import torch
+    import transformers as hf
+
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config_of(sizes, **others), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return str(folder)
+
+
+def random_lengths(count: int, seed: int, median: float, most: int) -> list[int]:
+    generator = random.Random(seed)
+    drawn = (int(median * generator.lognormvariate(0, 0.6)) for _ in range(count))
+    return [min(most, max(2, length)) for length in drawn]
+
+
+def make_rows(lengths: list[int], vocabulary: int) -> Any:
+    """Rows whose first quarter is the prompt."""
+    import torch
+
+    from areal_sc.transport.packed_rows import PackedRows
+
+    total = sum(lengths)
+    fields = {
+        "input_ids": torch.arange(total, dtype=torch.int32) % vocabulary,
+        "loss_mask": torch.cat([torch.arange(n) >= max(1, n // 4) for n in lengths]),
+        "behavior_logprobs": torch.full((total,), -4.0),
+        "proximal_logprobs": torch.full((total,), -4.0),
+        "versions": torch.zeros(total, dtype=torch.int32),
+        "temperatures": torch.ones(total),
+    }
+    return PackedRows(fields, tuple(lengths), tuple((-1.0) ** n for n in range(len(lengths))))
+
+
+def engine_of(model: str, max_tokens: int, **settings: Any) -> Any:
+    """One rank in bfloat16."""
+    from areal_sc.config.schema import ActorConfig, Dtype
+    from areal_sc.engines.fsdp.engine import FSDPEngine
+
+    config = ActorConfig(
+        path=model,
+        device="cpu",
+        dtype=Dtype.bfloat16,
+        max_tokens_per_micro_batch=max_tokens,
+        **settings,
+    )
+    engine = FSDPEngine(config)
+    engine.initialize(0, 1, "")
+    return engine
+
+
+def kernels() -> dict[str, float]:
+    """See the module."""
+    import pretended_device
+    from device_counter import DeviceCounter
+
+    from areal_sc.algorithms.named_loss import loss_of
+
+    pretended_device.install()
+    rows = make_rows(random_lengths(8, 0, 12, 30), NARROW.vocab_size)
+    found: dict[int, tuple[Counter[str], int, int]] = {}
+    for num_layers in (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            sizes = NARROW._replace(num_hidden_layers=num_layers)
+            engine = engine_of(write_model(Path(folder), sizes), 32)
+            loss = loss_of(engine.config.ppo)
+            engine.update([rows], loss, step=0)
+            with DeviceCounter() as counter:
+                num_micro_batches = engine.update([rows], loss, step=1)["num_micro_batches"]
+            engine.close()
+        counts = counter.counts
+        waits = counts.syncs.total() + counts.blocking_copies.total()
+        found[num_layers] = counts.kernels, int(num_micro_batches), waits
+    (two, count, waits), (four, _, _) = found[2], found[4]
+    of_layer = (four.total() - two.total()) / 2 / count
+    return {
+        "kernels_a_layer": of_layer,
+        "kernels_beside_layers": two.total() / count - 2 * of_layer,
+        "waits_an_update": float(waits),
+    }
+
+
+def graphs() -> dict[str, float]:
+    """See the module."""
+    import torch
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    import areal_sc.engines.fsdp.packed_model as subject
+    from areal_sc.algorithms.named_loss import loss_of
+
+    calls, sizes, kernels_of = Counter[str](), set[int](), list[int]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def compiler(graph: Any, _: Any) -> Any:
+            kernels_of.append(num_kernels(graph.graph))
+            return make_boxed_func(graph)
+
+        compiled = aot_autograd(fw_compiler=compiler)(graph, inputs)
+
+        def call(*arguments: Any) -> Any:
+            calls["compiled"] += 1
+            return compiled(*arguments)
+
+        return call
+
+    subject.COMPILER = backend
+    with tempfile.TemporaryDirectory() as folder:
+        engine = engine_of(write_model(Path(folder), NARROW), 512, compile_layers=True)
+        loss = loss_of(engine.config.ppo)
+        plain = engine._micro_batch
+
+        def noting(*arguments: Any) -> Any:
+            batch = plain(*arguments)
+            sizes.add(len(batch.input_ids))
+            calls["layers"] += NARROW.num_hidden_layers
+            return batch
+
+        engine._micro_batch = noting
+        num_graphs = 0
+        for step in range(6):
+            rows = make_rows(random_lengths(20, step, 60, 400), NARROW.vocab_size)
+            engine.update([rows], loss, step=step)
+            if step == 0:
+                num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        engine.close()
+    counters = torch._dynamo.utils.counters
+    return {
+        "graph_breaks": float(sum(counters["graph_break"].values())),
+        "compiled_calls_a_layer": calls["compiled"] / calls["layers"],
+        "graphs_after_first_step": float(counters["stats"]["unique_graphs"] - num_graphs),
+        "sizes": float(len(sizes)),
+        "compiled_kernels_a_layer": float(sum(kernels_of[:2])),
+    }
+
+
+def num_kernels(graph: Any) -> int:
+    """Operations that are not fused, and runs of others that depend on each other between them."""
+    import torch
+
+    alone = ("mm", "addmm", "bmm", "packed_attention", "packed_attention_backward", "_grouped_mm")
+    # the last operation that is not fused before each node: nodes behind the same one are one run
+    depth: dict[Any, int] = {}
+    singles, runs = 0, set[int]()
+    for node in graph.nodes:
+        before = max((depth.get(it, 0) for it in node.all_input_nodes), default=0)
+        depth[node] = before
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if node.target.overloadpacket.__name__ in alone:
+            singles += 1
+            depth[node] = before + 1
+        elif not node.target.is_view:
+            runs.add(before)
+    return singles + len(runs)
+
+
+def flops() -> dict[str, float]:
+    """See the module."""
+    import torch
+    import transformers as hf
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from areal_sc.algorithms import packing, vocabulary_sums
+    from areal_sc.engines.fsdp.packed_model import PackedModel
+    from areal_sc.sizing import output_layer
+
+    vocabulary_sums.FUSED_DEVICES = frozenset({"cpu"})  # as on a GPU
+    vocabulary_sums._cannot_compile = True
+    is_few = hasattr(packing, "padded_size")
+    if is_few:
+        from areal_sc.engines.training.packed_attention import COMPILED_NAME
+    pack = packing.pack_full_micro_batches if is_few else packing.pack_micro_batches
+    lengths = random_lengths(160, 0, 400, 2048)
+    packed = pack(lengths, MAX_TOKENS)
+    found: dict[str, float] = {}
+    for name in ("0.5B", "7B"):
+        # of two numbers of layers: others do the same
+        counted: dict[int, int] = {}
+        sizes = SHAPES[name]
+        for num_layers in (1, 2):
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            with mode:
+                config = config_of(sizes._replace(num_hidden_layers=num_layers))
+                causal_lm = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            chunk = output_layer.chunk_tokens(0, sizes.vocab_size, "cuda", 80 << 30)
+            kept = {"kept_tokens": output_layer.kept_tokens(chunk, "cuda")} if is_few else {}
+            model = PackedModel(causal_lm.eval(), chunk_tokens=chunk, **kept)
+            if is_few:  # one operation a layer, not one a row
+                model.packed_attention = COMPILED_NAME
+                model.abilities = model.abilities
+            counted[num_layers] = 0
+            for rows in packed:
+                taken = [lengths[row] for row in rows]
+                if is_few:
+                    padding = packing.padded_size(sum(taken), MAX_TOKENS) - sum(taken)
+                    taken += [padding] if padding else []
+                asked = _asked(lengths, rows)
+                layout = model.layout(taken, torch.device("cpu"))
+                with mode, FlopCounterMode(display=False, custom_mapping=_causal(taken)) as counter:
+                    ids = torch.zeros(sum(taken), dtype=torch.int64)
+                    places = torch.zeros(asked, dtype=torch.int64)
+                    logprobs, entropy = model(ids, layout, places, places, None)
+                    (logprobs + entropy).sum().backward()
+                counted[num_layers] += counter.get_total_flops()
+        of_layer = counted[2] - counted[1]
+        total = counted[1] + (sizes.num_hidden_layers - 1) * of_layer
+        found[f"flops_over_model_{name}"] = total / model_flops(sizes, lengths)
+        found[f"model_flops_a_token_{name}"] = model_flops(sizes, lengths) / sum(lengths)
+    return found
+
+
+def _asked(lengths: list[int], rows: list[int]) -> int:
+    return sum(lengths[row] - max(1, lengths[row] // 4) for row in rows)
+
+
+def model_flops(sizes: Sizes, lengths: list[int]) -> float:
+    """Forward and backward, without what is computed again."""
+    width = sizes.hidden_size
+    keys = width * sizes.num_key_value_heads // sizes.num_attention_heads
+    layer = 2 * width * (width + keys) + 3 * width * sizes.intermediate_size
+    of_layers = sizes.num_hidden_layers * layer * sum(lengths)
+    of_head = width * sizes.vocab_size * _asked(lengths, list(range(len(lengths))))
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    return 6.0 * (of_layers + of_head) + 12.0 * sizes.num_hidden_layers * width * pairs
+
+
+def _causal(rows_now: list[int]) -> dict[Any, Any]:
+    """Formulas of attention that skips what comes later: two products forward, four backward.
+
+    The kernel of a GPU computes one of the two again in the backward pass; that is not counted.
+
+    Args: rows_now: tokens of each row that goes through the model.
+    """
+    import torch
+
+    from areal_sc.engines.training import packed_attention
+
+    def of_rows(query: Any, lengths: Any) -> int:
+        pairs = sum(length * (length + 1) / 2 for length in lengths)
+        return int(2 * 2 * query.shape[1] * query.shape[-1] * pairs)
+
+    def forward(query: Any, *_: Any, **__: Any) -> int:
+        return query.shape[0] * of_rows(query, [query.shape[2]])
+
+    def backward(_grad: Any, query: Any, *_: Any, **__: Any) -> int:
+        return 2 * forward(query)
+
+    def packed(query: Any, *_: Any, **__: Any) -> int:
+        return of_rows(query, rows_now)
+
+    def packed_backward(_grad: Any, query: Any, *_: Any, **__: Any) -> int:
+        return 2 * packed(query)
+
+    aten, ours = torch.ops.aten, torch.ops.areal_sc
+    formulas = {
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+    if hasattr(packed_attention, "COMPILED_NAME"):
+        formulas |= {ours.packed_attention: packed, ours.packed_attention_backward: packed_backward}
+    for formula in formulas.values():
+        formula._get_raw = True
+    return formulas
+
+
+def start() -> dict[str, float]:
+    """See the module."""
+    import functools
+
+    from areal_sc.config.schema import ActorConfig
+    from areal_sc.engines.fsdp.ability_probe import probe_abilities
+    from areal_sc.engines.fsdp.packed_model import PackedModel
+    from areal_sc.engines.training.causal_lm import build_without_parameters
+    from areal_sc.engines.training.stored_weights import open_weights
+    from areal_sc.engines.training.streamed_layers import stream_layers
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(write_model(Path(name), NARROW._replace(num_hidden_layers=8)))
+        weights, reads = open_weights(ActorConfig(path=str(folder))), Counter[str]()
+
+        def read(names: Any) -> Any:
+            names = list(names)
+            reads.update(names)
+            return weights.read(names)
+
+        causal_lm = build_without_parameters(folder)
+        fill = functools.partial(stream_layers, read=read, num_ranks=8)
+        fill(causal_lm)
+        probe_abilities(PackedModel(causal_lm, chunk_tokens=1024), 64, fill)
+    return {"reads_of_a_layer": float(max(n for key, n in reads.items() if "layers.7." in key))}
+
+
+def count(part: str, checkout: Path) -> dict[str, float]:
+    """What a part counts in a checkout."""
+    path = os.pathsep.join(map(str, (checkout, checkout / "tests")))
+    finished = subprocess.run(
+        [sys.executable, __file__, "--part", part],
+        env=os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if finished.returncode:
+        raise RuntimeError(f"{part} of {checkout} failed:\n{finished.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(finished.stdout.splitlines()[-1])
+    return found
+
+
+LAUNCH_S = 0.691 / (4 * 5315)
+"""Seconds of the host for a kernel: an H100's step of four micro-batches, where that was the limit.
+"""
+PEAK = 989e12
+BUSY_S = {"0.5B": 0.297 / 30_248}
+"""Seconds that the H100 was busy for a token, layers compiled; the output layer computed twice."""
+
+
+def forecast(found: dict[str, float]) -> dict[str, float]:
+    """The share of the peak at 0.5B, by the host and by the device; see the module."""
+    layers = SHAPES["0.5B"].num_hidden_layers
+    each = found.get("compiled_kernels_a_layer", found["kernels_a_layer"])
+    of_host = LAUNCH_S * (layers * each + found["kernels_beside_layers"]) / MAX_TOKENS
+    of_model = found["model_flops_a_token_0.5B"] / PEAK
+    return {
+        "forecast_share_by_host_0.5B": of_model / of_host,
+        "forecast_share_by_device_0.5B": of_model / BUSY_S["0.5B"],
+    }
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    import report
+
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=PARTS, nargs="*", default=PARTS, help="parts to count")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="count there, too")
+    arguments = parser.parse_args()
+    if arguments.part:
+        print(json.dumps(globals()[arguments.part]()))
+        return
+    parts = ("start",) if arguments.quick else arguments.only
+    places = {"now": ROOT} | ({"before": arguments.before} if arguments.before else {})
+    records: dict[tuple[str | int, ...], report.Metrics] = {}
+    for name, checkout in places.items():
+        for part in parts:
+            report.say(f"{name}: {part}")
+            for key, value in count(part, checkout.resolve()).items():
+                records.setdefault((key,), {})[name] = value
+    for name in places:
+        found = {str(key[0]): values[name] for key, values in records.items() if name in values}
+        if {"kernels", "flops"} <= set(parts):
+            for key, value in forecast(found).items():
+                records.setdefault((key,), {})[name] = value
+    report.print_records("Counts of a training step", {}, ("count",), records)
+    report.write(report.flat(records), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
