@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from areal_sc.page.row_index import RowIndex, metric_columns, state_of
-from areal_sc.page.row_query import SHOWN_CHARS
+from areal_sc.page.row_search import SHOWN_CHARS
 
 TRAINED: Final = "training"
 """The set of what is no evaluation's."""
