@@ -1,4 +1,4 @@
-"""What happens to rows, batches and steps in a controller.
+"""What happens to rows and batches in a controller.
 
 Each controller has one function, `_hear`, that says who of it acts on what, as it does for what
 becomes of its workers (`fleet.events`). It acts at once, and waits for nothing.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from areal_sc.weights.published import WeightsReference
 from areal_sc.workers.calls import GroupAttempt
 
 
@@ -30,19 +29,7 @@ class BatchFormed:
     """The batch of the next step is there."""
 
 
-@dataclass(frozen=True)
-class WeightsMoved:
-    """The weights of the current version are to be had elsewhere from now on."""
-
-    weights: WeightsReference
-
-
-@dataclass(frozen=True)
-class TrainingLost:
-    """The ranks do nothing before they are brought to a snapshot; `StepLife` says why."""
-
-
-StepEvent = RoomFreed | RowsLost | BatchFormed | WeightsMoved | TrainingLost
+StepEvent = RoomFreed | RowsLost | BatchFormed
 
 Hear = Callable[[StepEvent], None]
 """Takes an event: the controller."""

@@ -17,16 +17,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.step_life import StepLife
 from areal_sc.errors import StoreFull
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.metadata import RowMetadata
-from areal_sc.weights.published import WeightsReference
+from areal_sc.run.run_files import RunFiles
+from areal_sc.weights import methods
+from areal_sc.weights.published import WeightChanges, WeightsReference
 from areal_sc.weights.updates import WeightUpdates
 from areal_sc.workers import calls
-from areal_sc.workers.operations import Operation
+from areal_sc.workers.operations import Kind, Operation, digest
 
 YieldMemory = Callable[[StoreFull], Awaitable[bool]]
 """Has what can be spared give its memory up, for rows; tells whether it has."""
@@ -109,14 +111,18 @@ class PublicationTimes:
 class Channel:
     """The way of the weights of one trainer. Each is a subclass.
 
+    Args:
+        new_id: gives names that nothing else has.
+
     Attributes:
         times: sums over publications.
     """
 
-    def __init__(self, config: ActorConfig, fleet: Fleet) -> None:
+    def __init__(self, config: ActorConfig, fleet: Fleet, new_id: Callable[[], str]) -> None:
         self.times = PublicationTimes()
         self._config = config
         self._fleet = fleet
+        self._new_id = new_id
         self._has_earlier = False  # the ranks may hold what the lives before them have sealed
 
     async def seal(
@@ -151,3 +157,72 @@ class Channel:
     async def _sweep(self, sweeps: Sequence[calls.Sweep]) -> None:
         """The ranks forget all else: between two training steps nothing of it is still read."""
         await self._fleet.call_each(calls.SWEEP, sweeps)
+
+
+class PullChannel(Channel):
+    """`weight_update.method: pull`: rollout workers pull what the ranks seal; see `tree`."""
+
+    async def seal(
+        self, operation: Operation, version: int, reader: WeightsReader, oldest: int
+    ) -> WeightsReference:
+        await self._forget_earlier()
+        return await self._seal(operation, version)
+
+    async def seal_again(self, lineage: int, version: int) -> WeightsReference | None:
+        operation = Operation(lineage, version, Kind.publish, str(version), digest(None))
+        try:
+            return await self._seal(operation, version, keeps_earlier=True)
+        except StoreFull:  # after several deaths; who reads the old copies asks for the new ones
+            await self._forget_earlier()
+            return await self._seal(operation, version)
+
+    async def _seal(
+        self, operation: Operation, version: int, *, keeps_earlier: bool = False
+    ) -> WeightsReference:
+        """The weights of the ranks, which forget all else that they have sealed.
+
+        Args:
+            keeps_earlier: but for what earlier lives have sealed, which may still be read.
+        """
+        with self.times.adding_to("publish_seal_s"):
+            replies = await self._fleet.call_all(
+                methods.SEAL_WEIGHTS, methods.SealWeights(operation, version)
+            )
+            adopted_live = None if keeps_earlier else ()
+            await self._sweep(
+                [calls.Sweep(r.last_sequence, r.live, adopted_live=adopted_live) for r in replies]
+            )
+        changes = _joined([reply.changes for reply in replies])
+        if self._config.weight_update.method is WeightUpdateMethod.pull:
+            whole_bytes = sum(reply.num_bytes for reply in replies)
+            self.times.published_bytes += changes.num_bytes if changes else whole_bytes
+        shards = tuple(reply.shard for reply in replies)
+        nodes = tuple(sorted({member.worker.node for member in self._fleet.members}))
+        return WeightsReference(
+            version, shards, lineage=operation.lineage, nodes=nodes, changes=changes
+        )
+
+
+class DiskChannel(Channel):
+    """`weight_update.method: disk`: a folder that trainers and generation see."""
+
+    async def seal(
+        self, operation: Operation, version: int, reader: WeightsReader, oldest: int
+    ) -> WeightsReference:
+        await self._forget_earlier()
+        run = str(RunFiles(self._fleet.config.run_dir).path)
+        with self.times.adding_to("publish_seal_s"):
+            replies = await self._fleet.call_all(
+                methods.SAVE_WEIGHTS, methods.SaveWeights(operation, version, oldest, run)
+            )
+            await self._sweep([calls.Sweep(r.last_sequence, adopted_live=()) for r in replies])
+        return WeightsReference(version, folder=replies[0].folder, lineage=operation.lineage)
+
+
+def _joined(parts: Sequence[WeightChanges | None]) -> WeightChanges | None:
+    """The changes of all ranks; None: one has none, or of another version, as it is new."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or len({part.base for part in known}) != 1:
+        return None
+    shards = tuple(shard for part in known for shard in part.shards)
+    return WeightChanges(known[0].base, shards, sum(part.num_bytes for part in known))

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any, Final
 
 from msgspec.structs import replace
 
-from areal_sc.config.schema import ActorConfig
 from areal_sc.errors import EngineFailed, TransportError, WorkerError
-from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.weights import methods
-from areal_sc.weights.channel import WeightsReader
+from areal_sc.weights.channel import PullChannel, WeightsReader
 from areal_sc.weights.published import BucketLayout, WeightBroadcast, WeightsReference
-from areal_sc.weights.pull import PullChannel
 from areal_sc.workers.operations import Operation
 
 logger = logging.getLogger(__name__)
@@ -38,19 +35,12 @@ where their versions of NCCL differ, and each further try would cost its time li
 
 
 class CollectiveChannel(PullChannel):
-    """`weight_update.method: collective`. Whoever is not in the group pulls.
+    """`weight_update.method: collective`. Whoever is not in the group pulls."""
 
-    Args:
-        new_id: gives the names of groups.
-    """
-
-    def __init__(self, config: ActorConfig, fleet: Fleet, new_id: Callable[[], str]) -> None:
-        super().__init__(config, fleet)
-        self._new_id = new_id
-        self._group = ""
-        self._world_size = 0  # of that group
-        self._layouts: tuple[BucketLayout, ...] = ()
-        self._num_in_vain = 0
+    _group = ""
+    _world_size = 0  # of that group
+    _layouts: tuple[BucketLayout, ...] = ()
+    _num_in_vain = 0
 
     async def seal(
         self, operation: Operation, version: int, reader: WeightsReader, oldest: int

@@ -30,7 +30,7 @@ class SealWeights(Change, frozen=True, array_like=True):
     version: int
 
 
-class SaveWeights(Change, frozen=True, array_like=True):
+class SaveWeights(SealWeights, frozen=True, array_like=True):
     """The weights are written to a folder, and the policy version becomes `version`.
 
     Attributes:
@@ -38,7 +38,6 @@ class SaveWeights(Change, frozen=True, array_like=True):
         run: folder of the run; tells its folders from those of other runs.
     """
 
-    version: int
     oldest: int
     run: str
 

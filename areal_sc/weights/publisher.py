@@ -4,56 +4,39 @@
     no worker  the ranks'   of the   in the     the ranks   by the channel
     updates    weights      ranks    journal    are at it
 
-Consumes: `publish`, one at a time; what the ranks tell of steps and weights. Waits for: updates of
-the version before, the ranks, the journal of the reader, the channel. Unblocked by: those; a death
-of ranks repeats the sequence, see `ranks`.
+Consumes: `publish`, one at a time. Waits for: updates of the version before, the ranks, the journal
+of the reader, the channel. Unblocked by: those; a death of ranks repeats the sequence, see `ranks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
-from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
-from areal_sc.controller.events import TrainingLost, WeightsMoved
+from areal_sc.config.schema import WeightUpdateMethod
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_step import TrainStep
-from areal_sc.fleet.fleet import Fleet
-from areal_sc.weights.channel import Channel, WeightsReader
+from areal_sc.weights.channel import Channel, DiskChannel, PullChannel, WeightsReader
 from areal_sc.weights.collective import CollectiveChannel
-from areal_sc.weights.disk import DiskChannel
 from areal_sc.weights.published import WeightsReference
-from areal_sc.weights.pull import PullChannel
 from areal_sc.workers.operations import Kind
 
-
-def channel_of(config: ActorConfig, fleet: Fleet, new_id: Callable[[], str]) -> Channel:
-    """The way that `weight_update.method` names."""
-    match config.weight_update.method:
-        case WeightUpdateMethod.pull:
-            return PullChannel(config, fleet)
-        case WeightUpdateMethod.collective:
-            return CollectiveChannel(config, fleet, new_id)
-        case WeightUpdateMethod.disk:
-            return DiskChannel(config, fleet)
+CHANNELS: Final[Mapping[WeightUpdateMethod, type[Channel]]] = {
+    WeightUpdateMethod.pull: PullChannel,
+    WeightUpdateMethod.collective: CollectiveChannel,
+    WeightUpdateMethod.disk: DiskChannel,
+}
 
 
 @dataclass(eq=False)
 class Publisher:
-    """Publishes the versions of one model, and tells its reader what becomes of them.
-
-    Attributes:
-        reader: of what was published; None: nothing was, so far.
-    """
+    """Publishes the versions of one model."""
 
     ranks: Ranks
     step: TrainStep
-    channel: Channel
     place: PlaceFile
-
-    def __post_init__(self) -> None:
-        self.reader: WeightsReader | None = None
 
     async def publish(self, reader: WeightsReader, version: int) -> None:
         """Gives the reader the present version, or the next one, which it makes.
@@ -73,31 +56,18 @@ class Publisher:
         self.step.check(reader)
         weights = await self._seal(reader, version)
         await ranks.take_snapshot(version)  # ranks that broadcast do nothing else meanwhile
-        self.note_reader(reader)
+        self.ranks.note_reader(reader)
         await reader.record_version_async(version, step.trained_rows, step.splits)
         ranks.advance(version)  # a repeat is one from here on: `send` tells the reader at once
-        await self.channel.send(weights, reader)
+        await self.ranks.channel.send(weights, reader)
 
     async def _publish_present(self, reader: WeightsReader, version: int) -> None:
         weights = await self._seal(reader, version)
-        self.note_reader(reader)
-        await self.channel.send(weights, reader)
+        self.ranks.note_reader(reader)
+        await self.ranks.channel.send(weights, reader)
 
     async def _seal(self, reader: WeightsReader, version: int) -> WeightsReference:
         operation = self.ranks.operation(Kind.publish, str(version))
-        with self.channel.times.adding_to("publish_hold_s"):
+        with self.ranks.channel.times.adding_to("publish_hold_s"):
             oldest = await reader.updates.hold()
-        return await self.channel.seal(operation, version, reader, oldest)
-
-    def note_reader(self, reader: WeightsReader) -> None:
-        """Workers of this controller get the weights, now or from an earlier start."""
-        self.reader, self.ranks.is_published = reader, True
-        reader.follow(self.ranks.step, self.ranks.memory.yield_memory)
-
-    def hear(self, event: TrainingLost | WeightsMoved) -> None:
-        """The reader acts on it."""
-        match event:
-            case TrainingLost() if self.reader is not None:
-                self.reader.lose_steps()
-            case WeightsMoved(weights) if self.reader is not None:
-                self.reader.updates.renew(weights)
+        return await self.ranks.channel.seal(operation, version, reader, oldest)

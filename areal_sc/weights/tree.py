@@ -297,12 +297,9 @@ class WeightTree:
             if source not in refused:
                 return source
         is_any_left = any(copy not in refused for copy in self._copies.values())
+        is_copying = any(pull.makes_copy for pull in self._pulls)
         is_asked_often = self._num_from_trainers >= TRAINER_PULLS
-        return None if is_asked_often and (is_any_left or self._is_copying) else self._trainers
-
-    @property
-    def _is_copying(self) -> bool:
-        return any(pull.makes_copy for pull in self._pulls)
+        return None if is_asked_often and (is_any_left or is_copying) else self._trainers
 
     def _begin(self, source: WeightHolder, makes_copy: bool) -> Pull:
         loop = asyncio.get_running_loop()

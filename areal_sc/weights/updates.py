@@ -51,7 +51,8 @@ class WeightUpdates:
     """Brings the workers of one RolloutController to the newest version.
 
     Args:
-        on_version: is told of each worker whose version has changed.
+        on_version: is told of each worker whose version has changed, or that an evaluation holds,
+            or lets go of.
 
     Attributes:
         states: of all workers; those that are lost are left out of everything until they are up.
@@ -69,7 +70,7 @@ class WeightUpdates:
         self._config = config = engine.config
         self._fleet = fleet
         self._background = background
-        self._on_version = on_version
+        self.on_version = on_version
         self._weights: WeightsReference | None = None
         # what the engine is built with is no version's: the ranks' weights come before any work
         self._is_forgotten = self._are_held = config.waits_for_weights
@@ -169,10 +170,6 @@ class WeightUpdates:
         self._are_held = False
         self.begin_all()
 
-    def note_hold(self, state: RolloutWorkerState) -> None:
-        """An evaluation holds the worker, or lets go of it."""
-        self._on_version(state)
-
     def may_leave(self, state: RolloutWorkerState) -> bool:
         """Whether no weight update counts on the worker, and no evaluation on its weights."""
         is_settled = self._is_newest(state) or not state.life.is_up
@@ -218,11 +215,8 @@ class WeightUpdates:
         """Whether a worker is held for an evaluation."""
         is_broadcast = self._config.weight_update.method == WeightUpdateMethod.collective
         takes_turns = self._config.placement is Placement.turns
-        return self._num_staying > 1 and not (is_broadcast or takes_turns)
-
-    @property
-    def _num_staying(self) -> int:
-        return sum(not state.life.is_leaving for state in self.states)
+        num_staying = sum(not state.life.is_leaving for state in self.states)
+        return num_staying > 1 and not (is_broadcast or takes_turns)
 
     def begin_all(self) -> None:
         """Every worker that may begins to update, if it has to."""
@@ -247,7 +241,7 @@ class WeightUpdates:
 
     def _set_version(self, state: RolloutWorkerState, version: int) -> None:
         state.version = version
-        self._on_version(state)
+        self.on_version(state)
         self._background.notify()
 
     async def _update(self, state: RolloutWorkerState) -> None:
@@ -338,7 +332,7 @@ class HeldWorker:
         """It may update its weights again."""
         if self._state is not None:
             self._state.holds.discard(self)
-            self._updates.note_hold(self._state)
+            self._updates.on_version(self._state)
             self._state = None
 
     def _lives(self, state: RolloutWorkerState) -> bool:
@@ -360,7 +354,7 @@ class HeldWorker:
         self._state, self._incarnation = state, state.member.worker.incarnation
         if self._keeps_weights:
             state.holds.add(self)
-            self._updates.note_hold(state)
+            self._updates.on_version(state)
             await self._background.wait_until(
                 lambda: not state.is_updating, f"{state.name} to update its weights"
             )

@@ -37,8 +37,8 @@ from areal_sc.transport.shards.memory_folder import ArenaFolder
 from areal_sc.weights import methods
 from areal_sc.weights import updates as weight_updates
 from areal_sc.weights.adopter import HeldWeights
+from areal_sc.weights.channel import PullChannel
 from areal_sc.weights.published import ShardReference
-from areal_sc.weights.pull import PullChannel
 from areal_sc.weights.rank_weights import RankWeights
 from areal_sc.weights.updates import WeightUpdates
 from areal_sc.workers import calls
@@ -177,7 +177,7 @@ class Run:
             call_all=self._seal_all, call_each=self._sweep_each, members=[]
         )
         self.train_members = train_fleet.members
-        self.channel = PullChannel(ActorConfig(weight_update=update), train_fleet)
+        self.channel = PullChannel(ActorConfig(weight_update=update), train_fleet, lambda: "id")
         self.ranks: list[Trainer] = []
         self.awaits_machines = False
         self.members: list[Any] = []

@@ -161,7 +161,7 @@ def test_the_model_is_that_of_the_undisturbed_run(
             assert steps.update() == metrics[2]
             steps.kill(0)  # between update and publication
             check()
-            with after_first(actor._publisher, "seal", lambda: steps.kill(last)):
+            with after_first(actor._ranks.channel, "seal", lambda: steps.kill(last)):
                 assert steps.update() == metrics[3]
                 check()
             with after_first(actor._ranks.memory, "take", lambda: steps.kill(last)):

@@ -28,6 +28,7 @@ from areal_sc import (
 )
 from areal_sc import start as start_controllers
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.weights.collective import CollectiveChannel
 from areal_sc.weights.methods import LEAVE_WEIGHT_GROUP, WEIGHT_RANKS, WeightRanks
 from areal_sc.weights.tree import WeightTree
 
@@ -172,12 +173,19 @@ def test_a_broadcast_that_cannot_be_received_leaves_nobody_waiting(
     )
     with controllers(config, scheduler) as (actor, rollout):
         train_step(actor, rollout)
-        group = actor._publisher._group
+        group = group_of(actor)
         leave_unnoticed(rollout, group)
         for step in range(2):
             assert train_step(actor, rollout)["behavior_kl"] < SAME_KL, f"version {step + 1}"
         assert actor.publication_stats["failed_broadcasts"] == 1
-        assert actor._publisher._group not in ("", group)
+        assert group_of(actor) not in ("", group)
+
+
+def group_of(actor: TrainController) -> str:
+    """Name of the weight group; "": there is none."""
+    channel = actor._ranks.channel
+    assert isinstance(channel, CollectiveChannel)
+    return channel._group
 
 
 def leave_unnoticed(rollout: RolloutController, group: str) -> None:
@@ -205,10 +213,10 @@ def test_a_worker_that_dies_joins_the_next_meeting(
     config = tiny_config("weight_update.method=collective", "rollout.num_workers=2")
     with controllers(config, scheduler) as (actor, rollout):
         train_step(actor, rollout)
-        group, dead = actor._publisher._group, rollout.fleet.members[1]
+        group, dead = group_of(actor), rollout.fleet.members[1]
         os.kill(dead.worker.pid, signal.SIGKILL)
         train_step(actor, rollout)  # a broadcast that it should get fails, and others pull
         rollout._run(rollout._recovery.wait_until_ready(dead))
         for _ in range(2):
             assert train_step(actor, rollout)["behavior_kl"] < SAME_KL
-        assert actor._publisher._group not in ("", group)
+        assert group_of(actor) not in ("", group)

@@ -22,7 +22,6 @@ from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.common import NeedsRun
-from areal_sc.controller.events import Hear, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.shared_card import SharedCard
 from areal_sc.controller.step_life import StepLife
@@ -49,7 +48,7 @@ from areal_sc.fleet.worker_life import Progressed
 from areal_sc.metadata import RowMetadata
 from areal_sc.run.run_status import RoleStatus
 from areal_sc.transport.rpc.method import Method
-from areal_sc.weights.channel import Channel
+from areal_sc.weights.channel import Channel, WeightsReader
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.operations import Kind, Operation, digest
 from areal_sc.workers.rank_methods import RankCall, SnapshotPlace
@@ -75,11 +74,11 @@ class Ranks:
         channel: by which rollout workers get the weights.
         needs: what the rollout controllers say of rows.
         card: that the ranks may share with generation.
-        hear: takes what becomes of the steps.
 
     Attributes:
         step: the training step that goes on.
-        is_published: rollout workers get the weights.
+        reader: whose workers get the weights; None: nobody's, so far.
+        channel: as given.
         state: where the ranks stand.
         calls: what they are asked for.
         memory: their snapshots in memory.
@@ -92,10 +91,10 @@ class Ranks:
         channel: Channel,
         needs: Set[NeedsRun],
         card: SharedCard,
-        hear: Hear,
     ) -> None:
         self.step = StepLife()
-        self.is_published = False
+        self.reader: WeightsReader | None = None
+        self.channel = channel
         self._recovery = recovery
         self._fleet = fleet = recovery.fleet
         self.state = RankState()
@@ -103,8 +102,6 @@ class Ranks:
         self._fields = ComputedFields(fleet, needs)
         self.memory = MemorySnapshots(fleet, self.state, config.memory_snapshots)
         self._config = config
-        self._channel = channel
-        self._hear = hear
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
         self._are_as_built = False
         self._on_card = RanksOnCard(card, recovery, self.calls)
@@ -137,6 +134,11 @@ class Ranks:
         if found.has_begun_step:
             self.step.begin_before()
         self._recovery.begin(self._bring_back)
+
+    def note_reader(self, reader: WeightsReader) -> None:
+        """Workers of this controller get the weights, now or from an earlier start."""
+        self.reader = reader
+        reader.follow(self.step, self.memory.yield_memory)
 
     def _begin(self, lineage: int, source: StartingPoint) -> None:
         self.state.begin(lineage, source)
@@ -271,7 +273,7 @@ class Ranks:
         """
 
         async def compute() -> list[calls.SealedShard]:
-            if self.is_published:
+            if self.reader is not None:
                 return await self.calls.ask(asked)
             await self._fields.sweep()
             batches = (batch for share in asked.shares for batch in share.batches)
@@ -356,7 +358,7 @@ class Ranks:
             await self._bring_back_now()
 
     async def _bring_back_now(self) -> None:
-        self._channel.note_new_ranks()
+        self.channel.note_new_ranks()
         self.calls.layout = await meet(self._fleet, lineage=0)
         self._are_as_built = bool(self.step.why_lost)
         if self._are_as_built:
@@ -406,12 +408,13 @@ class Ranks:
     def _lose_steps(self, why: str) -> WorkerLost:
         """The ranks begin once more, as they are built: some may be in the midst of a repeat."""
         self.step.lose(f"{why}: a snapshot has to be loaded")
-        self._hear(TrainingLost())
+        if self.reader is not None:
+            self.reader.lose_steps()
         return WorkerLost(why)
 
     async def _announce_again(self) -> None:
         """Offers the weights of the new lives to whoever waits for the newest ones."""
-        if self.step.are_weights_told:
-            moved = await self._channel.seal_again(self.state.lineage, self.state.version)
+        if self.step.are_weights_told and self.reader is not None:
+            moved = await self.channel.seal_again(self.state.lineage, self.state.version)
             if moved is not None:
-                self._hear(WeightsMoved(moved))
+                self.reader.updates.renew(moved)

@@ -28,7 +28,6 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
-from areal_sc.controller.events import StepEvent, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.rank_state import StartingPoint
@@ -57,7 +56,7 @@ from areal_sc.schedulers.base import Scheduler
 from areal_sc.sizing.model_folder import check_replaceable
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.weights.channel import WeightsReader
-from areal_sc.weights.publisher import Publisher, channel_of
+from areal_sc.weights.publisher import CHANNELS, Publisher
 from areal_sc.workers.rank_methods import SnapshotPlace
 
 
@@ -94,14 +93,13 @@ class TrainController(Controller):
         self._common = common_of(scheduler)
         path = self._folder.histories / f"{role}.json"
         self.place = PlaceFile(path, self._runtime.disk)
-        self._channel = channel_of(self.config, self.fleet, self._runtime.new_id)
+        channel = CHANNELS[self.config.weight_update.method]
         self._ranks = Ranks(
             self.config,
             self._recovery,
-            self._channel,
+            channel(self.config, self.fleet, self._runtime.new_id),
             self._common.needs,
             self._common.card,
-            self._hear,
         )
         self._tell_more = self._ranks.tell
         self._writes = RankWrites(self._ranks, self.fleet)
@@ -110,7 +108,7 @@ class TrainController(Controller):
         self._loss = loss_of(self.config.ppo)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
         self._work = RankWork(self._ranks, self._step, self._sources, self.place)
-        self._publisher = Publisher(self._ranks, self._step, self._channel, self.place)
+        self._publisher = Publisher(self._ranks, self._step, self.place)
 
     @property
     def version(self) -> int:
@@ -290,9 +288,7 @@ class TrainController(Controller):
     ) -> dict[str, float]:
         """`sft_update` by any loss; an item may also be a pair of such, `chosen` and `rejected`."""
         check_trains(self.config, self.role)
-        if advances and (
-            self._publisher.reader or (self.role == TRAIN_ROLE and self._common.needs)
-        ):
+        if advances and (self._ranks.reader or (self.role == TRAIN_ROLE and self._common.needs)):
             raise ConfigError(POLICY_ADVANCES)
         if advances:  # else it is part of a step that goes on
             await self.standstill.hold(self._check_lives)
@@ -399,24 +395,22 @@ class TrainController(Controller):
     @property
     def publication_stats(self) -> dict[str, float]:
         """Where the time of publications went; see `PublicationTimes`."""
-        return asdict(self._channel.times)
+        return asdict(self._ranks.channel.times)
 
     def note_reader(self, rollout: WeightsReader) -> None:
         """Workers of this controller get the weights, now or from an earlier start."""
-        self._publisher.note_reader(rollout)
+        self._ranks.note_reader(rollout)
 
     def begin_step_anew(self) -> None:
         """Rows of the step that goes on are gone: the ranks go back to its beginning."""
         self._ranks.begin_step_anew()
 
-    def _hear(self, event: FleetEvent | StepEvent) -> None:
+    def _hear(self, event: FleetEvent) -> None:
         match event:
             case UnitLost():
                 self._ranks.end_calls()
             case RunFailed(cause):
                 self._give_up(cause)
-            case TrainingLost() | WeightsMoved():
-                self._publisher.hear(event)
 
     compute = blocking(compute_async)
     compute_logprobs = blocking(compute_logprobs_async)

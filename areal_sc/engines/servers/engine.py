@@ -243,7 +243,7 @@ class ServerEngine:
         """
         if self._config.lora.is_published_alone:
             folder = await asyncio.to_thread(self._adapters.write, version, await source())
-            await self._publish_adapter(version, folder)
+            await self._adopt_adapter(version, folder)
             await asyncio.to_thread(self._adapters.keep_newest)
             return
         if not self.server.is_own:
@@ -261,12 +261,12 @@ class ServerEngine:
             EngineFailed: the server is lost.
         """
         if self._config.lora.is_published_alone:
-            await self._publish_adapter(version, folder)
+            await self._adopt_adapter(version, folder)
             return
         check_weights_folder(str(folder), self._model.shapes_in_folders)
         await self.adopt(DiskWeights(version, folder))
 
-    async def _publish_adapter(self, version: int, folder: Path) -> None:
+    async def _adopt_adapter(self, version: int, folder: Path) -> None:
         weights = await asyncio.to_thread(AdapterWeights.read, version, folder, self._config)
         await self.adopt(weights)
 

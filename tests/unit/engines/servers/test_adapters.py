@@ -99,19 +99,19 @@ def test_a_written_adapter_is_one_of_peft_with_its_probe(tmp_path: Path) -> None
 async def test_the_file_is_not_read_in_the_loop_s_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, published = list[int](), list[Any]()
+    threads, adopted = list[int](), list[Any]()
 
     def read(*_: Any) -> str:
         threads.append(threading.get_ident())
         return "weights"
 
-    async def publish(weights: Any) -> None:
-        published.append(weights)
+    async def adopt(weights: Any) -> None:
+        adopted.append(weights)
 
     monkeypatch.setattr(AdapterWeights, "read", read)
-    engine: Any = SimpleNamespace(_config=config(), publish=publish)
-    await ServerEngine._publish_adapter(engine, 3, tmp_path)
-    assert published == ["weights"]
+    engine: Any = SimpleNamespace(_config=config(), adopt=adopt)
+    await ServerEngine._adopt_adapter(engine, 3, tmp_path)
+    assert adopted == ["weights"]
     assert threads != [threading.get_ident()]
 
 
