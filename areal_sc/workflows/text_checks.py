@@ -79,7 +79,12 @@ class PromptTexts:
 
     def refusal(self) -> ConfigError:
         """To be raised where too many are lost."""
-        return ConfigError(f"{self.describe()}; {_WAYS_OUT}")
+        return ConfigError(
+            f"{self.describe()}; use a model whose tokenizer knows such text, write prompts with "
+            "what it knows, or mend normalizer, pre-tokenizer or decoder in its tokenizer.json: "
+            f"transformers has read it as a {type(self._tokenizer).__name__}, and classes of "
+            "families put their own in place"
+        )
 
     def describe(self) -> str:
         """For people; there are some."""
@@ -95,12 +100,6 @@ class PromptTexts:
                 shown = " ".join(map(str, self._tokenizer.convert_ids_to_tokens(tokens)))
                 return f"{text!r:.200} comes back as {kept!r:.200}: {lost} (its tokens: {shown})"
         return describe_unknown(self._tokenizer, input_ids)
-
-
-_WAYS_OUT: Final = (
-    "use a model whose tokenizer knows such text, mend the normalizer, pre-tokenizer or decoder in "
-    "its tokenizer.json, or write prompts with what it knows"
-)
 
 
 def why_endless(
