@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -370,44 +371,39 @@ class TaskLook:
         Raises: ConfigError: a right answer gets less than a wrong one.
         """
         answered = sorted(answered, key=lambda one: len(one.text))
-        fault = ""
-        for place in range(len(answered) // 2):
-            one, other = answered[place], answered[-1 - place]
-            tries = [await self._rewards(workflow, one, other, own)]
-            if tries[0] is None or not (found := _fault_in(tries[0], one, other)):
+        faults = list[str]()
+        for one, other in zip(answered[: len(answered) // 2], answered[::-1], strict=False):
+            rewards = await self._rewards(workflow, one, other, own)
+            fault = _fault_in(rewards, one, other)
+            if not fault:
                 return
-            tries += [await self._rewards(workflow, one, other, own) for _ in range(2)]
-            if any(it != tries[0] for it in tries):
-                return
-            fault = fault or found
-            if found.startswith(_OUTWEIGHED):
+            for _ in range(2):
+                if await self._rewards(workflow, one, other, own) != rewards:
+                    return
+            faults.append(fault)
+            if fault.startswith(_OUTWEIGHED):
                 break
-        if fault:
+        if faults:
             raise ConfigError(
-                f"a right answer gets less reward than a wrong one: {fault}; mend the reward, or "
-                "if the rows' `answer` is no right answer, give it another name"
+                f"a right answer gets less reward than a wrong one: {faults[0]}; mend the reward, "
+                "or if the rows' `answer` is no right answer, give it another name"
             )
 
     async def _rewards(
         self, workflow: Workflow, one: _Answered, other: _Answered, own: OwnPools
-    ) -> tuple[float, float, float, float] | None:
-        """Of both answers to the one row, then of both to the other; None: one has none."""
-        rewards = []
-        for row, text in (
-            (one.row, one.text),
-            (one.row, other.text),
-            (other.row, one.text),
-            (other.row, other.text),
-        ):
-            model = self._writes(text)
+    ) -> list[float]:
+        """Of both answers to the one row, then of both to the other; empty if one has none."""
+        rewards = list[float]()
+        for row, answer in product((one, other), repeat=2):
+            model = self._writes(answer.text)
             try:
-                rows = await self._episode(workflow, row, own, model)
+                rows = await self._episode(workflow, row.row, own, model)
             except Raised:
-                return None
+                return []
             if isinstance(rows, Rejection) or len(rows) != 1 or model.was_cut:
-                return None
-            rewards.append(float(rows[0].reward))
-        return rewards[0], rewards[1], rewards[2], rewards[3]
+                return []
+            rewards.append(float(rows[0].reward) or 0.0)  # not -0
+        return rewards
 
     async def _episode(
         self, workflow: Workflow, row: dict[str, Any], own: OwnPools, model: _Model
@@ -450,17 +446,18 @@ def _right_answer(row: dict[str, Any]) -> str:
     return str(given) if isinstance(given, str) or is_number else ""
 
 
-def _fault_in(rewards: tuple[float, float, float, float], one: _Answered, other: _Answered) -> str:
+def _fault_in(rewards: list[float], one: _Answered, other: _Answered) -> str:
     """What is wrong with rewards of both answers to the one row, then of both to the other."""
+    if not rewards:
+        return ""
     own, others, ones, its = rewards
     is_less, other_is_less = own < others, its < ones
-    is_right_way = own + its - others - ones > _ROUNDING * max(map(abs, rewards))
     is_outweighed = (is_less and len(one.text) <= len(other.text)) or (
         other_is_less and len(other.text) <= len(one.text)
     )
     if is_less and other_is_less:
         what = "it is the wrong way round: "
-    elif is_right_way and is_outweighed:
+    elif is_outweighed and own + its - others - ones > _ROUNDING * max(map(abs, rewards)):
         what = _OUTWEIGHED
     else:
         return ""

@@ -100,15 +100,13 @@ class RunFolder(RunFiles):
         """
         resume = wanted.get("resume", "auto")
         assert resume in ("auto", "never", "must"), resume
-        try:
+        with self._errors_named(NoRunFolder):  # a name may be too long
             existing = next(p for p in (self.path, *self.path.parents) if p.exists())
-        except OSError as error:  # a name is too long
-            raise self._cannot_be_made(str(error.strerror)) from error
         with self._errors_named():
             if not existing.is_dir():
-                raise self._cannot_be_made(f"{existing} is a file, not a folder")
+                raise self._error(f"{existing} is a file, not a folder", NoRunFolder)
             if not os.access(existing, os.W_OK | os.X_OK):
-                raise self._cannot_be_made(f"{existing} cannot be written")
+                raise self._error(f"{existing} cannot be written", NoRunFolder)
             entries, marker = self._entries(), self.marker()
             if not entries:
                 if resume == "must":
@@ -345,10 +343,8 @@ class RunFolder(RunFiles):
 
     def _make(self) -> None:
         """Raises: NoRunFolder."""
-        try:
+        with self._errors_named(NoRunFolder):
             self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
-        except OSError as error:
-            raise self._cannot_be_made(str(error.strerror)) from error
 
     def _mark(self, settings: str | None = None) -> None:
         """Makes the folder a run's."""
@@ -379,20 +375,17 @@ class RunFolder(RunFiles):
             return self.config_path.read_text(errors="replace")
         return ""
 
-    def _error(self, text: str) -> RunFolderError:
-        return RunFolderError(f"run folder {self.path}: {text}")
-
-    def _cannot_be_made(self, why: str) -> NoRunFolder:
-        return NoRunFolder(f"run folder {self.path}: {why}; choose another run_dir")
+    def _error(self, text: str, kind: type[RunFolderError] = RunFolderError) -> RunFolderError:
+        return kind(f"run folder {self.path}: {text}")
 
     @contextmanager
-    def _errors_named(self) -> Iterator[None]:
+    def _errors_named(self, kind: type[RunFolderError] = RunFolderError) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             raise self._error(
-                f"it cannot be used: {where}{error.strerror}; choose another run_dir"
+                f"it cannot be used: {where}{error.strerror}; choose another run_dir", kind
             ) from error
 
     def _entries(self) -> list[Path]:

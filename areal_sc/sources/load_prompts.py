@@ -102,13 +102,8 @@ def load_prompts(
     Raises: WorkflowError: it cannot be had, is empty, a column is missing, or a row has no value in
         one of these columns (null, or an empty cell of a CSV); says what to do.
     """
-    if num_held_out is not None:
-        if streaming:
-            raise WorkflowError(f"{path}: num_held_out: of rows that are not streamed")
-        words: SourceWords = {"name": name, "split": split, "revision": revision, "size": size}
-        words |= {"prompt_key": prompt_key, "answer_key": answer_key, "template": template}
-        words |= {"seed": seed, "weights": weights, "settings": settings}
-        return _held_out(path, load_prompts(path, **words), num_held_out)
+    if streaming and num_held_out is not None:
+        raise WorkflowError(f"{path}: num_held_out: of rows that are not streamed; leave one out")
     tasks = tasks_in(path)
     if tasks is not None:
         given: dict[str, Any] = {
@@ -121,7 +116,8 @@ def load_prompts(
         rows = generated_rows(tasks, size=size, seed=seed, weights=weights, settings=settings)
         columns = {"prompt": "question"} if template is None else {}
         shape = _Shape(str(path), columns, template, {"question", *_fields(template or "")})
-        return [shape.of_row(row, number) for number, row in enumerate(rows)]
+        made = [shape.of_row(row, number) for number, row in enumerate(rows)]
+        return made if num_held_out is None else _held_out(path, made, num_held_out)
     given = {"size": size is not None, "seed": seed, "weights": weights is not None}
     _refuse(
         given | {"settings": settings is not None}, path, f"tasks of reasoning-gym, {PREFIX}TASK,"
@@ -130,7 +126,8 @@ def load_prompts(
     columns |= {"answer": answer_key} if answer_key else {}
     needed = {*columns.values(), *_fields(template or "")}
     shape = _Shape(f"dataset {path}, split {split}", columns, template, needed)
-    return _shaped(cast("str | Path", path), name, split, revision, shape, streaming=streaming)
+    found = _shaped(cast("str | Path", path), name, split, revision, shape, streaming=streaming)
+    return found if num_held_out is None else _held_out(path, found, num_held_out)
 
 
 def _refuse(given: Mapping[str, Any], path: Any, what: str) -> None:

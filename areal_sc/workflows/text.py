@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -164,14 +164,22 @@ def describe_lost(
 
     Args: input_ids: the tokens that the texts are in; a text that they do not have is passed over.
     """
+    for text, given in changed_texts(tokenizer, texts, input_ids):
+        return f"{text!r:.200} differs from what the model gets, {given!r:.200}"
+    return ""
+
+
+def changed_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], input_ids: Sequence[int]
+) -> Iterator[tuple[str, str]]:
+    """Those of the texts that are others in these tokens, with what they are there."""
     whole = written(tokenizer, input_ids)
     longest = 10 * len(whole) + 100  # one that is far longer is not in it
     for text in texts:
         if len(text) <= longest and text.strip() not in whole:
             given = written(tokenizer, bare_tokens(tokenizer, text)).strip()
-            if given and given in whole:
-                return f"{text!r:.200} differs from what the model gets, {given!r:.200}"
-    return ""
+            if given in whole and (given or not whole.strip()):
+                yield text, given
 
 
 def written(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.errors import ConfigError
-from areal_sc.workflows.text import bare_tokens, describe_unknown, written
+from areal_sc.workflows.text import bare_tokens, changed_texts, describe_unknown, written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +28,7 @@ _UNSEEN: Final = ("Mn", "Cc", "Cf")
 _BETWEEN_WORDS: Final = re.compile(r"(?<=[^\W_\u2e80-\u9fff])\s+(?=[^\W_\u2e80-\u9fff])")
 """White space without which two words, or numbers, are another one. Han characters stand alone."""
 
+_MAX_NAMED: Final = 10
 _TAG: Final = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _USER, _ANSWER, _NEXT = "zq1uqz", "zq2aqz", "zq3uqz"
 
@@ -51,16 +52,11 @@ def lost_from(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     given, kept = _letters(text), _letters(written(tokenizer, tokens))
     if given != kept:
         lost, new = Counter(given) - Counter(kept), Counter(kept) - Counter(given)
-        if lost:
-            return f"it has lost {' '.join(list(lost)[:_MAX_NAMED])}"
-        return f"it has got {' '.join(list(new)[:_MAX_NAMED])}" if new else "its order is another"
+        return f"it has {'lost' if lost else 'got'} {' '.join(list(lost or new)[:_MAX_NAMED])}"
     joined = _BETWEEN_WORDS.sub("", text)
     if joined != text and bare_tokens(tokenizer, joined) == tokens:
         return "it has lost the white space between words"
     return ""
-
-
-_MAX_NAMED: Final = 10
 
 
 class PromptTexts:
@@ -83,7 +79,12 @@ class PromptTexts:
 
     def refusal(self) -> ConfigError:
         """To be raised where too many are lost."""
-        return ConfigError(f"{self.describe()}; {_WAYS_OUT}")
+        return ConfigError(
+            f"{self.describe()}; use a model whose tokenizer knows such text, write prompts with "
+            "what it knows, or mend normalizer, pre-tokenizer or decoder in its tokenizer.json: "
+            f"transformers has read it as a {type(self._tokenizer).__name__}, and classes of "
+            "families put their own in place"
+        )
 
     def describe(self) -> str:
         """For people; there are some."""
@@ -93,25 +94,12 @@ class PromptTexts:
         )
 
     def _lost(self, row: Any, input_ids: Sequence[int]) -> str:
-        whole = written(self._tokenizer, input_ids)
-        longest = 10 * len(whole) + 100  # one that is far longer is not in it
-        for text in texts_in(row):
-            if not text.strip() or len(text) > longest or text.strip() in whole:
-                continue
-            tokens = bare_tokens(self._tokenizer, text)
-            kept = written(self._tokenizer, tokens).strip()
-            if kept not in whole or (not kept and whole.strip()):
-                continue  # it is not in the prompt, or nobody can tell
+        for text, kept in changed_texts(self._tokenizer, texts_in(row), input_ids):
             if lost := lost_from(self._tokenizer, text):
-                shown = " ".join(map(str, self._tokenizer.convert_ids_to_tokens(tokens[:20])))
+                tokens = bare_tokens(self._tokenizer, text)[:20]
+                shown = " ".join(map(str, self._tokenizer.convert_ids_to_tokens(tokens)))
                 return f"{text!r:.200} comes back as {kept!r:.200}: {lost} (its tokens: {shown})"
         return describe_unknown(self._tokenizer, input_ids)
-
-
-_WAYS_OUT: Final = (
-    "use a model whose tokenizer knows such text, mend the normalizer, pre-tokenizer or decoder in "
-    "its tokenizer.json, or write prompts with what it knows"
-)
 
 
 def why_endless(
@@ -141,25 +129,24 @@ def _of_template(
     """What the template puts before an answer, and why such an answer does not end."""
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
 
-    def rendered(*messages: dict[str, str], begins: bool = False) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=begins
-            )
+    def behind(mark: str, *messages: dict[str, str]) -> str:
+        is_open = messages[-1] is user
+        text: Any = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=is_open
         )
+        return str(text).partition(mark)[2]
 
     try:
-        opening = rendered(user, begins=True).rpartition(_USER)[2]
-        closing = rendered(user, answer).partition(_ANSWER)[2]
-        going_on = rendered(user, answer, {"role": "user", "content": _NEXT})
+        opening = behind(_USER, user)
+        closing = behind(_ANSWER, user, answer).lstrip()
+        following = behind(_ANSWER, user, answer, {"role": "user", "content": _NEXT})
     except Exception:  # the model's own code, which jinja runs, and it may refuse these
         return "", ""
-    between = going_on.partition(_ANSWER)[2].partition(_NEXT)[0]
-    closing = closing.lstrip()
+    between = following.partition(_NEXT)[0]
     if not opening.strip() or not closing or closing.strip() == opening.strip():
         return "", ""
-    names = {token: written(tokenizer, [token]).strip() for token in ends}
-    known = tuple(filter(None, (*names.values(), *(text.strip() for text in stop))))
+    written_ends = (written(tokenizer, [token]) for token in sorted(ends))
+    known = tuple(filter(None, (text.strip() for text in (*written_ends, *sorted(stop)))))
     if closing.startswith(known) or any(text in between for text in known):
         return opening, ""
     token = bare_tokens(tokenizer, closing)[0]

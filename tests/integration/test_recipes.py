@@ -130,7 +130,7 @@ def chat_model(tmp_path: Path) -> Path:
     )
     folder = tmp_path / "model"
     fast.save_pretrained(folder)
-    values = ("qwen2", 32, 64, 4, 2, 2, len(characters), 2048, True)
+    values = ("llama", 32, 64, 4, 2, 2, len(characters), 2048, True)  # qwen2 has its own tokenizer
     config = dict(zip(KEYS, values, strict=True)) | {"eos_token_id": 1, "pad_token_id": 0}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

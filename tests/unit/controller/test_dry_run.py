@@ -129,7 +129,7 @@ def test_a_text_that_the_tokenizer_changes_is_told(
     rows = [*ROWS, {"prompt": "aB=", "answer": "Ba", "of": ["C"]}]
     fit(dry(), SingleTurnWorkflow(reversed_letters), rows)
     shown = capsys.readouterr().out
-    lost = "the model's tokenizer loses the text of 1 of 4 prompts: 'aB=' comes back as 'a<pad>='"
+    lost = "the model's tokenizer loses the text of 1 of 4 prompts: 'aB=' comes back as 'a='"
     assert f"WARNING: {lost}: it has lost b " in shown
     fit(dry(), SingleTurnWorkflow(reversed_letters), [{**row, "of": ["C"]} for row in ROWS])
     assert "WARNING" not in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.preflight import machine_limits
-from areal_sc.preflight.machine_limits import DiskPlan, check_limits
+from areal_sc.preflight.machine_limits import DiskPlan, check_disk, check_limits
 from areal_sc.preflight.plan import plan_ranks
 
 Load = Callable[..., GRPOConfig]
@@ -116,17 +116,21 @@ def test_a_disk_that_is_too_small_is_told_before_the_run(
     tmp_path: Path,
 ) -> None:
     run_dir, words = tmp_path / "run", ("checkpoint.every_steps=1", "checkpoint.keep=50")
-    needed = sum(counted(*words).parts.values())
+    parts = counted(*words).parts
+    needed = sum(parts.values())
     free(needed)
     assert not counted(*words).is_short
     free(needed - 1)
     assert counted(*words).is_short
     assert "TOO LITTLE: checkpoint.keep=1 needs less" in counted(*words).line()
     own = (f"actor.path={tiny_model_folder}", f"run_dir={run_dir}", *SIZES, *words)
-    (warning,) = check_limits(load(*own))
-    assert warning == counted(*words).line()
-    with pytest.raises(ConfigError, match=r"the run does not fit on the disk: .* TOO LITTLE"):
-        load(*own, "--dry-run")
+    assert check_disk(load(*own)) == [counted(*words).line()], "there may be fewer records"
+    load(*own, "--dry-run")
+    free(parts["snapshots"] + parts["models"] - 1)
+    for starts in (lambda: check_disk(load(*own)), lambda: load(*own, "--dry-run")):
+        with pytest.raises(ConfigError, match=r"the run does not fit on the disk: .* TOO LITTLE"):
+            starts()
+    free(needed - 1)
     run_dir.mkdir()
     (run_dir / "of-an-earlier-start").write_bytes(b"x")
     assert not counted(*words).is_short, "what the run has there already is room of its own"

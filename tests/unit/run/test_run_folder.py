@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from builders import OPENS_RUN, running_python
 
-from areal_sc.errors import RunFolderError
+from areal_sc.errors import NoRunFolder, RunFolderError
 from areal_sc.run.agent_files import AgentFile
 from areal_sc.run.run_folder import FORMAT_VERSION, Opening, RunFolder
 from areal_sc.run.run_lineage import begin_lineage
@@ -223,6 +223,19 @@ def test_parent_is_a_file(path: Path) -> None:
     path.parent.touch()
     with pytest.raises(RunFolderError, match="is a file, not a folder"):
         RunFolder(path).open(config_text=CONFIG)
+
+
+def test_a_folder_that_cannot_be_made(path: Path) -> None:
+    for unmakeable in (path / ("x" * 300), Path("/proc/run"), Path("/dev/null/run")):
+        for opens in (RunFolder(unmakeable).preview, RunFolder(unmakeable).open):
+            with pytest.raises(NoRunFolder, match=f"run folder {unmakeable}: ") as refusal:
+                opens(config_text=CONFIG)
+            assert refusal.value.exit_code == 2
+
+
+def test_a_preview_leaves_nothing(path: Path) -> None:
+    assert RunFolder(path).preview(config_text=CONFIG) is Opening.start
+    assert not path.parent.exists()
 
 
 def test_resume_with_changed_settings(path: Path, caplog: pytest.LogCaptureFixture) -> None:

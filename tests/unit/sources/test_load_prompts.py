@@ -18,7 +18,7 @@ from hub_server import TOKEN, HubServer, serve_hub
 
 from areal_sc.errors import WorkflowError
 from areal_sc.sources import load_prompts as module
-from areal_sc.sources.load_prompts import load_prompts
+from areal_sc.sources.load_prompts import SourceWords, load_prompts, load_rows
 from areal_sc.sources.prompts import JsonlPrompts
 
 LOAD = """
@@ -314,6 +314,23 @@ def test_a_file_that_does_not_fit_is_refused(
     (tmp_path / "rows.tsv").touch()
     with pytest.raises(WorkflowError, match=told):
         load_prompts(tmp_path / path, **settings)  # type: ignore[arg-type]
+
+
+def test_rows_and_prompts_take_the_same_words(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows: list[dict[str, Any]] = [{"q": str(n), "a": 2 * n} for n in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words: SourceWords = {"prompt_key": "q", "answer_key": "a", "split": "train[:2]"}
+    shaped = [{**row, "prompt": row["q"], "answer": row["a"]} for row in rows[:2]]
+    assert load_prompts(path, **words) == shaped
+    for load in (load_prompts, load_rows):
+        assert load(path, num_held_out=1, **words) == (shaped[:1], shaped[1:])
+        with pytest.raises(WorkflowError, match="expected 0 to 1 rows to hold out of 2, got 2"):
+            load(path, num_held_out=2, **words)
+        with pytest.raises(WorkflowError, match="num_held_out: of rows that are not streamed"):
+            load(path, num_held_out=1, streaming=True)
+    assert load_rows(path, num_held_out=1) == (rows[:2], rows[2:])
+    assert load_rows(path, template="{q}?")[0][0] == {**rows[0], "prompt": "0?"}
 
 
 def test_the_home_of_nobody_is_no_folder() -> None:

@@ -24,6 +24,7 @@ from areal_sc.sources.reference import (
     reference_of,
     resolve,
 )
+from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
 
 class Color(Enum):
@@ -111,6 +112,13 @@ def test_a_dataclass_that_is_referable_is_constructed_with_its_arguments() -> No
 def test_a_reference_made_from_a_resolved_object_is_the_same() -> None:
     reference = reference_of(Task(double))
     assert reference_of(resolve(reference)) == reference
+
+
+def test_an_argument_that_is_missing_is_no_traceback() -> None:
+    with pytest.raises(WorkflowError, match=r"SingleTurnWorkflow\(...\): missing .*'reward'"):
+        SingleTurnWorkflow()  # type: ignore[call-arg]
+    with pytest.raises(WorkflowError, match="got an unexpected keyword argument 'rewards'"):
+        SingleTurnWorkflow(double, rewards=[])  # type: ignore[call-arg]
 
 
 def test_a_class_without_constructor_refuses_arguments() -> None:
