@@ -16,9 +16,9 @@ Nothing is timed, and no GPU is needed. Each part is a process of its own.
   before. What is computed twice, or for padding, makes the difference.
 - start: how often the last layer of a streamed model is read before the first step.
 
-`--before` counts the same in another checkout. The forecast takes the larger of two times: that of
-the host, `LAUNCH_S` for each kernel, and that of the device, `BUSY_S` as measured on an H100 times
-what the operations have become.
+`--before` counts the same in another checkout. The forecast of a share of the peak has two limits:
+the host, `LAUNCH_S` for each kernel, and the device, as measured on an H100; at 7B less what is not
+computed twice any more, with `actor.activation_checkpointing=selective`.
 """
 
 from __future__ import annotations
@@ -328,8 +328,12 @@ def _causal(rows_now: list[int]) -> dict[Any, Any]:
     def packed_backward(_grad: Any, query: Any, *_: Any, **__: Any) -> int:
         return 2 * packed(query)
 
+    def added(_total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+        return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
     aten, ours = torch.ops.aten, torch.ops.areal_sc
-    formulas = {
+    formulas: dict[Any, Any] = {
+        aten.addmm_: added,
         aten._scaled_dot_product_flash_attention_for_cpu: forward,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
@@ -387,8 +391,12 @@ LAUNCH_S = 0.691 / (4 * 5315)
 """Seconds of the host for a kernel: an H100's step of four micro-batches, where that was the limit.
 """
 PEAK = 989e12
-BUSY_S = {"0.5B": 0.297 / 30_248}
-"""Seconds that the H100 was busy for a token, layers compiled; the output layer computed twice."""
+BUSY_S = 0.297 / 30_248
+"""Seconds that it was busy for a token of 0.5B, with compiled layers."""
+SHARE_OF_7B = 0.315
+"""Of the peak, that it reached with eight layers of 7B, where the device was the limit."""
+FLOPS_OF_7B = 4 / 3
+"""Operations over those of the model, in that step: all of the forward pass was computed twice."""
 
 
 def forecast(found: dict[str, float]) -> dict[str, float]:
@@ -399,7 +407,8 @@ def forecast(found: dict[str, float]) -> dict[str, float]:
     of_model = found["model_flops_a_token_0.5B"] / PEAK
     return {
         "forecast_share_by_host_0.5B": of_model / of_host,
-        "forecast_share_by_device_0.5B": of_model / BUSY_S["0.5B"],
+        "forecast_share_by_device_0.5B": of_model / BUSY_S,
+        "forecast_share_by_device_7B": SHARE_OF_7B * FLOPS_OF_7B / found["flops_over_model_7B"],
     }
 
 

@@ -403,8 +403,7 @@ def _attention_by_number(
 
 @_attention_by_number.register_fake
 def _(query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    _, num_heads, num_tokens, _ = query.shape
-    return query.new_empty(1, num_tokens, num_heads, value.shape[-1])
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
 
 
 # `custom_op` would keep autograd out of it.
@@ -437,7 +436,9 @@ def _gradients_by_number(
     return [it.contiguous() for it in gradients]
 
 
-@torch.library.register_fake("areal_sc::packed_attention_backward")
+@torch.library.register_fake(  # type: ignore[untyped-decorator]
+    "areal_sc::packed_attention_backward"
+)
 def _(_grad: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
     given = (it for it in arguments[:4] if it is not None)
     return [torch.empty_like(it, memory_format=torch.contiguous_format) for it in given]
