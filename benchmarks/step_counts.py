@@ -53,32 +53,18 @@ class Sizes(NamedTuple):
 SHAPES = {
     "0.5B": Sizes(896, 4864, 24, 14, 2, 151_936),
     "7B": Sizes(3584, 18_944, 28, 28, 4, 152_064),
-    "30B-A3B": Sizes(2048, 768, 48, 32, 4, 151_936),
 }
 NARROW = Sizes(32, 48, 2, 4, 2, 64)
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-OF_30B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
-def config_of(sizes: Sizes, **others: Any) -> Any:
-    """Qwen2's where the layers have no experts, else Qwen3-MoE's."""
-    import transformers as hf
-
-    kind = hf.Qwen3MoeConfig if "num_experts" in others else hf.Qwen2Config
-    head_dim = {"head_dim": sizes.hidden_size // sizes.num_attention_heads}
-    if others.get("num_experts") == OF_30B["num_experts"]:
-        head_dim = {"head_dim": 128}
-    return kind(**sizes._asdict(), **others, **(head_dim if "num_experts" in others else {}))
-
-
-def write_model(folder: Path, sizes: Sizes, **others: Any) -> str:
+def write_model(folder: Path, sizes: Sizes) -> str:
     """A folder with random weights."""
     import torch
     import transformers as hf
 
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config_of(sizes, **others), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+    config = hf.Qwen2Config(**sizes._asdict())
+    hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text("{}")
     return str(folder)
 
@@ -250,14 +236,12 @@ def flops() -> dict[str, float]:
     lengths = random_lengths(160, 0, 400, 2048)
     packed = pack(lengths, MAX_TOKENS)
     found: dict[str, float] = {}
-    for name in ("0.5B", "7B"):
-        # of two numbers of layers: others do the same
-        counted: dict[int, int] = {}
-        sizes = SHAPES[name]
+    for name, sizes in SHAPES.items():
+        counted: dict[int, int] = {}  # by the number of layers: each further one does the same
         for num_layers in (1, 2):
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             with mode:
-                config = config_of(sizes._replace(num_hidden_layers=num_layers))
+                config = hf.Qwen2Config(**sizes._replace(num_hidden_layers=num_layers)._asdict())
                 causal_lm = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             chunk = output_layer.chunk_tokens(0, sizes.vocab_size, "cuda", 80 << 30)
             kept = {"kept_tokens": output_layer.kept_tokens(chunk, "cuda")} if is_few else {}
