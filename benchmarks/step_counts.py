@@ -16,9 +16,9 @@ Nothing is timed, and no GPU is needed. Each part is a process of its own.
   before. What is computed twice, or for padding, makes the difference.
 - start: how often the last layer of a streamed model is read before the first step.
 
-`--before` counts the same in another checkout. The forecast takes the larger of two times: that of
-the host, `LAUNCH_S` for each kernel, and that of the device, `BUSY_S` as measured on an H100 times
-what the operations have become.
+`--before` counts the same in another checkout. The forecast of a share of the peak has two limits:
+the host, `LAUNCH_S` for each kernel, and the device, as measured on an H100; at 7B less what is not
+computed twice any more, with `actor.activation_checkpointing=selective`.
 """
 
 from __future__ import annotations
@@ -53,32 +53,18 @@ class Sizes(NamedTuple):
 SHAPES = {
     "0.5B": Sizes(896, 4864, 24, 14, 2, 151_936),
     "7B": Sizes(3584, 18_944, 28, 28, 4, 152_064),
-    "30B-A3B": Sizes(2048, 768, 48, 32, 4, 151_936),
 }
 NARROW = Sizes(32, 48, 2, 4, 2, 64)
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-OF_30B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
-def config_of(sizes: Sizes, **others: Any) -> Any:
-    """Qwen2's where the layers have no experts, else Qwen3-MoE's."""
-    import transformers as hf
-
-    kind = hf.Qwen3MoeConfig if "num_experts" in others else hf.Qwen2Config
-    head_dim = {"head_dim": sizes.hidden_size // sizes.num_attention_heads}
-    if others.get("num_experts") == OF_30B["num_experts"]:
-        head_dim = {"head_dim": 128}
-    return kind(**sizes._asdict(), **others, **(head_dim if "num_experts" in others else {}))
-
-
-def write_model(folder: Path, sizes: Sizes, **others: Any) -> str:
+def write_model(folder: Path, sizes: Sizes) -> str:
     """A folder with random weights."""
     import torch
     import transformers as hf
 
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config_of(sizes, **others), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+    config = hf.Qwen2Config(**sizes._asdict())
+    hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text("{}")
     return str(folder)
 
@@ -250,14 +236,12 @@ def flops() -> dict[str, float]:
     lengths = random_lengths(160, 0, 400, 2048)
     packed = pack(lengths, MAX_TOKENS)
     found: dict[str, float] = {}
-    for name in ("0.5B", "7B"):
-        # of two numbers of layers: others do the same
-        counted: dict[int, int] = {}
-        sizes = SHAPES[name]
+    for name, sizes in SHAPES.items():
+        counted: dict[int, int] = {}  # by the number of layers: each further one does the same
         for num_layers in (1, 2):
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             with mode:
-                config = config_of(sizes._replace(num_hidden_layers=num_layers))
+                config = hf.Qwen2Config(**sizes._replace(num_hidden_layers=num_layers)._asdict())
                 causal_lm = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             chunk = output_layer.chunk_tokens(0, sizes.vocab_size, "cuda", 80 << 30)
             kept = {"kept_tokens": output_layer.kept_tokens(chunk, "cuda")} if is_few else {}
@@ -328,8 +312,12 @@ def _causal(rows_now: list[int]) -> dict[Any, Any]:
     def packed_backward(_grad: Any, query: Any, *_: Any, **__: Any) -> int:
         return 2 * packed(query)
 
+    def added(_total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+        return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
     aten, ours = torch.ops.aten, torch.ops.areal_sc
-    formulas = {
+    formulas: dict[Any, Any] = {
+        aten.addmm_: added,
         aten._scaled_dot_product_flash_attention_for_cpu: forward,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
@@ -387,8 +375,12 @@ LAUNCH_S = 0.691 / (4 * 5315)
 """Seconds of the host for a kernel: an H100's step of four micro-batches, where that was the limit.
 """
 PEAK = 989e12
-BUSY_S = {"0.5B": 0.297 / 30_248}
-"""Seconds that the H100 was busy for a token, layers compiled; the output layer computed twice."""
+BUSY_S = 0.297 / 30_248
+"""Seconds that it was busy for a token of 0.5B, with compiled layers."""
+SHARE_OF_7B = 0.315
+"""Of the peak, that it reached with eight layers of 7B, where the device was the limit."""
+FLOPS_OF_7B = 4 / 3
+"""Operations over those of the model, in that step: all of the forward pass was computed twice."""
 
 
 def forecast(found: dict[str, float]) -> dict[str, float]:
@@ -399,7 +391,8 @@ def forecast(found: dict[str, float]) -> dict[str, float]:
     of_model = found["model_flops_a_token_0.5B"] / PEAK
     return {
         "forecast_share_by_host_0.5B": of_model / of_host,
-        "forecast_share_by_device_0.5B": of_model / BUSY_S["0.5B"],
+        "forecast_share_by_device_0.5B": of_model / BUSY_S,
+        "forecast_share_by_device_7B": SHARE_OF_7B * FLOPS_OF_7B / found["flops_over_model_7B"],
     }
 
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from areal_sc.algorithms.vocabulary_sums import (
     VocabularySums,
     fused,
-    gradient_of_exponentials,
     gradient_of_logits,
     is_fused,
     rounded_exponentials,
@@ -438,20 +437,6 @@ def _logits_gradient(
         peak: [N] of `rounded_exponentials`, which are kept in their place; None: they are not.
         all others: see `gradient_of_logits`.
     """
-    if kept is not None and peak is not None:
-        of_exponentials: torch.Tensor = fused(
-            gradient_of_exponentials,
-            kept,
-            temperatures,
-            peak - normalizer,
-            targets,
-            of_targets,
-            scale,
-            entropy,
-            grad_entropy,
-            hidden.dtype if _multiplies_rounded(hidden) else normalizer.dtype,
-        )
-        return of_exponentials
     if is_fused(hidden):
         logits = output_logits(hidden, weight, bias) if kept is None else kept
         gradient: torch.Tensor = fused(
@@ -464,7 +449,8 @@ def _logits_gradient(
             scale,
             entropy,
             grad_entropy,
-            hidden.dtype if _multiplies_rounded(hidden) else logits.dtype,
+            hidden.dtype if _multiplies_rounded(hidden) else normalizer.dtype,
+            peak,
         )
         return gradient
     probabilities = kept

@@ -104,6 +104,7 @@ def gradient_of_logits(
     entropy: torch.Tensor,
     grad_entropy: torch.Tensor | None,
     dtype: torch.dtype,
+    peak: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[N, V] gradient by the logits before they are divided; for `fused`.
 
@@ -119,21 +120,25 @@ def gradient_of_logits(
         entropy: [N] nats.
         grad_entropy: [N], or None: no gradient comes through the entropy.
         dtype: of the result.
+        peak: [N]; in place of the logits there is what `rounded_exponentials` has left with it.
     """
-    if temperatures is not None:
-        logits = logits / temperatures[:, None]
-    logprobs = logits - normalizer[:, None]
-    return _gradient(
-        logprobs.exp(),
-        logprobs,
-        temperatures,
-        targets,
-        of_targets,
-        scale,
-        entropy,
-        grad_entropy,
-        dtype,
-    )
+    if peak is None:
+        if temperatures is not None:
+            logits = logits / temperatures[:, None]
+        logprobs = logits - normalizer[:, None]
+        probabilities = logprobs.exp()
+    else:
+        exponentials, of_peak = logits.float(), (peak - normalizer)[:, None]
+        probabilities = exponentials * of_peak.exp()
+        # of a probability of 0 a finite logarithm, which takes no part
+        logprobs = exponentials.clamp(min=torch.finfo(torch.float32).tiny).log() + of_peak
+    gradient = -scale[:, None] * probabilities
+    if grad_entropy is not None:  # d H / d logit_v = -p_v (log p_v + H)
+        if temperatures is not None:
+            grad_entropy = grad_entropy / temperatures
+        gradient = gradient - grad_entropy[:, None] * probabilities * (logprobs + entropy[:, None])
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return torch.where(is_target, gradient + of_targets[:, None], gradient).to(dtype)
 
 
 def rounded_exponentials(
@@ -150,61 +155,6 @@ def rounded_exponentials(
     if temperatures is not None:
         logits = logits / temperatures[:, None]
     return (logits - peak[:, None]).exp().to(dtype)
-
-
-def gradient_of_exponentials(
-    exponentials: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    peak_logprobs: torch.Tensor,
-    targets: torch.Tensor,
-    of_targets: torch.Tensor,
-    scale: torch.Tensor,
-    entropy: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """[N, V] `gradient_of_logits`, from what `rounded_exponentials` has left; for `fused`.
-
-    Args:
-        peak_logprobs: [N] the peak minus the normalizer.
-        all others: see there.
-    """
-    exponentials = exponentials.float()
-    probabilities = exponentials * peak_logprobs.exp()[:, None]
-    # of a probability of 0 a finite logarithm, which takes no part
-    least = torch.finfo(torch.float32).tiny
-    logprobs = exponentials.clamp(min=least).log() + peak_logprobs[:, None]
-    return _gradient(
-        probabilities,
-        logprobs,
-        temperatures,
-        targets,
-        of_targets,
-        scale,
-        entropy,
-        grad_entropy,
-        dtype,
-    )
-
-
-def _gradient(
-    probabilities: torch.Tensor,
-    logprobs: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    targets: torch.Tensor,
-    of_targets: torch.Tensor,
-    scale: torch.Tensor,
-    entropy: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    gradient = -scale[:, None] * probabilities
-    if grad_entropy is not None:  # d H / d logit_v = -p_v (log p_v + H)
-        if temperatures is not None:
-            grad_entropy = grad_entropy / temperatures
-        gradient = gradient - grad_entropy[:, None] * probabilities * (logprobs + entropy[:, None])
-    is_target = torch.arange(logprobs.shape[1], device=logprobs.device) == targets[:, None]
-    return torch.where(is_target, gradient + of_targets[:, None], gradient).to(dtype)
 
 
 def _sums(logits: torch.Tensor, temperatures: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

@@ -56,6 +56,7 @@ PROMISED = {
     "scale": {"just_in_time_eta8_sync_over", "train_x0.7_sync_over"},
     "start_checks": {"model_taken", "starts_refused", "largest_distance"},
     "soak": {"store_growth", "resident_growth"},
+    "step_counts": {"reads_of_a_layer_now"},
     "task_mix": {"0_larger_rise", "0_equal_rise", "0_share_of_larger"},
     "staleness": {"auc_decoupled_minus_naive_eta2", "over_bound_s_per_token"},
     "train_memory": {"data_2_dry_run", "data_2_loading_others"},

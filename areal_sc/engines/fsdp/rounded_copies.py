@@ -93,14 +93,14 @@ class RoundedCopies:
             if gradient is not None:
                 found.append((self._parameters[number], gradient))
         first = [(parameter, gradient) for parameter, gradient in found if parameter.grad is None]
-        others = [(it.grad, gradient) for it, gradient in found if it.grad is not None]
+        others = [(total, gradient) for it, gradient in found if (total := it.grad) is not None]
         if first:
-            for parameter, _ in first:
-                parameter.grad = torch.empty_like(parameter)
-            torch._foreach_copy_([it.grad for it, _ in first], [gradient for _, gradient in first])
+            fresh = [torch.empty_like(parameter.detach()) for parameter, _ in first]
+            torch._foreach_copy_(fresh, [gradient for _, gradient in first])
+            for (parameter, _), total in zip(first, fresh, strict=True):
+                parameter.grad = total
         if others:
-            totals, gradients = zip(*others, strict=True)
-            _add_each(totals, gradients)
+            _add_each([total for total, _ in others], [gradient for _, gradient in others])
 
     def _before_layer(
         self, group: int, _layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -110,7 +110,9 @@ class RoundedCopies:
         for value in (*arguments, *named.values()):
             if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
                 # its gradient is the last that the layer's backward pass computes
-                value.register_hook(lambda _: self._take_group(group))
+                value.register_hook(  # type: ignore[no-untyped-call]
+                    lambda _: self._take_group(group)
+                )
                 break
         return arguments, named
 
@@ -123,7 +125,7 @@ class RoundedCopies:
         return value
 
 
-def _add_each(totals: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+def _add_each(totals: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
     """Adds to each total its gradient. On a GPU all together, for which torch wants one type."""
     if totals[0].device.type != "cpu":
         converted = [torch.empty_like(total) for total in totals]

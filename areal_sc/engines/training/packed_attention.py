@@ -35,7 +35,7 @@ COMPILED_NAME = "areal_sc_packed_compiled"
 _CALL_COST_CPU = 100_000
 _CALL_COST_CUDA = 100_000_000
 
-_layouts: weakref.WeakValueDictionary[int, PackedLayout] = weakref.WeakValueDictionary()
+_handles: weakref.WeakValueDictionary[int, LayoutHandle] = weakref.WeakValueDictionary()
 """By number. Torch would compile layers anew for other rows, if their graphs got more of them."""
 _numbers = count()
 
@@ -48,6 +48,20 @@ class Bucket:
 
     rows: tuple[int, ...]
     length: int
+
+
+class LayoutHandle:
+    """That by which compiled layers know a layout; it lives as long as a copy of the layout does.
+
+    Attributes:
+        number: [] int64, on the CPU.
+        parts: attributes of the newest copy.
+    """
+
+    def __init__(self) -> None:
+        self.number = torch.tensor(next(_numbers))
+        self.parts: dict[str, Any] = {}
+        _handles[int(self.number)] = self
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,7 @@ class PackedLayout:
         row_starts: [R + 1] int32, first token of each row, and T.
         longest: tokens of the longest row.
         part: the tokens that this rank computes outside of attention; None: all of them.
-        number: [] int64, by which compiled layers know it; it stays on the CPU.
+        handle: of it and its copies: FSDP, for one, copies what a module gets.
     """
 
     lengths: tuple[int, ...]
@@ -75,10 +89,18 @@ class PackedLayout:
     row_starts: torch.Tensor
     longest: int
     part: SequencePart | None = None
-    number: torch.Tensor = field(default_factory=lambda: torch.tensor(next(_numbers)))
+    handle: LayoutHandle = field(default_factory=LayoutHandle)
 
     def __post_init__(self) -> None:
-        _layouts[int(self.number)] = self
+        # without the handle itself, or both would live until the next garbage collection
+        parts = {name: value for name, value in vars(self).items() if name != "handle"}
+        self.handle.parts = parts
+
+    @classmethod
+    def numbered(cls, number: torch.Tensor) -> PackedLayout:
+        """The layout whose handle has this number."""
+        handle = _handles[int(number)]
+        return cls(**handle.parts, handle=handle)
 
     @classmethod
     def of(
@@ -263,7 +285,7 @@ def _compiled_attention(
     if layout.part is None and is_plain and _has_varlen_kernel(query, value):
         return _varlen_attention(query, key, value, scale, sliding_window, layout), None
     attended = torch.ops.areal_sc.packed_attention(
-        query, key, value, s_aux, layout.number, scale, sliding_window, softcap
+        query, key, value, s_aux, layout.handle.number, scale, sliding_window, softcap
     )
     return attended, None
 
@@ -398,13 +420,12 @@ def _attention_by_number(
     Args: number: of the layout.
     """
     rule = AttentionRule(scale, window, softcap, sinks)
-    return _attend(query, key, value, rule, _layouts[int(number)]).contiguous()
+    return _attend(query, key, value, rule, PackedLayout.numbered(number)).contiguous()
 
 
 @_attention_by_number.register_fake
 def _(query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    _, num_heads, num_tokens, _ = query.shape
-    return query.new_empty(1, num_tokens, num_heads, value.shape[-1])
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
 
 
 # `custom_op` would keep autograd out of it.
@@ -432,12 +453,14 @@ def _gradients_by_number(
         given = [it for it in (query, key, value, sinks) if it is not None]
         query, key, value, *others = inputs = [it.detach().requires_grad_() for it in given]
         rule = AttentionRule(scale, window, softcap, *others)
-        attended = _attend(query, key, value, rule, _layouts[int(number)])
+        attended = _attend(query, key, value, rule, PackedLayout.numbered(number))
         gradients = torch.autograd.grad(attended, inputs, grad)
     return [it.contiguous() for it in gradients]
 
 
-@torch.library.register_fake("areal_sc::packed_attention_backward")
+@torch.library.register_fake(  # type: ignore[untyped-decorator]
+    "areal_sc::packed_attention_backward"
+)
 def _(_grad: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
     given = (it for it in arguments[:4] if it is not None)
     return [torch.empty_like(it, memory_format=torch.contiguous_format) for it in given]
