@@ -21,7 +21,8 @@ settings.register_profile("areal_sc", deadline=None)
 settings.load_profile("areal_sc")
 
 TOGETHER = tuple(f"tests/integration/{name}/" for name in ("sglang", "vllm", "slurm", "ray"))
-FIRST = (*TOGETHER[:3], "tests/integration/test_", TOGETHER[3])
+LONG = tuple(f"tests/integration/test_{name}.py" for name in ("run_lifecycle", "tool_use"))
+FIRST = (*TOGETHER[:3], *LONG, TOGETHER[3], "tests/integration/test_")
 """The longest first: the many short files of the rest keep all processes busy to the end.
 
 In the folders much is waited for: beside them others compute.

@@ -410,8 +410,6 @@ def run_rank(
         share = engine.initialize(rank, world_size, address).data_rank
         if "loss_scale" in scenario:
             engine._optimizer.loss_scale = LossScale(scenario["loss_scale"])
-        if "load_snapshot" in scenario:
-            engine.load_snapshot(Path(scenario["load_snapshot"]))
         rows = make_rows(99, scenario.get("logprob_lengths", [[5, 9], [4]])[share], 30)
         for output in ("logprobs",) if config.head is ModelHead.lm else ("values", "scores"):
             result[output] = engine.forward(rows, output)

@@ -162,23 +162,6 @@ async def is_never_served(
             is_tried = True
 
 
-@pytest.mark.parametrize("name", STRANGERS)
-async def test_strangers_are_not_served(
-    keys: RunKeys, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with service(keys) as serving:
-        await is_never_served(
-            lambda: call(serving, STRANGERS[name](keys), "stranger", NO_SERVICE_S),
-            lambda: serving.security.refused.num > 0,
-        )
-        # the server lives, for those who may
-        member = CurveClient.of_controller(keys)
-        assert await call(serving, member, "member") == "done"
-        assert serving.served == [{"who": "member"}]
-    refused = [r for r in caplog.records if "refused node=train/0" in r.getMessage()]
-    assert len(refused) == 1, "a stranger that tries again and again is one line"
-
-
 async def test_members_are_served_while_strangers_try(keys: RunKeys) -> None:
     async with service(keys) as serving:
 

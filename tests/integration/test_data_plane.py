@@ -192,16 +192,6 @@ async def test_weights_are_views_of_the_ranks_memory(folder: ArenaFolder) -> Non
         assert puller.plane.stats().mapped_bytes == 2 * 50_000 * 4
 
 
-async def test_without_shared_memory_everything_travels() -> None:
-    async with workers(None, "rollout/0", "train/0") as (owner, puller):
-        batch = owner.put([100, 20])
-        pulled = await puller.plane.puller.pull(batch)
-        assert pulled.fields["input_ids"].tolist() == list(range(120))
-        assert puller.plane.stats().mapped_bytes == 0
-        assert puller.plane.stats().pulled_bytes == 960
-        assert owner.plane.stats().served_bytes > 960
-
-
 async def test_an_owner_elsewhere_is_reached_over_its_socket(
     folder: ArenaFolder, tmp_path: Path
 ) -> None:

@@ -73,9 +73,6 @@ def results(
             **common,
             "minibatches": MINIBATCHES_UNEVEN,
             "max_tokens": 21,
-            "snapshot_after": 1,
-            "snapshot": str(folder / "snapshot"),
-            "save_hf": str(folder / "saved"),
         },
         "empty_rank": {
             **common,
@@ -104,20 +101,8 @@ def results(
             "max_tokens": 21,
             "weighed": True,
         },
-        "bfloat16": {**common, "minibatches": MINIBATCHES_EVEN, "dtype": "bfloat16"},
         "one_process": alone,
         "one_row_at_a_time": {**alone, "max_tokens": 20},
-        "one_process_resumed": {
-            **alone,
-            "steps": [2],
-            "load_snapshot": str(folder / "snapshot"),
-        },
-        "two_ranks_resumed": {
-            **common,
-            "minibatches": MINIBATCHES_EVEN,
-            "steps": [2],
-            "load_snapshot": str(folder / "snapshot"),
-        },
         "no_model": {**common, "model": str(broken), "minibatches": []},
         "row_too_long": {**common, "minibatches": MINIBATCHES_UNEVEN, "max_tokens": 19},
         "disk_problem": {
@@ -127,7 +112,7 @@ def results(
             "save_hf": str(model_folder / "config.json" / "inside_a_file"),
         },
     }
-    return run_ranks(folder, scenarios) | {"folder": [{"path": folder}]}
+    return run_ranks(folder, scenarios)
 
 
 def whole_weights(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -219,8 +204,6 @@ def by_hand(model_folder: Path, program: Any) -> tuple[dict[str, torch.Tensor], 
         "recomputed_activations",
         "one_process",
         "one_row_at_a_time",
-        "one_process_resumed",
-        "two_ranks_resumed",
     ],
 )
 def test_three_steps_give_the_weights_of_one_float64_process(
@@ -232,7 +215,7 @@ def test_three_steps_give_the_weights_of_one_float64_process(
     before = dict(AutoModelForCausalLM.from_pretrained(model_folder).named_parameters())
     assert difference(trained, before) > 1e-3  # there was something to get wrong
     reported = [stats["loss"] for stats in results[scenario][0]["stats"]]
-    assert reported == pytest.approx(losses[-len(reported) :], abs=1e-6)
+    assert reported == pytest.approx(losses, abs=1e-6)
 
 
 def test_masked_token_versions_leave_numerator_and_denominator(
@@ -283,12 +266,6 @@ def test_ranks_hold_their_own_part_of_the_gradients_alone(
         assert max(between) <= own_bytes + layer_bytes
 
 
-def test_bfloat16_stays_near_float32_and_publishes_bfloat16(results: Any, by_hand: Any) -> None:
-    trained = whole_weights(results["bfloat16"])
-    assert {values.dtype for values in trained.values()} == {torch.bfloat16}
-    assert difference(trained, by_hand[0]) < 0.02
-
-
 def test_every_rank_reports_the_same(results: Any) -> None:
     for name in ("even", "uneven", "empty_rank", "masked_versions", "unrewarded"):
         first, second = (rank["stats"] for rank in results[name])
@@ -318,14 +295,6 @@ def test_logprobs_of_ranks_agree_with_a_plain_forward(
                 found = logprobs.gather(1, tokens[1:, None])[:, 0]
                 expected += [0.0, *found.masked_fill(~mask, 0).tolist()]
             assert results[name][rank]["logprobs"].tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_saved_folder_is_loaded_by_transformers(results: Any, model_folder: Path) -> None:
-    folder = results["folder"][0]["path"] / "saved"
-    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-    assert difference(whole_weights(results["uneven"]), loaded) == 0
-    assert (folder / "tokenizer_config.json").is_file()
-    assert not list(folder.parent.glob(".saved*"))
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,6 @@ def hangs(prompt: dict[str, Any], completion: str) -> float:
     return 0.0
 
 
-async def waits_for_ever(prompt: dict[str, Any], completion: str) -> float:
-    await asyncio.sleep(3600)
-    return 0.0
-
-
 def hangs_for_some(prompt: dict[str, Any], completion: str) -> float:
     return hangs(prompt, completion) if prompt.get("hang") else 1.0
 

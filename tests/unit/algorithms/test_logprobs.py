@@ -11,7 +11,7 @@ NUM_TOKENS, WIDTH, VOCABULARY = 37, 16, 50
 
 
 @pytest.fixture(params=["one after the other", "fused"], autouse=True)
-def _as_on_a_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test, too, with the functions that CUDA devices get, here as plain ones."""
     if request.param == "fused":
         monkeypatch.setattr(vocabulary_sums, "FUSED_DEVICES", {"cpu"})
@@ -300,6 +300,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 # torch's compiler warns of its own code
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("as_on_a_device", ["fused"], indirect=True)
 def test_what_is_compiled_agrees_with_float64(compiling: pytest.MonkeyPatch) -> None:
     """For chunks of any length: the last one has three tokens, then seven."""
     for temperatures in (None, mixed_temperatures()):
@@ -308,6 +309,7 @@ def test_what_is_compiled_agrees_with_float64(compiling: pytest.MonkeyPatch) -> 
     assert not vocabulary_sums._cannot_compile
 
 
+@pytest.mark.parametrize("as_on_a_device", ["fused"], indirect=True)
 def test_where_torch_cannot_compile_it_is_told_once(
     compiling: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,19 +23,19 @@ MAX_SEEDS = 1000
 
 FOUND_BY = {
     "operation-run-twice": 7,
-    "refund-forgotten": 0,
+    "refund-forgotten": 1,
     "fence-left-out": 27,
     "group-sent-before-its-record": 0,
     "version-announced-before-its-record": 0,
     "version-announced-before-its-snapshot": 61,
-    "pause-counted-as-silence": 2,
-    "late-rejection-taken": 1,
-    "shard-not-swept": 1,
-    "term-not-checked": 8,
-    "leftovers-swept-before-they-are-known": 8,
-    "reply-acknowledged-when-sent": 8,
-    "reply-of-an-earlier-attempt-taken": 15,
-    "ledger-restored-without-its-last-records": 8,
+    "pause-counted-as-silence": 26,
+    "late-rejection-taken": 20,
+    "shard-not-swept": 19,
+    "term-not-checked": 33,
+    "leftovers-swept-before-they-are-known": 19,
+    "reply-acknowledged-when-sent": 5,
+    "reply-of-an-earlier-attempt-taken": 20,
+    "ledger-restored-without-its-last-records": 5,
     "rows-dropped-with-a-worker-that-leaves": 17,
 }
 """The first seed that finds each bug; where the code has changed, others are played, too."""

@@ -8,8 +8,6 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from areal_sc.transport.bulk import copies
 from areal_sc.transport.bulk.copies import THREAD_COPY_BYTES, Copy, run_copies
@@ -35,19 +33,6 @@ def arrived(source: np.ndarray, destination: np.ndarray, sizes: list[int]) -> bo
         np.array_equal(source[start:end], destination[total - end : total - start])
         for start, end in itertools.pairwise(ends)
     )
-
-
-@given(st.lists(st.integers(0, 40), max_size=20), st.integers(1, 50))
-def test_every_byte_goes_to_its_place_however_the_copies_are_cut(
-    sizes: list[int], chunk_bytes: int
-) -> None:
-    source, destination, found = copies_of(sizes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "CHUNK_BYTES", chunk_bytes)
-        chunks = copies._chunks(found)
-    assert all(0 < len(part) <= chunk_bytes for part, _ in chunks)
-    copies._copy_all(chunks)
-    assert arrived(source, destination, sizes)
 
 
 @pytest.mark.parametrize("num_bytes", [THREAD_COPY_BYTES, THREAD_COPY_BYTES + 1])

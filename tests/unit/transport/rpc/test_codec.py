@@ -114,7 +114,7 @@ def test_mutated_messages_are_refused_or_well_typed_and_cost_no_memory() -> None
     refusals: set[str] = set()
     num_refused = 0
     with at_most(8 << 20):
-        for _ in range(100_000):
+        for _ in range(20_000):
             try:
                 arrived = decoded(mutated(rng))
             except ProtocolError as error:
@@ -122,7 +122,7 @@ def test_mutated_messages_are_refused_or_well_typed_and_cost_no_memory() -> None
                 refusals.add(str(error))
             else:
                 assert is_well_typed(arrived)
-    assert 50_000 < num_refused < 100_000
+    assert 10_000 < num_refused < 20_000
     assert max(map(len, refusals)) < 400
 
 

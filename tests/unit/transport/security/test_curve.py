@@ -100,15 +100,6 @@ def shown(client: CurveClient) -> Callable[[zmq.Socket[bytes]], None]:
     return configure
 
 
-async def test_members_are_served(keys: RunKeys) -> None:
-    member = controller(keys)
-    async with guarded_echo(keys) as echo:
-        with caller(echo, member) as one, caller(echo, member) as two:
-            assert await answer(one, b"a") == b"a"
-            assert await answer(two, b"b") == b"b"
-        assert echo.security.refused.num == 0
-
-
 async def test_each_message_comes_with_the_key_of_its_connection(keys: RunKeys) -> None:
     """Also where callers give themselves names: a name that was another's is nobody's."""
     passes = Passes(keys)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given
@@ -253,28 +251,3 @@ def test_sweep_keeps_the_live_and_the_young(actions: list[int | tuple[set[int], 
         assert (store.num_shards, store.num_bytes) == (len(expected), sum(expected.values()))
     for sequence in expected:
         store.describe(f"life1.{sequence}")["x"].slices()
-
-
-def test_threads_may_put_read_and_sweep_at_once() -> None:
-    store = store_of(max_bytes=64 << 20)
-    failures: list[BaseException] = []
-
-    def work(value: int) -> None:
-        try:
-            for i in range(100):
-                shard = store.put({"x": torch.full((50,), value, dtype=torch.int32)}, [50])
-                assert int32s(store.describe(shard)["x"].slices()) == [value] * 50
-                if i % 2:
-                    store.remove(shard)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert (store.last_sequence, store.num_shards, store.num_bytes) == (400, 200, 200 * 256)
-    assert store.sweep([], store.last_sequence) == 200
-    assert store.num_bytes == 0
