@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from areal_sc.algorithms.kl import sampled_kl
@@ -93,6 +95,15 @@ def token_advantages(
     return generalized_advantages(
         rewards.to(values.dtype), values, row_tokens, discount=discount, gae_lambda=gae_lambda
     )
+
+
+def token_returns(tokens: RowTokens, **settings: Any) -> torch.Tensor:
+    """What a critic learns: the advantages and the values that they came from, A + V.
+
+    Args: those of `token_advantages`.
+    Returns: [N].
+    """
+    return token_advantages(tokens, **settings) + tokens.fields["values"]
 
 
 def clipped_squared_error(

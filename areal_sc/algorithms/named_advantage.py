@@ -75,8 +75,8 @@ def critic_fields(ppo: PPOConfig) -> dict[str, TokenFunction]:
     if ppo.reward_kl_coefficient:
         settings |= {"kl_coefficient": ppo.kl_coefficient, "kl_estimator": str(ppo.kl_estimator)}
     return {
-        field: TokenFunction(f"areal_sc.algorithms.gae:token_{field}", settings)
-        for field in ("returns", "advantages")
+        "returns": TokenFunction("areal_sc.algorithms.gae:token_returns", settings),
+        "advantages": TokenFunction("areal_sc.algorithms.gae:token_advantages", settings),
     }
 
 

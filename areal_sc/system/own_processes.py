@@ -412,7 +412,8 @@ class OwnProcesses:
         process = OwnProcess(child, self._name, self._pack)
         self._running.add(process)
         if self._is_closed:  # meanwhile
-            self._source.kill(child)
+            await self.end(process)
+            raise WorkerLost(f"the {self._role} pool was closed")
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 kind, *told = await process.ready

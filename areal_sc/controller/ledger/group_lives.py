@@ -133,14 +133,14 @@ class PromptLife:
         return self.attempts[-1].rows if self.attempts else []
 
 
-def group_lives(run: str | Path, disk: Disk | None = None) -> Iterator[PromptLife]:
+def group_lives(run: str | Path) -> Iterator[PromptLife]:
     """The groups of a run in the order of their admission; also while it goes on.
 
     Args:
         run: its folder.
     Raises: RunFolderError: there is no journal, or it is damaged, or of another format.
     """
-    yield from read_lives(RunFiles(run).ledger, disk or Disk()).values()
+    yield from read_lives(RunFiles(run).ledger, Disk()).values()
 
 
 def read_lives(ledger: Path, disk: Disk, groups: Set[int] | None = None) -> dict[int, PromptLife]:

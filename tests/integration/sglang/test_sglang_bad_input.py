@@ -128,7 +128,7 @@ async def test_a_server_of_another_model(
 ) -> None:
     folder = tmp_path / "other"
     Policies(folder, Qwen2Config(**SIZES | {"vocab_size": 500}))
-    other = make_engine(running_server(engine), path=str(folder))
+    other = make_engine(servers=running_server(engine), path=str(folder))
     with pytest.raises(ModelError, match=r"another model.*vocab_size is 512, expected 500"):
         await other.start()
     await other.close()
@@ -137,7 +137,7 @@ async def test_a_server_of_another_model(
 async def test_a_server_of_a_shorter_context(
     make_engine: EngineFactory, engine: ServerEngine
 ) -> None:
-    other = make_engine(running_server(engine), max_context_tokens=MAX_CONTEXT * 2)
+    other = make_engine(servers=running_server(engine), max_context_tokens=MAX_CONTEXT * 2)
     with pytest.raises(ConfigError, match=r"max_context_tokens is 2048: lower it"):
         await other.start()
     await other.close()
@@ -149,7 +149,7 @@ async def test_servers_of_others_are_used_but_get_no_tensors(
     """They keep running, and weights come to them by disk."""
     folder = policies.save(engine.version, tmp_path / "weights")
     update = WeightUpdateConfig(folder=str(tmp_path / "published"))
-    other = make_engine(running_server(engine), weight_update=update)
+    other = make_engine(servers=running_server(engine), weight_update=update)
     await other.start()
     answer = await other.generate([5, 6], GenerationConfig(max_new_tokens=10))
     policies.check([5, 6], answer)

@@ -123,7 +123,8 @@ Load = Callable[..., GRPOConfig]
             "rollout.autoscale.max=4, got 5",
         ),
         (
-            "rollout.autoscale.max=2 rollout.engine=sglang servers.urls=['http://a:1']",
+            "rollout.autoscale.max=2 rollout.engine=sglang weight_update.method=disk "
+            "servers.urls=['http://a:1']",
             "servers.urls names the servers of each worker",
         ),
         (

@@ -230,7 +230,7 @@ def test_settings_of_one_cause_are_told_together() -> None:
     config = composed("servers.tp_size=4 servers.busy_limit_s=2 scheduler.ray.nodes=2")
     together, alone = idle_settings(config, ScriptFacts())
     assert together == (
-        "servers.tp_size=4, servers.busy_limit_s=2 have no effect with rollout.engine=local"
+        "servers.tp_size=4, servers.busy_limit_s=2.0 have no effect with rollout.engine=local"
     )
     assert alone == "scheduler.ray.nodes=2 has no effect with scheduler.type=local"
 

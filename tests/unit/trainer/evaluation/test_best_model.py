@@ -222,7 +222,7 @@ def test_a_number_that_a_later_evaluation_lacks_ends_nothing(run: Run, models: M
     assert best.best == first
     resumed = BestModel(run, "", {"": 1})
     resumed.remember([result(0, 0.5, "before")], 0)
-    resumed.note([without])
+    resumed.note_results([without])
     assert resumed.best is None
 
 
