@@ -19,7 +19,6 @@ import random
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -151,9 +150,7 @@ class TokenSums(Workflow):
     async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory:
         transcript = Transcript()
         transcript.add_context(prompt["input_ids"])
-        completion = await engine.generate(
-            transcript.input_ids, GenerationConfig(max_new_tokens=8)
-        )
+        completion = await engine.generate(transcript.input_ids, GenerationConfig(max_new_tokens=8))
         transcript.add_completion(completion)
         return transcript.trajectory(sum(completion.token_ids) / 100)
 
