@@ -67,15 +67,14 @@ def started(actor_config: ActorConfig, **rollout_settings: Any) -> Iterator[Cont
     """A run of one train worker and one rollout worker, in a run folder beside the model.
 
     Args:
-        rollout_settings: of RolloutConfig, beside what it shares with the trainer's; each group is
-            one episode.
+        rollout_settings: of RolloutConfig, beside what it shares with the trainer's; a group is one
+            episode, unless they say otherwise.
     """
     shared = ("path", "dtype", "device", "weight_update")
     rollout_config = RolloutConfig(
         seed=0,
-        group_size=1,
         **{name: getattr(actor_config, name) for name in shared},
-        **rollout_settings,
+        **({"group_size": 1} | rollout_settings),
     )
     with tempfile.TemporaryDirectory(dir=Path(actor_config.path).parent) as run_dir:
         scheduler = make_scheduler(SchedulerConfig(run_dir=run_dir))

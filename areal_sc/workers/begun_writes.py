@@ -60,7 +60,7 @@ class BegunWrites:
                 names = [file_name(self._rank.number)]
                 names += [INDEX_NAME] if self._rank.number == 0 else []
                 await self._begin(
-                    operation,
+                    write,
                     lambda: engine.begin_snapshot(folder),
                     lambda: self._rank.files.bring_back(folder, names),
                 )
@@ -69,7 +69,7 @@ class BegunWrites:
                 folder = self._run_folder.exports / self._role / name
                 of_rank = None if self._rank.number == 0 else list[str]()
                 await self._begin(
-                    operation,
+                    write,
                     lambda: engine.begin_save_hf(folder),
                     lambda: self._rank.files.bring_back(folder, of_rank),
                 )
@@ -126,20 +126,26 @@ class BegunWrites:
 
     async def _begin(
         self,
-        operation: Operation,
+        write: rank_methods.Write,
         begin: Callable[[], Future[None]],
-        bring_back: Callable[[], Awaitable[None]] | None = None,
+        bring_back: Callable[[], Awaitable[None]],
     ) -> None:
-        """Joins a write of the same name that goes on; what is written already is written again.
+        """Joins the write of the same call, or one that goes on; another one is written again.
 
-        All ranks must do the same of the two: so the engine's part counts, which ends together.
+        All ranks must do the same of the two. A repeat of a call comes to each of them while the
+        write ends, so it joins; a start of the script may only find that the write goes on.
+
         Raises: RunFolderError: the run folder was moved or deleted.
         """
         self._run_place.check()
+        operation = write.operation
         earlier = self._writes.get(operation)
-        if earlier is not None and earlier.written.done():
-            await cancel_all([earlier.task])
-            self._rank.operations.forget(operation)
+        if earlier is not None and earlier.call != write.call:
+            if earlier.written.done():
+                await cancel_all([earlier.task])
+                self._rank.operations.forget(operation)
+            else:
+                self._writes[operation] = earlier._replace(call=write.call)
 
         async def take() -> None:
             written = await self._rank.compute(begin)
@@ -150,7 +156,7 @@ class BegunWrites:
                 if other.version >= newest or not going_on.task.done()
             }
             task = asyncio.create_task(_finished(written, bring_back))
-            self._writes[operation] = _Writing(written, task)
+            self._writes[operation] = _Writing(write.call, written, task)
 
         await self._rank.operations.join(operation, take)
 
@@ -162,16 +168,14 @@ class BegunWrites:
 class _Writing(NamedTuple):
     """What is being written: by the engines of all ranks, and then brought back by each worker."""
 
+    call: str
     written: Future[None]
     task: asyncio.Task[None]
 
 
-async def _finished(
-    written: Future[None], bring_back: Callable[[], Awaitable[None]] | None
-) -> None:
+async def _finished(written: Future[None], bring_back: Callable[[], Awaitable[None]]) -> None:
     await asyncio.wrap_future(written)
-    if bring_back is not None:
-        await bring_back()
+    await bring_back()
 
 
 def _name(operation: Operation) -> str:

@@ -154,7 +154,13 @@ class SnapshotPlace(StrEnum):
 
 class Write(Change, frozen=True, array_like=True):
     """The kind of the operation says what is written: a snapshot to the disk, or a Hugging Face
-    folder."""
+    folder.
+
+    Attributes:
+        call: names the call of the script, whose repeats join the write.
+    """
+
+    call: str
 
 
 class KeepState(Change, frozen=True, array_like=True):

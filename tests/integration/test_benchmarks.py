@@ -51,6 +51,7 @@ PROMISED = {
     "page_rows": {"read_s", "query_worst_ms", "search_fifty_s", "open_worst_ms"},
     "planner": {"8_24_2_error_median", "8_24_2_regret"},
     "planes": {"tcp_vs_bare_pyzmq", "noop_rpc_vs_bare", "heartbeat_256_cpu_percent"},
+    "rank_kills": {"num_kills", "copying_snapshot_until_step_s", "between_steps_until_step_s"},
     "safety_cost": {"journal_over_bare", "all_over_bare"},
     "sandbox": {"strongest_programs_per_s", "apart_over_bare"},
     "scale": {"just_in_time_eta8_sync_over", "train_x0.7_sync_over"},
@@ -90,6 +91,10 @@ ZERO = {
     "chaos": {
         *("rows_lost", "rows_trained_twice", "rows_of_other_content", "false_zero_rewards"),
         *("groups_begun_again", "workers_restarted_by_script", "leftovers"),
+    },
+    "rank_kills": {
+        *("steps_of_other_weights", "groups_in_two_batches", "groups_not_trained"),
+        *("rows_lost", "rows_trained_again"),
     },
     "start_checks": {"model_taken", "starts_refused"},
 }

@@ -62,6 +62,8 @@ class SmallCards:
     def excess(self, workers: Iterable[SimulatedWorker]) -> int:
         """By how many bytes the workers of a machine are above its cards."""
         living = [worker for worker in workers if worker.exit_status is None]
+        if not living:
+            return 0
         names = {worker.name: self._plan_of(worker).generates for worker in living}
         room = self._room(sum(names.values()), len(names))
         used = sum(map(self.used_bytes, living))

@@ -20,6 +20,7 @@ from areal_sc.controller.train.ranks import Ranks
 from areal_sc.errors import CheckpointError, StaleCall, WaitTimeout, WorkerLost
 from areal_sc.fleet.bounded import bounded
 from areal_sc.fleet.fleet import Fleet
+from areal_sc.ids import random_id
 from areal_sc.system.durable import commit_folder
 from areal_sc.workers import rank_methods
 from areal_sc.workers.operations import Kind, Operation, digest
@@ -58,7 +59,7 @@ class RankWrites:
     async def _begin(self, operation: Operation) -> tuple[str, Finish]:
         """The folder that is written to, and what waits for the end."""
         ranks, state = self.ranks, self.ranks.state
-        shares = [rank_methods.Write(operation)] * ranks.calls.layout.num_shares
+        shares = [rank_methods.Write(operation, random_id())] * ranks.calls.layout.num_shares
         state.note(write := Asked(rank_methods.BEGIN_WRITE, shares))
         try:
             written: str = (await ranks.repeated(lambda: ranks.calls.ask(write)))[0]

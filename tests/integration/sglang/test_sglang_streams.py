@@ -87,6 +87,8 @@ async def test_answers_are_told_across_an_update_and_a_lost_connection(
     answers = await asyncio.gather(*tasks)
     assert told == [answer.token_ids for answer in answers]
     assert all(len(own) == LONG.max_new_tokens for own in told)
-    assert all({old, new} == set(answers[number].versions) for number in going)
+    # an answer may have ended on the server before the update, and be read later
+    assert all({old, new} >= set(answers[number].versions) for number in going)
+    assert any({old, new} == set(answers[number].versions) for number in going)
     policies.check_all(PROMPTS, answers)
     assert engine.stats()["lost_requests"] - before["lost_requests"] >= running

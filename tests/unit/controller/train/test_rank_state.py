@@ -148,7 +148,7 @@ def test_logprobs_that_no_update_used_are_repeated_only_if_they_are_new() -> Non
 
 def test_of_a_step_whose_rows_are_gone_only_writes_are_repeated() -> None:
     made = at_version(0)
-    write = Asked(BEGIN_WRITE, [Write(Operation(1, 0, Kind.snapshot))])
+    write = Asked(BEGIN_WRITE, [Write(Operation(1, 0, Kind.snapshot), "call")])
     for call in (write, computed("life0.0"), updated(0)):
         made.note(call)
     assert made.is_updating
