@@ -195,7 +195,7 @@ def warm_started(share_right: float) -> Policy:
 @cache
 def solved() -> Policy:
     """What a sound run has taught."""
-    run = _Run(Case("before", num_steps=200), 99)
+    run = _Run(Case("before", num_steps=200, lr=3e-3), 99)
     run.follow()
     return run.policy
 
@@ -378,7 +378,7 @@ CASES: Final = (
     Case("reward noisy", reward=noisy),
     Case("reward by format", _PAID, reward=format_alone),
     Case("answers cut", ("cut answers",), sorts=True, max_new_tokens=2),
-    Case("reward by length", ("endless answers",), sorts=True, reward=by_length),
+    Case("reward by length", ("endless answers", "constant reward"), sorts=True, reward=by_length),
     Case("wrong template", ("constant reward", "cut answers"), sorts=True, has_other_template=True),
     Case("too hard", _PAID, sorts=True, demonstrations_right=0.0),
     Case("too easy", ("too easy",), is_solved_before=True, num_steps=30),

@@ -16,6 +16,9 @@ from areal_sc.records.trackers.base import Tracker
 from areal_sc.trainer.learning_course import NUM_STEPS, Course
 from areal_sc.trainer.learning_rules import RULES
 
+NUM_STEPS_KEPT: Final = 2 * NUM_STEPS
+"""Steps for which a rule that holds no more still counts: numbers waver about its limit."""
+
 MAX_MISMATCH: Final = {Dtype.float32: 1000.0, Dtype.bfloat16: 2.0, Dtype.float16: 2.0}
 """How far trainer and sampler may differ in the mean about the same weights, in units of the noise
 that the trainer has measured (`engines/rounding.py`). Rounding gave 0.3 to 1 in 16 bits. In float32
@@ -37,7 +40,7 @@ class LearningHealth(Tracker):
 
     @property
     def complaints(self) -> dict[str, str]:
-        """The cause of what is wrong, or was in one of the last steps, by the name of its rule."""
+        """The cause of what is wrong, or was up to `NUM_STEPS_KEPT` steps ago, by the name of its rule."""
         first = next((name for name in RULES if name in self._found), None)
         return {} if first is None else {first: self._found[first]}
 
@@ -71,7 +74,7 @@ class LearningHealth(Tracker):
             if text := rule(self._course):
                 self._found[name] = text
                 self._last_found[name] = self._course.num_steps
-            elif self._course.num_steps - self._last_found.get(name, 0) >= NUM_STEPS:
+            elif self._course.num_steps - self._last_found.get(name, 0) >= NUM_STEPS_KEPT:
                 self._found.pop(name, None)
         now = self.complaints
         if now.keys() - before.keys():

@@ -180,7 +180,9 @@ def cut_answers(course: Course) -> str | None:
         return None  # those that ended earned nothing, too
     if now == 0 < course.reward().value or _cut_ones_earn(course, now):
         return None
-    if course.num_steps < MIN_MOVES or course.rise().is_above(0.0, NUM_ERRORS):
+    if course.reward_std() and course.num_steps < MIN_MOVES:
+        return None
+    if course.rise().is_above(0.0, NUM_ERRORS):
         return None
     return (
         f"{1 - now:.0%} of the answers are cut at generation.max_new_tokens, {1 - before:.0%} "
@@ -230,7 +232,7 @@ def constant_reward(course: Course) -> str | None:
             "the reward may give this to any answer: try it with a wrong one; if answers are right "
             "indeed, the prompts are too easy"
         )
-    elif reward.value <= MIN_SIGNAL * std:
+    elif reward.value <= std:  # few earn anything
         why = (
             "the reward does not find the answer in what the model writes (a parser, a template), "
             "or the prompts are too hard: look at `python -m areal_sc samples`; pay for parts of "
