@@ -1,7 +1,7 @@
 """Small runs of real reinforcement learning, most with one thing wrong, for `learning_watch.py`.
 
-A perceptron of three layers learns from random weights to name the largest of three digits, or, from
-a warm start that imitates mostly wrong demonstrations, to sort them:
+A perceptron of three layers learns from random weights to name the largest of three digits, or,
+from a warm start that imitates mostly wrong demonstrations, to sort them:
 
     prompt  5 1 9  answer  9                   one token, without an end of its own
     prompt  5 1 9  answer  1 5 9 and the end   at most `max_new_tokens` tokens
@@ -157,9 +157,7 @@ class Policy:
             mean += 0.1 * (gradient - mean)
             square += 0.001 * (gradient**2 - square)
             corrected = mean / (1 - 0.9**self.num_updates)
-            weight -= (
-                lr * corrected / (np.sqrt(square / (1 - 0.999**self.num_updates)) + 1e-8)
-            )
+            weight -= lr * corrected / (np.sqrt(square / (1 - 0.999**self.num_updates)) + 1e-8)
         return norm
 
 

@@ -87,6 +87,7 @@ class Course:
         self.num_steps = 0
         self.first: list[StepMetrics] = []
         self.newest: deque[StepMetrics] = deque(maxlen=NUM_STEPS)
+        self._before_newest: deque[StepMetrics] = deque(maxlen=NUM_STEPS)
         self.best_reward = Measured(-math.inf, 0.0)
         self.widest_kl = 0.0
         self.reach = 0.0
@@ -103,6 +104,8 @@ class Course:
             self._squared_changes += (metrics.reward - self.newest[-1].reward) ** 2
         if len(self.first) < NUM_STEPS:
             self.first.append(metrics)
+        if len(self.newest) == NUM_STEPS:
+            self._before_newest.append(self.newest[0])
         self.newest.append(metrics)
         self._spread.add(metrics)
         if not math.isnan(entropy := number(metrics.train.get("entropy"))):
@@ -153,6 +156,10 @@ class Course:
     def rise(self) -> Measured:
         """Of the reward, from the first steps to the newest."""
         return self.reward() - self.reward(self.first)
+
+    def rise_of_late(self) -> Measured:
+        """Of the reward, from the steps before the newest ones to these."""
+        return self.reward() - self.reward(self._before_newest)
 
     def rises(self) -> bool:
         """Whether the newest mean reward is above all of the first steps."""

@@ -40,7 +40,10 @@ class LearningHealth(Tracker):
 
     @property
     def complaints(self) -> dict[str, str]:
-        """The cause of what is wrong, or was up to `NUM_STEPS_KEPT` steps ago, by the name of its rule."""
+        """The most likely cause of what is wrong, by the name of its rule.
+
+        It stands until it has not been seen for `NUM_STEPS_KEPT` steps.
+        """
         first = next((name for name in RULES if name in self._found), None)
         return {} if first is None else {first: self._found[first]}
 
