@@ -350,9 +350,7 @@ def test_a_policy_that_its_first_steps_ruin_is_not_laid_upon_the_reward() -> Non
     health, told = follow(ruined, 40)
     assert list(told) == [10]
     assert "moves the policy by 14 nats" in told[10]
-    assert health.complaints["too wide steps"].endswith(
-        "a smaller actor.optimizer.lr: a tenth, say"
-    )
+    assert "begin anew" in health.complaints["too wide steps"]
 
 
 def test_a_cause_that_shows_later_takes_the_place_of_what_follows_from_it() -> None:
