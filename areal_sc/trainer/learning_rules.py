@@ -37,6 +37,12 @@ MIN_SIGNAL: Final = 0.1
 MIN_SIGNAL_OF_VARIETY: Final = 2 * MIN_SIGNAL
 """Share of groups with signal above which there was something that could be lost."""
 
+MAX_SIGNAL_OF_FLAT: Final = 1.5 * MIN_SIGNAL
+"""The same where the reward does not rise any more, which is a further sign."""
+
+MAX_LEFT: Final = 1 / 3
+"""Share of the first steps' signal that is left at most where it is lost: pairs have little."""
+
 MAX_FALL: Final = 0.5
 """Share of the best mean reward that a healthy run does not lose: means of steps are that noisy."""
 
@@ -266,7 +272,7 @@ def too_easy(course: Course) -> str | None:
 
 
 def stalled(course: Course) -> str | None:
-    lost = _lost_variety(course, MIN_SIGNAL_OF_VARIETY)
+    lost = _lost_variety(course, max_has=MAX_SIGNAL_OF_FLAT)
     if lost is None or course.rise_of_late().is_above(0.0, MAYBE):
         return None
     return (
@@ -280,6 +286,8 @@ def stalled(course: Course) -> str | None:
 def no_signal(course: Course) -> str | None:
     signal = course.signal()
     if not signal < MIN_SIGNAL or course.is_solved():
+        return None
+    if course.rise_of_late().is_above(0.0, MAYBE):
         return None
     return (
         f"in the last {NUM_STEPS} steps {signal:.0%} of the prompts had answers of different "
@@ -394,16 +402,20 @@ RULES: Final[dict[str, Rule]] = {
 """By name; a cause stands before what follows from it."""
 
 
-def _lost_variety(course: Course, min_had: float) -> str | None:
+def _lost_variety(
+    course: Course, min_had: float = MIN_SIGNAL_OF_VARIETY, max_has: float = MIN_SIGNAL
+) -> str | None:
     """What tells that each prompt gets one kind of answer by now, and not a right one.
 
     Args:
-        min_had: share of groups with signal that the first steps had at least.
+        min_had: share of groups with signal above which the first steps had something to lose.
+        max_has: share of groups with signal below which it is lost.
     """
     if course.is_solved():
         return None
     had, has = course.signal(course.first[: NUM_STEPS // 2]), course.signal()
-    if had > min_had and has < MIN_SIGNAL and not _is_paid_alike(course):
+    is_lost = had > min_had and has < min(max_has, MAX_LEFT * had)
+    if is_lost and not _is_paid_alike(course):
         return (
             f"{has:.0%} of the prompts have answers of different rewards, and {had:.0%} had at "
             "first"
