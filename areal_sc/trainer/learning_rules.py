@@ -196,7 +196,7 @@ def cut_answers(course: Course) -> str | None:
         return None
     if course.reward_std() and course.num_steps < MIN_MOVES:
         return None
-    if course.rise().is_above(0.0, NUM_ERRORS):
+    if course.rise().is_above(0.0, MAYBE):
         return None
     return (
         f"{1 - now:.0%} of the answers are cut at generation.max_new_tokens, {1 - before:.0%} "
@@ -330,7 +330,10 @@ def reward_by_chance(course: Course) -> str | None:
 
 
 def falling_evaluation(course: Course) -> str | None:
-    for family, results in course.evaluations.items():
+    rise = course.rise()
+    if rise.is_below(0.0, NUM_ERRORS_OF_FEW):
+        return None  # training falls as well: nothing particular to held-out prompts
+    for family, results in course.evaluations().items():
         if len(results) < 3:
             continue
         last = _mean_of(it.score for it in results[-2:])
@@ -340,9 +343,6 @@ def falling_evaluation(course: Course) -> str | None:
             MIN_FALL_OF_EVALUATIONS * best.value, NUM_ERRORS_OF_FEW * fall.error
         ):
             continue
-        rise = course.rise()
-        if rise.is_below(0.0, NUM_ERRORS_OF_FEW):
-            return None  # training falls as well: nothing particular to held-out prompts
         found = (
             f"the last two evaluations {_of(family)}gave {last}, after {best}, while the reward of "
             f"training has changed by {rise}"
@@ -358,7 +358,7 @@ def falling_evaluation(course: Course) -> str | None:
 
 
 def by_heart(course: Course) -> str | None:
-    for family, results in course.evaluations.items():
+    for family, results in course.evaluations().items():
         if len(results) < 3:
             continue
         began = course.accuracy(course.first[:FIRST_STEPS])

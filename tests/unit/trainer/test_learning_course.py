@@ -80,21 +80,26 @@ def test_one_update_a_step_does_not_tell_how_far_it_goes(make_step: MakeStep) ->
     assert (course.reach, course.num_moves) == (0.0, 0)
 
 
-def test_an_evaluation_without_a_right_answer_has_an_error() -> None:
+@pytest.mark.parametrize(
+    ("workflow", "scores", "errors"),
+    [
+        ({"accuracy": 0.0}, 0.0, math.sqrt(2 / 104 * 102 / 104 / 104)),
+        ({"accuracy": 0.5}, 0.5, 0.5 / math.sqrt(104)),
+        ({}, -7.0, 3.0 / math.sqrt(100)),  # by the rewards of training
+    ],
+)
+def test_the_error_of_an_evaluation(
+    make_step: MakeStep,
+    make_evaluation: Callable[..., EvaluationResult],
+    workflow: dict[str, float],
+    scores: float,
+    errors: float,
+) -> None:
     course = Course(1.0)
-    for score in (0.0, 0.5):
-        course.add_evaluation(
-            EvaluationResult(
-                name="hard/periodic",
-                step=0,
-                reward=score,
-                num_prompts=100,
-                version_min=0,
-                version_max=0,
-                temperature=1.0,
-            )
-        )
-    none, half = (it.score for it in course.evaluations["hard"])
-    assert none.value == 0.0
-    assert none.error == pytest.approx(math.sqrt(2 / 104 * 102 / 104 / 104))
-    assert half.error == pytest.approx(0.5 / math.sqrt(104))
+    course.add_evaluation(
+        make_evaluation("hard/before", reward=-7.0, num_prompts=100, workflow=workflow)
+    )
+    course.add_step(make_step(1, reward_std=3.0, reward_std_in_groups=3.0, num_groups=32))
+    (found,) = course.evaluations()["hard"]
+    assert found.score.value == scores
+    assert found.score.error == pytest.approx(errors)
