@@ -79,6 +79,8 @@ class LearningHealth(Tracker):
                 self._last_found[name] = self._course.num_steps
             elif self._course.num_steps - self._last_found.get(name, 0) >= NUM_STEPS_KEPT:
                 self._found.pop(name, None)
-        now = self.complaints
-        if now.keys() - before.keys():
-            self._untold += now.values()
+        self._untold += [
+            text
+            for name, text in self.complaints.items()
+            if name not in before and self._last_found[name] == self._course.num_steps
+        ]

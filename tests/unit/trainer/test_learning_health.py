@@ -363,6 +363,18 @@ def test_a_cause_that_shows_later_takes_the_place_of_what_follows_from_it() -> N
     assert list(health.complaints) == ["too wide steps"]
 
 
+def test_what_followed_from_a_cause_is_not_told_once_both_are_over() -> None:
+    health = LearningHealth()
+    wide = MIXED | {"proximal_kl": 3.0}
+    told = list[str]()
+    for number, reported in enumerate([wide] * 20 + [MIXED] * 10 + [SPARSE] * 40):
+        health.on_step(step(number, **reported))
+        told += health.take_untold()
+    assert len(told) == 1
+    assert "a step moves the policy" in told[0]
+    assert health.complaints == {}
+
+
 def test_what_is_over_is_not_said_at_the_end_and_is_told_anew() -> None:
     health = LearningHealth()
     stages: list[tuple[float, bool]] = [(0.01, False), (3.0, True), (0.01, False), (3.0, True)]
