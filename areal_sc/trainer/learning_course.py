@@ -105,7 +105,7 @@ class Course:
         self.entropies: deque[float] = deque(maxlen=NUM_STEPS)
         self._results: dict[str, list[_Result]] = {}
         self._squared_changes = 0.0
-        self._spread = _Spread()
+        self._variance = _RewardVariance()
 
     def add_step(self, metrics: StepMetrics) -> None:
         self.num_steps += 1
@@ -116,7 +116,7 @@ class Course:
         if len(self.newest) == NUM_STEPS:
             self._before_newest.append(self.newest[0])
         self.newest.append(metrics)
-        self._spread.add(metrics)
+        self._variance.add(metrics)
         if not math.isnan(entropy := number(metrics.train.get("entropy"))):
             self.entropies.append(entropy)
         if (moved := _largest_gain(metrics)) is not None:
@@ -232,10 +232,10 @@ class Course:
 
     def prompts_share(self) -> Measured:
         """Of the variance of the rewards of the whole run, what the prompts explain."""
-        return self._spread.prompts_share()
+        return self._variance.prompts_share()
 
 
-class _Spread:
+class _RewardVariance:
     """Sums up how much rewards differ, between the answers to a prompt and between prompts."""
 
     def __init__(self) -> None:

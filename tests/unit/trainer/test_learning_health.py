@@ -365,9 +365,9 @@ def test_a_cause_that_shows_later_takes_the_place_of_what_follows_from_it() -> N
 
 def test_what_followed_from_a_cause_is_not_told_once_both_are_over() -> None:
     health = LearningHealth()
-    wide = MIXED | {"proximal_kl": 3.0}
+    wide, well = MIXED | {"proximal_kl": 3.0}, MIXED | {"signal": 0.5}
     told = list[str]()
-    for number, reported in enumerate([wide] * 20 + [MIXED] * 10 + [SPARSE] * 40):
+    for number, reported in enumerate([wide] * 20 + [MIXED] * 10 + [well] * 40):
         health.on_step(step(number, **reported))
         told += health.take_untold()
     assert len(told) == 1
