@@ -34,8 +34,8 @@ class LearningHealth(Tracker):
 
     def __init__(self, dtype: Dtype = Dtype.float32) -> None:
         self._course = Course(MAX_MISMATCH[dtype])
-        self._found: dict[str, str] = {}
-        self._last_found: dict[str, int] = {}  # steps at which a rule held last
+        self._cause: tuple[str, str] | None = None  # a rule, and what it has seen
+        self._last_seen = 0  # the step at which it spoke last
         self._untold: list[str] = []
 
     @property
@@ -44,8 +44,7 @@ class LearningHealth(Tracker):
 
         It stands until it has not been seen for `NUM_STEPS_KEPT` steps.
         """
-        first = next((name for name in RULES if name in self._found), None)
-        return {} if first is None else {first: self._found[first]}
+        return {} if self._cause is None else dict([self._cause])
 
     def remember(self, history: History) -> None:
         """What an earlier start of the run has recorded."""
@@ -70,17 +69,17 @@ class LearningHealth(Tracker):
         self._judge()
 
     def _judge(self) -> None:
-        if self._course.num_steps < NUM_STEPS:
+        now = self._course.num_steps
+        if now < NUM_STEPS:
             return
-        before = self.complaints
+        if now - self._last_seen >= NUM_STEPS_KEPT:
+            self._cause = None
         for name, rule in RULES.items():
+            before = None if self._cause is None else self._cause[0]
             if text := rule(self._course):
-                self._found[name] = text
-                self._last_found[name] = self._course.num_steps
-            elif self._course.num_steps - self._last_found.get(name, 0) >= NUM_STEPS_KEPT:
-                self._found.pop(name, None)
-        self._untold += [
-            text
-            for name, text in self.complaints.items()
-            if name not in before and self._last_found[name] == self._course.num_steps
-        ]
+                if name != before:
+                    self._untold.append(text)
+                self._cause, self._last_seen = (name, text), now
+                return
+            if name == before:
+                return  # what follows from it may still be seen

@@ -413,7 +413,7 @@ def _lost_variety(
     """
     if course.is_solved():
         return None
-    had, has = course.signal(course.first[: NUM_STEPS // 2]), course.signal()
+    had, has = course.signal(course.first[:FIRST_STEPS]), course.signal()
     is_lost = had > min_had and has < min(max_has, MAX_LEFT * had)
     if is_lost and not _is_paid_alike(course):
         return (
