@@ -272,6 +272,8 @@ def too_easy(course: Course) -> str | None:
 
 
 def stalled(course: Course) -> str | None:
+    if course.widest_kl > WIDE_KL:
+        return None  # that is the likelier cause
     lost = _lost_variety(course, max_has=MAX_SIGNAL_OF_FLAT)
     if lost is None or course.rise_of_late().is_above(0.0, MAYBE):
         return None
