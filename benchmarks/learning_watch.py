@@ -1,11 +1,16 @@
 """What a run says of its learning: nothing where it learns, and the cause where it does not.
 
     python benchmarks/learning_watch.py [--quick] [--json FILE] [--seeds 3] [--only NAME ...]
+    python benchmarks/learning_watch.py --part small [--quick] [--seeds 3] [--sound 50]
 
-Healthy runs are four examples as they are shipped. Sick ones are letter-sort with a learning rate
-25 times too large, and the first project with a reward that is always 0, and with one that pays 0.2
-for any digit and nothing more. `complaints` is how many rules of trainer/learning_health.py told of
-the run, `told_at_step` when the first of them did.
+`--part small` is of the runs in learning_watch_runs.py: each kind with some seeds, and how many of
+two kinds of sound runs hear anything. A run is right when the rule that stands alone at its end is
+one of those that its case allows, and, where the case is sound, when nothing was told at all.
+
+`--part examples`: healthy runs are four examples as they are shipped. Sick ones are letter-sort
+with a learning rate 25 times too large, and the first project with a reward that is always 0, and
+with one that pays 0.2 for any digit and nothing more. `complaints` is how many rules of
+trainer/learning_rules.py told of the run, `told_at_step` when the first of them did.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 import report
+from learning_watch_runs import CASES, Case, history_of
 from preferences import accuracy
 
 from areal_sc import DPOTrainer
@@ -82,31 +88,74 @@ def run_dir_of(name: str, seed: int, folder: Path, steps: int | None) -> Path:
     return folder / f"{name}-{seed}"
 
 
-def judged(run_dir: Path) -> report.Metrics:
-    """What the run's records make the watch say."""
-    health, told = FollowedHealth(), dict[str, int]()
-    whole = History.read(run_dir / "metrics.jsonl")
+def told_of(whole: History) -> tuple[list[tuple[int, str, str]], str | None]:
+    """What the watch says first of each rule: (step, rule, text); and the rule at the end."""
+    health, told = FollowedHealth(), list[tuple[int, str, str]]()
+    complaints: dict[str, str] = {}
     for number, metrics in enumerate(whole.steps, start=1):
         evaluations = [result for result in whole.evaluations if result.step <= metrics.step]
         history = History(whole.steps[:number], evaluations)
-        for name, text in health.complaints(0, history, Dtype.float32).items():
-            if name not in told:
-                report.say(f"{run_dir.name} step={metrics.step} {name}: {text}")
-                told[name] = metrics.step
+        complaints = health.complaints(0, history, Dtype.float32)
+        for name, text in complaints.items():
+            if name not in [rule for _, rule, _ in told]:
+                told.append((metrics.step, name, text))
+    return told, next(iter(complaints), None)
+
+
+def judged(run_dir: Path) -> report.Metrics:
+    """What the run's records make the watch say."""
+    whole = History.read(run_dir / "metrics.jsonl")
+    told, _ = told_of(whole)
+    for step, name, text in told:
+        report.say(f"{run_dir.name} step={step} {name}: {text}")
     return {
         "steps": len(whole.steps),
         "complaints": len(told),
-        **({"told_at_step": min(told.values())} if told else {}),
+        **({"told_at_step": told[0][0]} if told else {}),
     }
+
+
+def is_right(case: Case, told: list[tuple[int, str, str]], at_end: str | None) -> bool:
+    return at_end in case.causes if case.causes else not told
+
+
+def watch_small_runs(seeds: int, num_sound: int) -> report.Metrics:
+    """Prints what is told of each case, and returns how much of it is right."""
+    rows, metrics = [], report.Metrics()
+    for case in CASES:
+        for seed in range(seeds):
+            told, at_end = told_of(history_of(case, seed))
+            right = is_right(case, told, at_end)
+            said = ", ".join(f"{step}: {name}" for step, name, _ in told) or "-"
+            rows.append((case.name, seed, said, at_end or "-", "yes" if right else "no"))
+            report.say(" | ".join(map(str, rows[-1])))
+            metrics[f"{case.name.replace(' ', '_')}_{seed}_is_right"] = float(right)
+    columns = ("run", "seed", "told (step: cause)", "at the end", "right")
+    report.print_table("What small runs hear", {"seeds": seeds}, columns, rows)
+    heard = 0
+    for case in CASES[-2:]:
+        for seed in range(seeds, seeds + num_sound):
+            told, _ = told_of(history_of(case, seed))
+            heard += bool(told)
+            for step, name, text in told:
+                report.say(f"{case.name}, seed {seed}, step {step}, {name}: {text}")
+    metrics |= {"sound_runs": 2.0 * num_sound, "sound_runs_told": heard}
+    report.print_metrics("Sound runs", {"each": num_sound}, {"sound_runs_told": heard})
+    return metrics
 
 
 def main() -> None:
     parser = report.make_parser(__doc__)
     names = (*HEALTHY, *SICK)
+    parser.add_argument("--part", choices=("examples", "small"), default="examples")
+    parser.add_argument("--sound", type=int, default=50, help="sound small runs of each kind")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--steps", type=int, help="of each run (default: those of the example)")
-    arguments = report.parse(parser, seeds=1, only=("always_zero",), steps=12)
+    arguments = report.parse(parser, seeds=1, only=("always_zero",), steps=12, sound=0)
+    if arguments.part == "small":
+        report.write(watch_small_runs(arguments.seeds, arguments.sound), arguments.json)
+        return
     records: dict[tuple[str | int, ...], report.Metrics] = {}
     with TemporaryDirectory(prefix="areal-sc-benchmark-") as name:
         for seed in range(arguments.seeds):

@@ -1,7 +1,7 @@
 """Small runs of real reinforcement learning, most with one thing wrong, for `learning_watch.py`.
 
-A perceptron of three layers learns from random weights to name the largest of three digits, or, from
-a warm start that imitates mostly wrong demonstrations, to sort them:
+A perceptron of three layers learns from random weights to name the largest of three digits, or,
+from a warm start that imitates mostly wrong demonstrations, to sort them:
 
     prompt  5 1 9  answer  9                   one token, without an end of its own
     prompt  5 1 9  answer  1 5 9 and the end   at most `max_new_tokens` tokens
@@ -157,9 +157,7 @@ class Policy:
             mean += 0.1 * (gradient - mean)
             square += 0.001 * (gradient**2 - square)
             corrected = mean / (1 - 0.9**self.num_updates)
-            weight -= (
-                lr * corrected / (np.sqrt(square / (1 - 0.999**self.num_updates)) + 1e-8)
-            )
+            weight -= lr * corrected / (np.sqrt(square / (1 - 0.999**self.num_updates)) + 1e-8)
         return norm
 
 
@@ -195,7 +193,7 @@ def warm_started(share_right: float) -> Policy:
 @cache
 def solved() -> Policy:
     """What a sound run has taught."""
-    run = _Run(Case("before", num_steps=200), 99)
+    run = _Run(Case("before", num_steps=200, lr=3e-3), 99)
     run.follow()
     return run.policy
 
@@ -378,7 +376,7 @@ CASES: Final = (
     Case("reward noisy", reward=noisy),
     Case("reward by format", _PAID, reward=format_alone),
     Case("answers cut", ("cut answers",), sorts=True, max_new_tokens=2),
-    Case("reward by length", ("endless answers",), sorts=True, reward=by_length),
+    Case("reward by length", ("endless answers", "constant reward"), sorts=True, reward=by_length),
     Case("wrong template", ("constant reward", "cut answers"), sorts=True, has_other_template=True),
     Case("too hard", _PAID, sorts=True, demonstrations_right=0.0),
     Case("too easy", ("too easy",), is_solved_before=True, num_steps=30),

@@ -65,6 +65,16 @@ class Evaluated:
     trained: Measured
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What an evaluation gave; `is_share`: it is an accuracy."""
+
+    value: float
+    is_share: bool
+    num_prompts: int
+    trained: Measured
+
+
 class Course:
     """What the rules see of a run.
 
@@ -78,7 +88,6 @@ class Course:
         num_moves: steps of which `reach` knows.
         mean_lr: over the run's steps.
         entropies: of the newest steps that have one.
-        evaluations: those that sample, by what stands before the slash of their names.
         max_mismatch: how far trainer and sampler may differ, in units of the measured noise.
     """
 
@@ -87,15 +96,16 @@ class Course:
         self.num_steps = 0
         self.first: list[StepMetrics] = []
         self.newest: deque[StepMetrics] = deque(maxlen=NUM_STEPS)
+        self._before_newest: deque[StepMetrics] = deque(maxlen=NUM_STEPS)
         self.best_reward = Measured(-math.inf, 0.0)
         self.widest_kl = 0.0
         self.reach = 0.0
         self.num_moves = 0
         self.mean_lr = math.nan
         self.entropies: deque[float] = deque(maxlen=NUM_STEPS)
-        self.evaluations: dict[str, list[Evaluated]] = {}
+        self._results: dict[str, list[_Result]] = {}
         self._squared_changes = 0.0
-        self._spread = _Spread()
+        self._variance = _RewardVariance()
 
     def add_step(self, metrics: StepMetrics) -> None:
         self.num_steps += 1
@@ -103,8 +113,10 @@ class Course:
             self._squared_changes += (metrics.reward - self.newest[-1].reward) ** 2
         if len(self.first) < NUM_STEPS:
             self.first.append(metrics)
+        if len(self.newest) == NUM_STEPS:
+            self._before_newest.append(self.newest[0])
         self.newest.append(metrics)
-        self._spread.add(metrics)
+        self._variance.add(metrics)
         if not math.isnan(entropy := number(metrics.train.get("entropy"))):
             self.entropies.append(entropy)
         if (moved := _largest_gain(metrics)) is not None:
@@ -121,16 +133,27 @@ class Course:
         """Greedy ones are others than those before, and are not compared with them."""
         if not result.temperature:
             return
-        size, score = result.num_prompts, result.accuracy
+        family, score = result.name.rpartition("/")[0], result.accuracy
         if score is None:
-            score, trained = result.reward, self.reward()
+            found = _Result(result.reward, False, result.num_prompts, self.reward())
         else:
-            trained = self.accuracy()
-        added = (score * size + _ADDED / 2) / (size + _ADDED)
-        # no number between 0 and 1 varies by more than one that is either
-        error = math.sqrt(max(0.0, added * (1 - added)) / (size + _ADDED))
-        family = result.name.rpartition("/")[0]
-        self.evaluations.setdefault(family, []).append(Evaluated(Measured(score, error), trained))
+            found = _Result(score, True, result.num_prompts, self.accuracy())
+        self._results.setdefault(family, []).append(found)
+
+    def evaluations(self) -> dict[str, list[Evaluated]]:
+        """Those that sample, in their order, by what stands before the slash of their names."""
+        return {
+            family: [Evaluated(self._measured(it), it.trained) for it in results]
+            for family, results in self._results.items()
+        }
+
+    def _measured(self, result: _Result) -> Measured:
+        """Of a reward: as much as the answers differ in training. Answers to a prompt are alike."""
+        size = result.num_prompts
+        if not result.is_share:
+            return Measured(result.value, self.reward_std() / math.sqrt(size))
+        added = (result.value * size + _ADDED / 2) / (size + _ADDED)
+        return Measured(result.value, _std_of_share(added) / math.sqrt(size + _ADDED))
 
     def reward(self, steps: Sequence[StepMetrics] | None = None) -> Measured:
         """Of some steps, by default of the newest ones."""
@@ -148,11 +171,15 @@ class Course:
         steps = self.newest if steps is None else steps
         value = mean(steps, lambda it: number(it.accuracy))
         drawn = sum(it.num_groups or it.num_rows for it in steps)
-        return Measured(value, math.sqrt(value * (1 - value) / drawn) if drawn else math.nan)
+        return Measured(value, _std_of_share(value) / math.sqrt(drawn) if drawn else math.nan)
 
     def rise(self) -> Measured:
         """Of the reward, from the first steps to the newest."""
         return self.reward() - self.reward(self.first)
+
+    def rise_of_late(self) -> Measured:
+        """Of the reward, from the steps before the newest ones to these."""
+        return self.reward() - self.reward(self._before_newest)
 
     def rises(self) -> bool:
         """Whether the newest mean reward is above all of the first steps."""
@@ -205,10 +232,10 @@ class Course:
 
     def prompts_share(self) -> Measured:
         """Of the variance of the rewards of the whole run, what the prompts explain."""
-        return self._spread.prompts_share()
+        return self._variance.prompts_share()
 
 
-class _Spread:
+class _RewardVariance:
     """Sums up how much rewards differ, between the answers to a prompt and between prompts."""
 
     def __init__(self) -> None:
@@ -257,6 +284,11 @@ def _variance_of_mean(metrics: StepMetrics) -> float:
     whole, within = metrics.reward_std**2, (metrics.reward_std_in_groups or 0.0) ** 2
     between = max(0.0, whole - within)
     return between / metrics.num_groups + within / metrics.num_rows
+
+
+def _std_of_share(share: float) -> float:
+    """Of what is 0 or 1: nothing else between them differs by more."""
+    return math.sqrt(max(0.0, share * (1 - share)))
 
 
 def _is_alone(metrics: StepMetrics) -> bool:

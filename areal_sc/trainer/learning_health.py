@@ -16,6 +16,9 @@ from areal_sc.records.trackers.base import Tracker
 from areal_sc.trainer.learning_course import NUM_STEPS, Course
 from areal_sc.trainer.learning_rules import RULES
 
+NUM_STEPS_KEPT: Final = 2 * NUM_STEPS
+"""Steps for which a rule that holds no more still counts: numbers waver about its limit."""
+
 MAX_MISMATCH: Final = {Dtype.float32: 1000.0, Dtype.bfloat16: 2.0, Dtype.float16: 2.0}
 """How far trainer and sampler may differ in the mean about the same weights, in units of the noise
 that the trainer has measured (`engines/rounding.py`). Rounding gave 0.3 to 1 in 16 bits. In float32
@@ -31,15 +34,17 @@ class LearningHealth(Tracker):
 
     def __init__(self, dtype: Dtype = Dtype.float32) -> None:
         self._course = Course(MAX_MISMATCH[dtype])
-        self._found: dict[str, str] = {}
-        self._last_found: dict[str, int] = {}  # steps at which a rule held last
+        self._cause: tuple[str, str] | None = None  # a rule, and what it has seen
+        self._last_seen = 0  # the step at which it spoke last
         self._untold: list[str] = []
 
     @property
     def complaints(self) -> dict[str, str]:
-        """The cause of what is wrong, or was in one of the last steps, by the name of its rule."""
-        first = next((name for name in RULES if name in self._found), None)
-        return {} if first is None else {first: self._found[first]}
+        """The most likely cause of what is wrong, by the name of its rule.
+
+        It stands until it has not been seen for `NUM_STEPS_KEPT` steps.
+        """
+        return {} if self._cause is None else dict([self._cause])
 
     def remember(self, history: History) -> None:
         """What an earlier start of the run has recorded."""
@@ -64,15 +69,17 @@ class LearningHealth(Tracker):
         self._judge()
 
     def _judge(self) -> None:
-        if self._course.num_steps < NUM_STEPS:
+        now = self._course.num_steps
+        if now < NUM_STEPS:
             return
-        before = self.complaints
+        if now - self._last_seen >= NUM_STEPS_KEPT:
+            self._cause = None
         for name, rule in RULES.items():
+            before = None if self._cause is None else self._cause[0]
             if text := rule(self._course):
-                self._found[name] = text
-                self._last_found[name] = self._course.num_steps
-            elif self._course.num_steps - self._last_found.get(name, 0) >= NUM_STEPS:
-                self._found.pop(name, None)
-        now = self.complaints
-        if now.keys() - before.keys():
-            self._untold += now.values()
+                if name != before:
+                    self._untold.append(text)
+                self._cause, self._last_seen = (name, text), now
+                return
+            if name == before:
+                return  # what follows from it may still be seen

@@ -17,7 +17,6 @@ from areal_sc.trainer.learning_course import (
     NUM_STEPS,
     SOLVED_ACCURACY,
     Course,
-    Evaluated,
     Measured,
     mean,
     number,
@@ -26,11 +25,23 @@ from areal_sc.trainer.learning_course import (
 NUM_ERRORS: Final = 5.0
 """Standard errors beyond which a difference is told: windows of all steps are compared."""
 
-NUM_ERRORS_OF_FEW: Final = 4.0
-"""The same of evaluations, of which there are few."""
+NUM_ERRORS_OF_FEW: Final = 3.5
+"""The same of what is compared seldom: of evaluations, for example."""
+
+MAYBE: Final = 2.0
+"""Standard errors from which on a rule does not rely on there being no difference."""
 
 MIN_SIGNAL: Final = 0.1
 """Share of groups with signal below which most of the generated tokens teach nothing."""
+
+MIN_SIGNAL_OF_VARIETY: Final = 2 * MIN_SIGNAL
+"""Share of groups with signal above which there was something that could be lost."""
+
+MAX_SIGNAL_OF_FLAT: Final = 1.5 * MIN_SIGNAL
+"""The same where the reward does not rise any more, which is a further sign."""
+
+MAX_LEFT: Final = 1 / 3
+"""Share of the first steps' signal that is left at most where it is lost: pairs have little."""
 
 MAX_FALL: Final = 0.5
 """Share of the best mean reward that a healthy run does not lose: means of steps are that noisy."""
@@ -159,7 +170,8 @@ def too_wide_steps(course: Course) -> str | None:
             f"a step moves the policy by {kl:.2g} nats a token, where {WIDE_KL:g} is wide: a "
             "smaller actor.optimizer.lr, or fewer actor.ppo.num_minibatches"
         )
-    lost = _lost_variety(course)
+    min_had = 0.0 if course.widest_kl > MAX_KL else MIN_SIGNAL_OF_VARIETY
+    lost = _lost_variety(course, min_had)
     if lost is None or not course.widest_kl > WIDE_KL:
         return None
     return (
@@ -175,12 +187,16 @@ def cut_answers(course: Course) -> str | None:
     before, now = (mean(of, _stopped) for of in (course.first, course.newest))
     if not (before < MIN_STOPPED and now < MIN_STOPPED) or course.is_solved():
         return None
+    if all(it.answer_tokens <= 1 for it in course.newest):
+        return None  # one token is meant to be the answer, without an end of its own
     ended = sum(_stopped(it) * it.num_rows for it in course.newest)
     if course.reward().value == 0 == course.reward_std() and ended >= MIN_ENDED:
         return None  # those that ended earned nothing, too
     if now == 0 < course.reward().value or _cut_ones_earn(course, now):
         return None
-    if course.num_steps < MIN_MOVES or course.rise().is_above(0.0, NUM_ERRORS):
+    if course.reward_std() and course.num_steps < MIN_MOVES:
+        return None
+    if course.rise().is_above(0.0, MAYBE):
         return None
     return (
         f"{1 - now:.0%} of the answers are cut at generation.max_new_tokens, {1 - before:.0%} "
@@ -230,7 +246,7 @@ def constant_reward(course: Course) -> str | None:
             "the reward may give this to any answer: try it with a wrong one; if answers are right "
             "indeed, the prompts are too easy"
         )
-    elif reward.value <= MIN_SIGNAL * std:
+    elif reward.value <= std:  # few earn anything
         why = (
             "the reward does not find the answer in what the model writes (a parser, a template), "
             "or the prompts are too hard: look at `python -m areal_sc samples`; pay for parts of "
@@ -246,7 +262,7 @@ def constant_reward(course: Course) -> str | None:
 
 def too_easy(course: Course) -> str | None:
     accuracy, signal = course.accuracy(course.first), course.signal(course.first)
-    if not accuracy.is_above(SOLVED_ACCURACY, 1.0) or not signal < 2 * MIN_SIGNAL:
+    if not accuracy.is_above(SOLVED_ACCURACY, 1.0) or not signal < MIN_SIGNAL_OF_VARIETY:
         return None
     return (
         f"the prompts are too easy: {accuracy} of the answers were right in the first {NUM_STEPS} "
@@ -256,8 +272,10 @@ def too_easy(course: Course) -> str | None:
 
 
 def stalled(course: Course) -> str | None:
-    lost = _lost_variety(course)
-    if lost is None:
+    if course.widest_kl > WIDE_KL:
+        return None  # that is the likelier cause
+    lost = _lost_variety(course, max_has=MAX_SIGNAL_OF_FLAT)
+    if lost is None or course.rise_of_late().is_above(0.0, MAYBE):
         return None
     return (
         f"learning has stalled: {lost}, at a mean reward of {course.reward()}: look at wrong "
@@ -270,6 +288,8 @@ def stalled(course: Course) -> str | None:
 def no_signal(course: Course) -> str | None:
     signal = course.signal()
     if not signal < MIN_SIGNAL or course.is_solved():
+        return None
+    if course.rise_of_late().is_above(0.0, MAYBE):
         return None
     return (
         f"in the last {NUM_STEPS} steps {signal:.0%} of the prompts had answers of different "
@@ -298,7 +318,7 @@ def reward_by_chance(course: Course) -> str | None:
         course.num_steps < MIN_STEPS_OF_CHANCE
         or not course.signal() >= MIN_SIGNAL
         or course.reach < 1.0
-        or not share.is_below(MAX_SHARE_OF_PROMPTS, 2.0)
+        or not share.is_below(MAX_SHARE_OF_PROMPTS, MAYBE)
         or rise.is_above(0.0, NUM_ERRORS_OF_FEW)
         or course.is_solved()
     ):
@@ -312,7 +332,10 @@ def reward_by_chance(course: Course) -> str | None:
 
 
 def falling_evaluation(course: Course) -> str | None:
-    for family, results in course.evaluations.items():
+    rise = course.rise()
+    if rise.is_below(0.0, NUM_ERRORS_OF_FEW):
+        return None  # training falls as well: nothing particular to held-out prompts
+    for family, results in course.evaluations().items():
         if len(results) < 3:
             continue
         last = _mean_of(it.score for it in results[-2:])
@@ -322,9 +345,6 @@ def falling_evaluation(course: Course) -> str | None:
             MIN_FALL_OF_EVALUATIONS * best.value, NUM_ERRORS_OF_FEW * fall.error
         ):
             continue
-        rise = course.rise()
-        if rise.is_below(0.0, NUM_ERRORS_OF_FEW):
-            return None  # training falls as well: nothing particular to held-out prompts
         found = (
             f"the last two evaluations {_of(family)}gave {last}, after {best}, while the reward of "
             f"training has changed by {rise}"
@@ -340,7 +360,7 @@ def falling_evaluation(course: Course) -> str | None:
 
 
 def by_heart(course: Course) -> str | None:
-    for family, results in course.evaluations.items():
+    for family, results in course.evaluations().items():
         if len(results) < 3:
             continue
         began = course.accuracy(course.first[:FIRST_STEPS])
@@ -384,12 +404,20 @@ RULES: Final[dict[str, Rule]] = {
 """By name; a cause stands before what follows from it."""
 
 
-def _lost_variety(course: Course) -> str | None:
-    """What tells that each prompt gets one kind of answer by now, and not a right one."""
+def _lost_variety(
+    course: Course, min_had: float = MIN_SIGNAL_OF_VARIETY, max_has: float = MIN_SIGNAL
+) -> str | None:
+    """What tells that each prompt gets one kind of answer by now, and not a right one.
+
+    Args:
+        min_had: share of groups with signal above which the first steps had something to lose.
+        max_has: share of groups with signal below which it is lost.
+    """
     if course.is_solved():
         return None
-    had, has = course.signal(course.first[: NUM_STEPS // 2]), course.signal()
-    if had > 2 * MIN_SIGNAL and has < MIN_SIGNAL and not _is_paid_alike(course):
+    had, has = course.signal(course.first[:FIRST_STEPS]), course.signal()
+    is_lost = had > min_had and has < min(max_has, MAX_LEFT * had)
+    if is_lost and not _is_paid_alike(course):
         return (
             f"{has:.0%} of the prompts have answers of different rewards, and {had:.0%} had at "
             "first"

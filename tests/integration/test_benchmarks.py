@@ -43,6 +43,7 @@ PROMISED = {
     "generate_throughput": {"local_over_static", "mixed_over_static"},
     "interruption": {"local_interrupted_over_waiting_eta1_batch8"},
     "learning_watch": {"always_zero_0_complaints", "always_zero_0_told_at_step"},
+    "learning_watch --part small": {"rate_1_0_is_right", "sound_runs_told"},
     "many_nodes": {"sent_by_trainers_vs_model", "heartbeats_cpu_percent"},
     "many_workers": {"loop_lag_p99_ms", "choose_us", "step_s"},
     "output_layer": {"trained_kl_float32_over_rounded", "random_top_logit"},

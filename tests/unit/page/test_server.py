@@ -310,8 +310,8 @@ async def test_what_is_wrong_with_the_learning_is_told(
         for step in range(4, 30):
             log.on_step(make_step(step, signal_share=0.0))
     told = await get(session, "/api/runs/0/health")
-    assert list(told["complaints"]) == ["no signal"]
-    assert "has the reward 0.25" in told["complaints"]["no signal"]
+    assert list(told["complaints"]) == ["constant reward"]
+    assert "the same reward, in the mean 0.25" in told["complaints"]["constant reward"]
 
 
 async def test_a_browser_hears_what_has_changed(

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import io
 import math
+import statistics
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -84,6 +86,10 @@ def test_groups_whose_answers_all_have_one_reward_teach_nothing() -> None:
     step = Step(actor, rollout, count(actor, rollout), told.append)
     step.record(BatchMetadata("b", 0, (), tuple(rows)), {})
     assert told[0].signal_share == 0.4
+    assert told[0].num_groups == 5
+    rewards_of_episodes = [reward for _, reward in rewards] + [1.0]
+    assert told[0].reward_std == pytest.approx(statistics.pstdev(rewards_of_episodes))
+    assert told[0].reward_std_in_groups == pytest.approx(math.sqrt((0.125 + 0.5) / 4))
     assert told[0].answer_tokens == 2.0
 
 
