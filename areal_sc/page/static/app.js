@@ -39,6 +39,8 @@ const TABS = ["run", "time", "prompts", "rows", "groups", "fleet"];
 const header = el("header", {});
 const main = el("main", { id: "main" });
 const live = el("span", { class: "live", role: "status" });
+const busy = el("span", { class: "loading", role: "status" });
+let shownView = "";
 let turn = 0;
 let body = null; // what the view has made
 let waiting = false; // for a change that came while the view was being made
@@ -58,6 +60,7 @@ function frame(view, run) {
     runs.length > 1 && !VIEWS[view].ofAll
       ? field("run", choice("run", runs.map((it) => [it.name, it.name]), run.name, (name) => (location.hash = linkTo(VIEWS[view].tab, { run: name }))))
       : null,
+    busy,
     live,
     isFile ? null : copy,
     el("button", { type: "button", "aria-label": "keys", title: "keys", on: { click: showKeys } }, "?"),
@@ -91,7 +94,7 @@ async function show(isSame = false) {
   const run = words.run ? runs.find((it) => it.name === words.run) : runs[0];
   let made;
   if (!isSame) body?.stop?.();
-  const slow = isSame ? 0 : setTimeout(() => mine === turn && main.replaceChildren(el("p", { class: "loading", role: "status" }, "loading …")), SLOW_MS);
+  const slow = isSame ? 0 : setTimeout(() => mine === turn && sayLoading(view), SLOW_MS);
   if (run === undefined) {
     frame("run", runs[0]);
     made = failure(`There is no run of the name ${words.run} here.`);
@@ -105,6 +108,8 @@ async function show(isSame = false) {
   }
   clearTimeout(slow);
   if (mine !== turn) return;
+  busy.textContent = "";
+  shownView = view;
   const { scrollX: left, scrollY: top } = window;
   const open = new Set([...main.querySelectorAll("details[open]")].map((it) => it.dataset.name));
   const focused = isSame && main.contains(document.activeElement) ? document.activeElement.name : "";
@@ -117,6 +122,12 @@ async function show(isSame = false) {
   window.scrollTo(isSame ? left : 0, isSame ? top : 0);
   drawSeen(main);
   if (focused) main.querySelector(`[name="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+}
+
+/** The same view with other words stays until they are there. */
+function sayLoading(view) {
+  if (view === shownView) busy.textContent = "loading …";
+  else main.replaceChildren(el("p", { class: "loading", role: "status" }, "loading …"));
 }
 
 function failure(text) {
