@@ -39,7 +39,9 @@ class _Lines(NamedTuple):
 
     Attributes:
         sets: number of its set, among `names`.
-        num_cut: tries whose answer was cut; NaN: the workflow does not tell.
+        tries, solved: numbers of answers.
+        mean, first, newest: rewards: of all, and of the first and the newest version.
+        cut: share of answers that were cut; NaN: the workflow does not tell.
         change: of the mean reward, from before to since the version `since`.
         errors: the same in its standard errors.
         parts: [lines, NUM_PARTS] mean reward in each part of the versions; NaN: no tries.
@@ -48,7 +50,7 @@ class _Lines(NamedTuple):
     names: list[str]
     sets: np.ndarray
     dataset: np.ndarray
-    index: np.ndarray
+    row: np.ndarray
     tries: np.ndarray
     mean: np.ndarray
     solved: np.ndarray
@@ -118,7 +120,7 @@ class PromptBook:
             lines = self._lines(database, state_of(database).edition)
             if of_set not in lines.names:
                 return None
-            is_it = (lines.dataset == dataset) & (lines.index == index)
+            is_it = (lines.dataset == dataset) & (lines.row == index)
             places = np.flatnonzero(is_it & (lines.sets == lines.names.index(of_set)))
             if not len(places):
                 return None
@@ -195,7 +197,9 @@ def _lines(database: sqlite3.Connection) -> _Lines:
         """Of each line; NaN: it has none among them."""
         counts = np.bincount(line[among], minlength=len(starts))
         sums = np.bincount(line[among], values[among], len(starts))
-        return np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
+        means: np.ndarray = np.full(len(starts), np.nan)
+        np.divide(sums, counts, out=means, where=counts > 0)
+        return means
 
     first, last = version[starts], version[starts + tries - 1]
     solved = np.where(np.isnan(table[:, 5]), _as_best(reward, keys[:, 0]), table[:, 5] >= _SOLVED)
@@ -208,7 +212,7 @@ def _lines(database: sqlite3.Connection) -> _Lines:
         names=names,
         sets=keys[starts, 0],
         dataset=keys[starts, 1],
-        index=keys[starts, 2],
+        row=keys[starts, 2],
         tries=tries,
         mean=mean(reward, everywhere),
         solved=np.bincount(line[solved.astype(bool)], minlength=len(starts)),
@@ -228,7 +232,8 @@ def _as_best(reward: np.ndarray, sets: np.ndarray) -> np.ndarray:
     """[n] whether a reward is the highest one of its set: what solves a prompt without accuracy."""
     best = np.full(int(sets.max()) + 1, -np.inf)
     np.maximum.at(best, sets, reward)
-    return reward >= best[sets]
+    is_best: np.ndarray = reward >= best[sets]
+    return is_best
 
 
 def _changes(
@@ -278,7 +283,7 @@ def _sorted(lines: _Lines, of_set: str, sort: str) -> Sequence[int]:
         "tries": -lines.tries.astype(float),
         "cut": -np.nan_to_num(lines.cut),
     }[sort]
-    order = np.lexsort((lines.index, lines.dataset, -lines.last_version, -lines.tries, key))
+    order = np.lexsort((lines.row, lines.dataset, -lines.last_version, -lines.tries, key))
     found: list[int] = order[among[order]].tolist()
     return found
 
@@ -287,8 +292,9 @@ def _told(database: sqlite3.Connection, lines: _Lines, place: int) -> dict[str, 
     """A line: numbers, see `_Lines`, `set`, `text` of the prompt, and its newest `answer`."""
     numbers: dict[str, Any] = {
         name: _number(getattr(lines, name)[place])
-        for name in ("dataset", "index", "tries", "mean", "solved", "cut", "first", "newest")
+        for name in ("dataset", "tries", "mean", "solved", "cut", "first", "newest")
     }
+    numbers["index"] = int(lines.row[place])
     of_set = lines.names[int(lines.sets[place])]
     newest = database.execute(
         'SELECT rows.id, "group", rows.attempt, episode, row, reward, evaluation, data_row, prompt,'

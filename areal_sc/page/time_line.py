@@ -228,7 +228,8 @@ def _spent_until(times: np.ndarray, since: np.ndarray) -> np.ndarray:
     since = np.sort(since - times[0])
     counts = np.searchsorted(since, times - times[0])
     sums = np.r_[0.0, np.cumsum(since)]
-    return counts * (times - times[0]) - sums[counts]
+    spent: np.ndarray = counts * (times - times[0]) - sums[counts]
+    return spent
 
 
 def _chosen(

@@ -34,7 +34,7 @@ const KEYS = [
   ["?", "this list; Esc closes it"],
 ];
 const SLOW_MS = 300; // after which a view that is not there says that it loads
-const TABS = ["run", "time", "prompts", "rows", "groups", "fleet"];
+const TABS = ["run", "time", "rows", "groups", "fleet", "prompts"];
 
 const header = el("header", {});
 const main = el("main", { id: "main" });

@@ -10,10 +10,11 @@ const AXIS = 36; // pixels above: times, and below them the versions that were p
 const LINE = 14; // pixels of the line for what concerns a whole process
 const MOST_PIXELS = 12000; // of the canvas, in height
 const SHORTEST_S = 1e-3;
-const KINDS = { starting: 330, wait: 220, train: 30, sync: 150, update: 30, "updating weights": 150, "fetching weights": 175, "publishing weights": 150, "pulling rows": 220, generation: 205, "the sandbox": 60 };
+const KINDS = { "start-up": 330, wait: 220, train: 30, sync: 150, update: 30, "updating weights": 150, "fetching weights": 175, "publishing weights": 150, "pulling rows": 220, generation: 205, "the sandbox": 60 };
 const SETTLED_MS = 120;
 const BAND = 96; // pixels of lanes that are drawn together
 const NARROW = 4; // pixels of an episode, below which lanes are
+const FEW_LANES = 8; // of a worker: they are never
 
 export const timeParts = ["records", "steps"];
 
@@ -164,10 +165,10 @@ export async function showTime({ run, words }) {
 /** Where each process and each of its lanes is drawn, and which spans are in it; many lanes whose episodes are too narrow to be told apart are a band. */
 function laidOut(told, width, view) {
   const { processes } = told;
-  const isBand = ({ density, totals }) => {
+  const isBand = ({ num_lanes: numLanes, totals }) => {
     const [count, seconds] = totals.episode || [0, 0];
-    const pixels = (((count ? seconds / count : 0) * (width - GUTTER)) / (view.last - view.first));
-    return Object.keys(density).length > 0 && pixels < NARROW;
+    const pixels = ((seconds / Math.max(1, count)) * (width - GUTTER)) / (view.last - view.first);
+    return numLanes > FEW_LANES && pixels < NARROW;
   };
   const count = processes.reduce((sum, it) => sum + (isBand(it) ? 0 : it.num_lanes), 0);
   const room = MOST_PIXELS - processes.length * (LINE + 6);
@@ -262,7 +263,7 @@ function drawAll(pen, { told, deaths, layout, view, whole, by, width, x, drag })
   pen.textAlign = "left";
   for (const place of layout.places) {
     pen.fillText(place.process.name, 4, place.top + LINE / 2, GUTTER - 8);
-    if (place.isBand) pen.fillText(`up to ${short(Math.ceil(bandOf(place.process).most))} lanes`, 4, place.top + LINE + 10, GUTTER - 8);
+    if (place.isBand && bandOf(place.process).parts) pen.fillText(`up to ${short(Math.ceil(bandOf(place.process).most))} lanes`, 4, place.top + LINE + 10, GUTTER - 8);
   }
   if (drag) {
     pen.fillStyle = mark;
