@@ -521,6 +521,19 @@ async def test_the_time_line_is_zoomed_by_keys(runs: list[Path], page: Page, tab
     assert tab.errors == []
 
 
+async def test_what_is_slow_says_that_it_loads(runs: list[Path], page: Page, tab: Tab) -> None:
+    await shows(tab, "#/groups")
+    held = "window.held = []; window.asked = fetch; window.fetch = (...its) => new Promise("
+    await tab.value(held + "go => held.push(() => go(asked(...its)))); 1")
+    await tab.value("location.hash = '#/rows'")
+    await tab.wait_for("document.querySelector('header .loading').innerText === 'loading …'")
+    assert "admitted at" in await tab.value("document.querySelector('main').innerText")
+    await tab.value("window.fetch = asked; held.forEach(go => go())")
+    await tab.wait_for("document.querySelectorAll('.row').length > 2")
+    assert await tab.value("document.querySelector('header .loading').innerText") == ""
+    assert tab.errors == []
+
+
 async def test_the_keys_are_shown(runs: list[Path], page: Page, tab: Tab) -> None:
     await shows(tab, "#/rows")
     await tab.press("?", "?")

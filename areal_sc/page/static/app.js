@@ -40,7 +40,6 @@ const header = el("header", {});
 const main = el("main", { id: "main" });
 const live = el("span", { class: "live", role: "status" });
 const busy = el("span", { class: "loading", role: "status" });
-let shownView = "";
 let turn = 0;
 let body = null; // what the view has made
 let waiting = false; // for a change that came while the view was being made
@@ -94,7 +93,7 @@ async function show(isSame = false) {
   const run = words.run ? runs.find((it) => it.name === words.run) : runs[0];
   let made;
   if (!isSame) body?.stop?.();
-  const slow = isSame ? 0 : setTimeout(() => mine === turn && sayLoading(view), SLOW_MS);
+  const slow = isSame ? 0 : setTimeout(() => mine === turn && sayLoading(true), SLOW_MS);
   if (run === undefined) {
     frame("run", runs[0]);
     made = failure(`There is no run of the name ${words.run} here.`);
@@ -108,8 +107,7 @@ async function show(isSame = false) {
   }
   clearTimeout(slow);
   if (mine !== turn) return;
-  busy.textContent = "";
-  shownView = view;
+  sayLoading(false);
   const { scrollX: left, scrollY: top } = window;
   const open = new Set([...main.querySelectorAll("details[open]")].map((it) => it.dataset.name));
   const focused = isSame && main.contains(document.activeElement) ? document.activeElement.name : "";
@@ -124,10 +122,10 @@ async function show(isSame = false) {
   if (focused) main.querySelector(`[name="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }
 
-/** The same view with other words stays until they are there. */
-function sayLoading(view) {
-  if (view === shownView) busy.textContent = "loading …";
-  else main.replaceChildren(el("p", { class: "loading", role: "status" }, "loading …"));
+/** Says whether a view is on its way; the one before stays until it is there. */
+function sayLoading(isLoading) {
+  busy.textContent = isLoading ? "loading …" : "";
+  main.classList.toggle("stale", isLoading);
 }
 
 function failure(text) {
