@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from areal_sc.errors import RunFolderError
-from areal_sc.page.row_index import RowIndex, metric_columns, state_of
+from areal_sc.page.row_index import EVALUATED, RowIndex, metric_columns, state_of
 from areal_sc.page.row_query import MAX_ROWS, METRIC, SHOWN_CHARS, VERSION, RowQuery
 
 NUMBERS: Final = (
@@ -20,6 +20,8 @@ NUMBERS: Final = (
 """What rows are filtered and sorted by, beside `metrics.NAME`."""
 WORDS: Final = ("worker", "outcome", "cause", "evaluation")
 """What rows are filtered by as it is."""
+EVERY: Final = "*"
+"""`evaluation=*`: also the answers of evaluations, which are else left out unless they are asked for."""
 MARKED: Final = "marked"
 """`yes`: rows that the reader has marked."""
 SEARCH_S: Final = 0.5
@@ -209,7 +211,9 @@ class RowSearch:
                 )
                 for name in WORDS
             }
-            (facets["num_rows"],) = database.execute("SELECT count(*) FROM rows").fetchone()
+            (facets["num_rows"],) = database.execute(
+                "SELECT count(*) FROM rows WHERE evaluation = ''"
+            ).fetchone()
             facets["metrics"] = sorted(metric_columns(database))
             self._facets = edition, facets
         return self._facets[1]
@@ -218,7 +222,10 @@ class RowSearch:
 def _condition(
     query: RowQuery, columns: Mapping[str, str], marked: Sequence[RowName]
 ) -> tuple[str, list[Any]]:
-    parts, values = ["1"], list[Any]()
+    asks = (
+        query.choices.keys() & {"evaluation", MARKED} or query.choices.get("outcome") == EVALUATED
+    )
+    parts, values = ["1" if asks else "evaluation = ''"], list[Any]()
     for name, (low, high) in query.ranges.items():
         if name == VERSION:
             parts.append("last_version >= ? AND first_version <= ?")
@@ -230,7 +237,7 @@ def _condition(
             among = ", ".join(["(?, ?, ?, ?)"] * len(marked))
             parts.append(f'("group", attempt, episode, row) IN (VALUES {among})' if marked else "0")
             values += [number for it in marked for number in it]
-        else:
+        elif (name, text) != ("evaluation", EVERY):
             parts.append(f'"{name}" = ?')
             values.append(text)
     return " AND ".join(parts), values
