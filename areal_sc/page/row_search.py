@@ -21,7 +21,7 @@ NUMBERS: Final = (
 WORDS: Final = ("worker", "outcome", "cause", "evaluation")
 """What rows are filtered by as it is."""
 EVERY: Final = "*"
-"""`evaluation=*`: also the answers of evaluations, which are else left out unless they are asked for."""
+"""`evaluation=*`: also answers of evaluations; else they are left out, unless asked for."""
 MARKED: Final = "marked"
 """`yes`: rows that the reader has marked."""
 SEARCH_S: Final = 0.5
@@ -66,7 +66,7 @@ class RowSearch:
             limit: rows at most.
             marked: names of the rows that the reader has marked.
         Returns: `rows`; `next`, where to go on (None: nowhere); `num_fitting`, rows whose numbers
-            fit; `num_rows`, of the run; `metrics`, names of the workflow's; `worker`, `outcome`,
+            fit; `num_rows`, of training; `metrics`, names of the workflow's; `worker`, `outcome`,
             `cause` and `evaluation`: how many rows have which; `has_texts`: a tokenizer is
             there; `is_whole`: all rows are read; `num_changes`, see `RowIndex.follow`; `damage`.
         Raises: RunFolderError: the database cannot be had.
