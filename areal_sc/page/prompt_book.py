@@ -52,7 +52,7 @@ _ORDERS: Final[Mapping[str, Callable[[_Line], float]]] = {
 _SOLVED: Final = 1.0 - 1e-9
 
 
-class _Summary(NamedTuple):
+class _PromptLines(NamedTuple):
     """All lines, and the first and the last version of the run."""
 
     lines: list[_Line]
@@ -64,7 +64,7 @@ class PromptBook:
 
     def __init__(self, index: RowIndex) -> None:
         self._index = index
-        self._known: tuple[Any, _Summary] = (None, _Summary([], (0, 0)))
+        self._known: tuple[Any, _PromptLines] = (None, _PromptLines([], (0, 0)))
 
     def found(
         self, of_set: str = "", sort: str = "worst", at: int = 0, limit: int = 50
@@ -139,7 +139,7 @@ class PromptBook:
                 "num_left_out": max(0, len(tries) - MAX_TRIES),
             }
 
-    def _summary(self, database: sqlite3.Connection, edition: tuple[int, int]) -> _Summary:
+    def _summary(self, database: sqlite3.Connection, edition: tuple[int, int]) -> _PromptLines:
         if self._known[0] != edition:
             self._known = edition, _summary(database)
         return self._known[1]
@@ -163,7 +163,7 @@ def _cut_column(database: sqlite3.Connection) -> str:
     return f"({stopped} = 0)" if stopped else "NULL"
 
 
-def _summary(database: sqlite3.Connection) -> _Summary:
+def _summary(database: sqlite3.Connection) -> _PromptLines:
     evaluations = [name for (name,) in database.execute("SELECT DISTINCT evaluation FROM rows")]
     names = sorted({set_of(it) for it in evaluations}, key=lambda it: (it != TRAINED, it))
     accuracy = metric_columns(database).get("accuracy", "NULL")
@@ -177,7 +177,7 @@ def _summary(database: sqlite3.Connection) -> _Summary:
     table = np.array(found, np.float64).reshape(-1, 7)  # NULL becomes NaN
     table = table[np.isfinite(table[:, 4])]
     if not len(table):
-        return _Summary([], (0, 0))
+        return _PromptLines([], (0, 0))
     table = table[np.lexsort((table[:, 3], table[:, 2], table[:, 1], table[:, 0]))]
     keys, version = table[:, :3].astype(np.int64), table[:, 3].astype(np.int64)
     reward, cut = table[:, 4], table[:, 6]
@@ -213,7 +213,7 @@ def _summary(database: sqlite3.Connection) -> _Summary:
         "parts": [*zip(*(mean(reward, part == it) for it in range(NUM_PARTS)), strict=True)],
     }
     lines = [dict(zip(columns, its, strict=True)) for its in zip(*columns.values(), strict=True)]
-    return _Summary(lines, (low, high))
+    return _PromptLines(lines, (low, high))
 
 
 def _as_best(reward: np.ndarray, sets: np.ndarray) -> np.ndarray:
