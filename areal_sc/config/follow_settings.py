@@ -71,8 +71,8 @@ class EvaluationConfig:
 class KeepRecords(StrEnum):
     """What of a run is recorded.
 
-    all: every row, answers of evaluations, what train ranks compute of the tokens of one group in 16, and what each process
-        does when.
+    all: every row, answers of evaluations, what train ranks compute of the tokens of one group in
+        16, and what each process does when.
     sample: the same, but the rows only of groups with rejected episodes and of one group in 16, and
         the answers to one held-out prompt in 16.
     none: only the best and the worst answer of about two groups a training step.

@@ -37,9 +37,11 @@ from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
 from areal_sc.page.trained_numbers import TrainedNumbers, weights_by
 from areal_sc.records.reading import spans, trace_events
-from areal_sc.records.spans import RecordedSpan
+from areal_sc.records.script_spans import SCRIPT
+from areal_sc.records.spans import START_UP, RecordedSpan
 from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
+from areal_sc.run.run_status import read_status
 from areal_sc.system.json_lines import to_json
 
 READ_S: Final = 1.0
@@ -87,6 +89,7 @@ class FollowedRun:
             [],
             0,
         )  # spans of it, and how many were told
+        self._known_start_up: list[RecordedSpan] = []
         self._lock_of_records = Lock()
 
     def stamps(self) -> dict[str, Stamp]:
@@ -240,14 +243,28 @@ class FollowedRun:
             with self._lock:
                 self._columns.follow()
                 spans = self._columns.spans
-            known, num_told = self._script
-            if spans is not known:
+            (known, num_told), start_up = self._script, self._start_up(spans)
+            if spans is not known or start_up != self._known_start_up:
                 self._time_line.forget_script()
+                self._time_line.add_of_script(start_up)
                 num_told = 0
             self._time_line.add_of_script(spans[num_told:])
-            self._script = spans, len(spans)
+            self._script, self._known_start_up = (spans, len(spans)), start_up
             self._time_line.follow()
             return self._time_line.shown(first, last, width)
+
+    def _start_up(self, of_script: Sequence[RecordedSpan]) -> list[RecordedSpan]:
+        """The newest start of the script until its first step; none where nothing tells of it."""
+        try:
+            status = read_status(self.folder.status_path)
+        except RunFolderError:
+            return []
+        if status is None:
+            return []
+        began = status.began
+        ended = next((it.began for it in of_script if it.took_s and it.began >= began), None)
+        took_s = max(0.0, (status.written if ended is None else ended) - began)
+        return [RecordedSpan(process=SCRIPT, kind=START_UP, began=began, took_s=took_s)]
 
     def trace(self) -> bytes:
         """What its processes did when, as JSON that Perfetto and Chrome show."""

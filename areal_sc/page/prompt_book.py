@@ -7,7 +7,8 @@ greedy answers apart. Rewards are followed along the policy versions that sample
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -27,39 +28,34 @@ MAX_LINES: Final = 200
 MAX_TRIES: Final = 5000
 """Tries of a prompt that are told, the newest ones."""
 
-SORTS: Final = ("worst", "falling", "unsolved", "rising", "tries", "cut")
-"""Orders of lines: lowest mean first; the clearest fall first; never solved, most tries first; the
-clearest rise first; most tries first; most cut answers first."""
+_Line = dict[str, Any]
+"""What is told of a prompt in a set.
+
+set, dataset, index: the prompt's. tries, solved: numbers of answers. mean, first, newest: rewards
+of all, and of the answers of the first and of the newest version. cut: share of answers that were
+cut; None: the workflow does not tell. last_version: the newest one. change: of the mean reward,
+from before to since the version `since`; errors: the same in its standard errors. parts: mean
+reward in each of `NUM_PARTS` parts of the run's versions; None: no tries.
+"""
+
+_ORDERS: Final[Mapping[str, Callable[[_Line], float]]] = {
+    "worst": lambda it: it["mean"],
+    "falling": lambda it: it["errors"],
+    "unsolved": lambda it: it["mean"],
+    "rising": lambda it: -it["errors"],
+    "tries": lambda it: -it["tries"],
+    "cut": lambda it: -(it["cut"] or 0),
+}
+"""What lines are sorted by, then by most tries and newest version; the never solved alone are
+`unsolved`."""
 
 _SOLVED: Final = 1.0 - 1e-9
 
 
-class _Lines(NamedTuple):
-    """A line a value; of a line's tries: [n] of all tries, line by line, by version.
+class _PromptLines(NamedTuple):
+    """All lines, and the first and the last version of the run."""
 
-    Attributes:
-        sets: number of its set, among `names`.
-        num_cut: tries whose answer was cut; NaN: the workflow does not tell.
-        change: of the mean reward, from before to since the version `since`.
-        errors: the same in its standard errors.
-        parts: [lines, NUM_PARTS] mean reward in each part of the versions; NaN: no tries.
-    """
-
-    names: list[str]
-    sets: np.ndarray
-    dataset: np.ndarray
-    index: np.ndarray
-    tries: np.ndarray
-    mean: np.ndarray
-    solved: np.ndarray
-    cut: np.ndarray
-    first: np.ndarray
-    newest: np.ndarray
-    last_version: np.ndarray
-    change: np.ndarray
-    since: np.ndarray
-    errors: np.ndarray
-    parts: np.ndarray
+    lines: list[_Line]
     versions: tuple[int, int]
 
 
@@ -68,7 +64,7 @@ class PromptBook:
 
     def __init__(self, index: RowIndex) -> None:
         self._index = index
-        self._known: tuple[Any, _Lines | None] = (None, None)
+        self._known: tuple[Any, _PromptLines] = (None, _PromptLines([], (0, 0)))
 
     def found(
         self, of_set: str = "", sort: str = "worst", at: int = 0, limit: int = 50
@@ -77,29 +73,34 @@ class PromptBook:
 
         Args:
             of_set: a name of `sets`; "": any.
-            sort: see `SORTS`.
+            sort: `worst`, `falling`, `unsolved`, `rising`, `tries` or `cut`.
             at: place to go on from.
-        Returns: `prompts`, see `_told`; `next`, where to go on (None: nowhere); `num_fitting`
-            lines; `sets`, their numbers of prompts; `versions`, first and last of the run;
-            `num_changes`, `is_whole`, `damage`: see `RowSearch.found`.
+        Returns: `prompts`, each a line with the `text` of the prompt, the newest `answer`, and
+            `is_clear`: the change is none by chance; `next`, where to go on (None: nowhere);
+            `num_fitting` lines; `sets`, their numbers of prompts; `versions`, first and last of
+            the run; `num_changes`, `is_whole`, `damage`: see `RowSearch.found`.
         Raises: ValueError: no such order. RunFolderError: the database cannot be had.
         """
-        if sort not in SORTS:
-            raise ValueError(f"sort: expected {', '.join(SORTS)}, got {sort!r}")
+        if sort not in _ORDERS:
+            raise ValueError(f"sort: expected {', '.join(_ORDERS)}, got {sort!r}")
         with self._index.connected() as database:
             database.execute("BEGIN")
             state = state_of(database)
-            lines = self._lines(database, state.edition)
-            counts = np.bincount(lines.sets, minlength=len(lines.names)).tolist()
-            sets = dict(zip(lines.names, counts, strict=True))
-            fitting = _sorted(lines, of_set, sort)
+            lines, versions = self._summary(database, state.edition)
+            fitting = [
+                it
+                for it in lines
+                if of_set in ("", it["set"]) and not (sort == "unsolved" and it["solved"])
+            ]
+            rank = _ORDERS[sort]
+            fitting.sort(key=lambda it: (rank(it), -it["tries"], -it["last_version"]))
             at, end = max(at, 0), max(at, 0) + max(1, min(limit, MAX_LINES))
             return {
-                "prompts": [_told(database, lines, int(it)) for it in fitting[at:end]],
+                "prompts": [_told(database, it) for it in fitting[at:end]],
                 "next": end if end < len(fitting) else None,
                 "num_fitting": len(fitting),
-                "sets": sets,
-                "versions": lines.versions,
+                "sets": Counter(it["set"] for it in lines),
+                "versions": versions,
                 "num_changes": state.num_changes,
                 "is_whole": self._index.is_whole,
                 "damage": self._index.damage,
@@ -115,12 +116,10 @@ class PromptBook:
         """
         with self._index.connected() as database:
             database.execute("BEGIN")
-            lines = self._lines(database, state_of(database).edition)
-            if of_set not in lines.names:
-                return None
-            is_it = (lines.dataset == dataset) & (lines.index == index)
-            places = np.flatnonzero(is_it & (lines.sets == lines.names.index(of_set)))
-            if not len(places):
+            lines, _ = self._summary(database, state_of(database).edition)
+            name = of_set, dataset, index
+            line = next((it for it in lines if _name(it) == name), None)
+            if line is None:
                 return None
             found = database.execute(
                 f'SELECT "group", attempt, episode, row, last_version, reward, '
@@ -132,7 +131,7 @@ class PromptBook:
             tries = [it for it in found if set_of(it[-1]) == of_set]
             names = ("version", "reward", "cut", "num_tokens", "evaluation")
             return {
-                "prompt": _told(database, lines, int(places[0])),
+                "prompt": _told(database, line),
                 "tries": [
                     {"name": ".".join(map(str, it[:4])), **dict(zip(names, it[4:], strict=True))}
                     for it in tries[-MAX_TRIES:]
@@ -140,12 +139,14 @@ class PromptBook:
                 "num_left_out": max(0, len(tries) - MAX_TRIES),
             }
 
-    def _lines(self, database: sqlite3.Connection, edition: tuple[int, int]) -> _Lines:
-        key, lines = self._known
-        if lines is None or key != edition:
-            lines = _lines(database)
-            self._known = edition, lines
-        return lines
+    def _summary(self, database: sqlite3.Connection, edition: tuple[int, int]) -> _PromptLines:
+        if self._known[0] != edition:
+            self._known = edition, _summary(database)
+        return self._known[1]
+
+
+def _name(line: _Line) -> tuple[str, int, int]:
+    return line["set"], line["dataset"], line["index"]
 
 
 def set_of(evaluation: str) -> str:
@@ -162,73 +163,65 @@ def _cut_column(database: sqlite3.Connection) -> str:
     return f"({stopped} = 0)" if stopped else "NULL"
 
 
-def _lines(database: sqlite3.Connection) -> _Lines:
-    evaluations = [
-        name for (name,) in database.execute("SELECT DISTINCT evaluation FROM rows ORDER BY 1")
-    ]
+def _summary(database: sqlite3.Connection) -> _PromptLines:
+    evaluations = [name for (name,) in database.execute("SELECT DISTINCT evaluation FROM rows")]
     names = sorted({set_of(it) for it in evaluations}, key=lambda it: (it != TRAINED, it))
     accuracy = metric_columns(database).get("accuracy", "NULL")
     cases = " ".join("WHEN ? THEN ?" for _ in evaluations)
-    number = f"CASE evaluation {cases} END" if evaluations else "0"
     found = database.execute(
-        f'SELECT {number}, dataset, "index", last_version, reward, {accuracy}, '
-        f"{_cut_column(database)} FROM rows WHERE reward IS NOT NULL AND last_version IS NOT NULL",
+        f'SELECT CASE evaluation {cases or "WHEN 0 THEN 0"} END, dataset, "index", last_version, '
+        f"reward, {accuracy}, {_cut_column(database)} FROM rows "
+        "WHERE reward IS NOT NULL AND last_version IS NOT NULL",
         [it for name in evaluations for it in (name, names.index(set_of(name)))],
     ).fetchall()
     table = np.array(found, np.float64).reshape(-1, 7)  # NULL becomes NaN
     table = table[np.isfinite(table[:, 4])]
+    if not len(table):
+        return _PromptLines([], (0, 0))
     table = table[np.lexsort((table[:, 3], table[:, 2], table[:, 1], table[:, 0]))]
     keys, version = table[:, :3].astype(np.int64), table[:, 3].astype(np.int64)
     reward, cut = table[:, 4], table[:, 6]
-    if not len(table):
-        none, whole = np.empty(0), np.empty(0, np.int64)
-        parts = np.empty((0, NUM_PARTS))
-        return _Lines(
-            *([], whole, whole, whole, whole, none, none, none, none, none),
-            *(whole, none, whole, none, parts, (0, 0)),
-        )
     starts = np.flatnonzero(np.r_[True, (keys[1:] != keys[:-1]).any(1)])
     tries = np.diff(np.r_[starts, len(table)])
     line = np.repeat(np.arange(len(starts)), tries)
 
-    def mean(values: np.ndarray, among: np.ndarray) -> np.ndarray:
-        """Of each line; NaN: it has none among them."""
-        counts = np.bincount(line[among], minlength=len(starts))
-        sums = np.bincount(line[among], values[among], len(starts))
-        return np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
+    def mean(values: np.ndarray, among: np.ndarray) -> list[float | None]:
+        """Of each line; None: it has none among them."""
+        counts = np.bincount(line[among], minlength=len(starts)).tolist()
+        sums = np.bincount(line[among], values[among], len(starts)).tolist()
+        return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
 
     first, last = version[starts], version[starts + tries - 1]
     solved = np.where(np.isnan(table[:, 5]), _as_best(reward, keys[:, 0]), table[:, 5] >= _SOLVED)
     low, high = int(version.min()), int(version.max())
     part = (version - low) * NUM_PARTS // (high - low + 1)
-    parts = np.stack([mean(reward, part == it) for it in range(NUM_PARTS)], 1)
     change, since, errors = _changes(reward, version, starts, tries)
-    everywhere = np.ones(len(table), bool)
-    return _Lines(
-        names=names,
-        sets=keys[starts, 0],
-        dataset=keys[starts, 1],
-        index=keys[starts, 2],
-        tries=tries,
-        mean=mean(reward, everywhere),
-        solved=np.bincount(line[solved.astype(bool)], minlength=len(starts)),
-        cut=mean(cut, ~np.isnan(cut)),
-        first=mean(reward, version == first[line]),
-        newest=mean(reward, version == last[line]),
-        last_version=last,
-        change=change,
-        since=since,
-        errors=errors,
-        parts=parts,
-        versions=(low, high),
-    )
+    columns = {
+        "set": [names[it] for it in keys[starts, 0].tolist()],
+        "dataset": keys[starts, 1].tolist(),
+        "index": keys[starts, 2].tolist(),
+        "tries": tries.tolist(),
+        "mean": mean(reward, np.ones(len(table), bool)),
+        "solved": np.bincount(line[solved.astype(bool)], minlength=len(starts)).tolist(),
+        "cut": mean(cut, ~np.isnan(cut)),
+        "first": mean(reward, version == first[line]),
+        "newest": mean(reward, version == last[line]),
+        "last_version": last.tolist(),
+        "change": change.tolist(),
+        "since": since.tolist(),
+        "errors": errors.tolist(),
+        "parts": [*zip(*(mean(reward, part == it) for it in range(NUM_PARTS)), strict=True)],
+    }
+    lines = [dict(zip(columns, its, strict=True)) for its in zip(*columns.values(), strict=True)]
+    return _PromptLines(lines, (low, high))
 
 
 def _as_best(reward: np.ndarray, sets: np.ndarray) -> np.ndarray:
     """[n] whether a reward is the highest one of its set: what solves a prompt without accuracy."""
     best = np.full(int(sets.max()) + 1, -np.inf)
     np.maximum.at(best, sets, reward)
-    return reward >= best[sets]
+    is_best: np.ndarray = reward >= best[sets]
+    return is_best
 
 
 def _changes(
@@ -263,60 +256,23 @@ def _changes(
     return change, since, np.copysign(clear, change)
 
 
-def _sorted(lines: _Lines, of_set: str, sort: str) -> Sequence[int]:
-    """The lines of a set, in an order."""
-    among = np.ones(len(lines.sets), bool)
-    if of_set:
-        among &= np.array([name == of_set for name in lines.names] or [False])[lines.sets]
-    if sort == "unsolved":
-        among &= lines.solved == 0
-    key = {
-        "worst": lines.mean,
-        "falling": lines.errors,
-        "unsolved": lines.mean,
-        "rising": -lines.errors,
-        "tries": -lines.tries.astype(float),
-        "cut": -np.nan_to_num(lines.cut),
-    }[sort]
-    order = np.lexsort((lines.index, lines.dataset, -lines.last_version, -lines.tries, key))
-    found: list[int] = order[among[order]].tolist()
-    return found
-
-
-def _told(database: sqlite3.Connection, lines: _Lines, place: int) -> dict[str, Any]:
-    """A line: numbers, see `_Lines`, `set`, `text` of the prompt, and its newest `answer`."""
-    numbers: dict[str, Any] = {
-        name: _number(getattr(lines, name)[place])
-        for name in ("dataset", "index", "tries", "mean", "solved", "cut", "first", "newest")
-    }
-    of_set = lines.names[int(lines.sets[place])]
+def _told(database: sqlite3.Connection, line: _Line) -> dict[str, Any]:
+    """A line as a page gets it."""
     newest = database.execute(
-        'SELECT rows.id, "group", rows.attempt, episode, row, reward, evaluation, data_row, prompt,'
-        " answer FROM rows JOIN groups ON place = groups.id JOIN texts ON texts.id = rows.id "
+        'SELECT "group", rows.attempt, episode, row, reward, evaluation, data_row, answer FROM rows'
+        " JOIN groups ON place = groups.id JOIN texts ON texts.id = rows.id "
         'WHERE dataset = ? AND "index" = ? AND last_version = ? AND reward IS NOT NULL '
         "ORDER BY rows.time DESC, rows.id DESC",
-        (numbers["dataset"], numbers["index"], int(lines.last_version[place])),
+        (line["dataset"], line["index"], line["last_version"]),
     )
-    found = next((it for it in newest if set_of(it[6]) == of_set), None)
-    answer = None
-    if found is not None:
-        text = found[9].decode(errors="replace")
-        name = ".".join(map(str, found[1:5]))
-        answer = {"name": name, "reward": found[5], "text": text[:SHOWN_CHARS]}
+    *name, reward, _, text, answer = next(it for it in newest if set_of(it[5]) == line["set"])
     return {
-        **numbers,
-        "set": of_set,
-        "last_version": int(lines.last_version[place]),
-        "change": _number(lines.change[place]),
-        "since": int(lines.since[place]),
-        "is_clear": bool(abs(lines.errors[place]) >= CLEAR),
-        "parts": [_number(it) for it in lines.parts[place]],
-        "text": "" if found is None else found[7],
-        "answer": answer,
+        **line,
+        "is_clear": abs(line["errors"]) >= CLEAR,
+        "text": text,
+        "answer": {
+            "name": ".".join(map(str, name)),
+            "reward": reward,
+            "text": answer.decode(errors="replace")[:SHOWN_CHARS],
+        },
     }
-
-
-def _number(value: Any) -> float | int | None:
-    """None for NaN."""
-    told: float | int = value.item()
-    return told if told == told else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from areal_sc.errors import RunFolderError
-from areal_sc.page.row_index import RowIndex, metric_columns, state_of
+from areal_sc.page.row_index import EVALUATED, RowIndex, metric_columns, state_of
 
 NUMBERS: Final = (
     *("time", "step", "group", "index", "dataset", "reward", "group_reward", "advantage"),
@@ -21,6 +21,8 @@ NUMBERS: Final = (
 """What rows are filtered and sorted by, beside `metrics.NAME`."""
 WORDS: Final = ("worker", "outcome", "cause", "evaluation")
 """What rows are filtered by as it is."""
+EVERY: Final = "*"
+"""`evaluation=*`: also answers of evaluations; else they are left out, unless asked for."""
 MARKED: Final = "marked"
 """`yes`: rows that the reader has marked."""
 METRIC: Final = "metrics."
@@ -121,7 +123,7 @@ class RowSearch:
             limit: rows at most.
             marked: names of the rows that the reader has marked.
         Returns: `rows`; `next`, where to go on (None: nowhere); `num_fitting`, rows whose numbers
-            fit; `num_rows`, of the run; `metrics`, names of the workflow's; `worker`, `outcome`,
+            fit; `num_rows`, of training; `metrics`, names of the workflow's; `worker`, `outcome`,
             `cause` and `evaluation`: how many rows have which; `has_texts`: a tokenizer is
             there; `is_whole`: all rows are read; `num_changes`, see `RowIndex.follow`; `damage`.
         Raises: RunFolderError: the database cannot be had.
@@ -266,7 +268,9 @@ class RowSearch:
                 )
                 for name in WORDS
             }
-            (facets["num_rows"],) = database.execute("SELECT count(*) FROM rows").fetchone()
+            (facets["num_rows"],) = database.execute(
+                "SELECT count(*) FROM rows WHERE evaluation = ''"
+            ).fetchone()
             facets["metrics"] = sorted(metric_columns(database))
             self._facets = edition, facets
         return self._facets[1]
@@ -275,7 +279,10 @@ class RowSearch:
 def _condition(
     query: RowQuery, columns: Mapping[str, str], marked: Sequence[RowName]
 ) -> tuple[str, list[Any]]:
-    parts, values = ["1"], list[Any]()
+    asks = (
+        query.choices.keys() & {"evaluation", MARKED} or query.choices.get("outcome") == EVALUATED
+    )
+    parts, values = ["1" if asks else "evaluation = ''"], list[Any]()
     for name, (low, high) in query.ranges.items():
         if name == VERSION:
             parts.append("last_version >= ? AND first_version <= ?")
@@ -287,7 +294,7 @@ def _condition(
             among = ", ".join(["(?, ?, ?, ?)"] * len(marked))
             parts.append(f'("group", attempt, episode, row) IN (VALUES {among})' if marked else "0")
             values += [number for it in marked for number in it]
-        else:
+        elif (name, text) != ("evaluation", EVERY):
             parts.append(f'"{name}" = ?')
             values.append(text)
     return " AND ".join(parts), values

@@ -133,9 +133,9 @@ class TimeLine:
             `abouts`: names; `processes`: of each `name`, `num_lanes`, `updates` (when a version
             began to be sampled by, and the version), `totals` (kind -> number of spans and their
             seconds within the time), `density` (of more than `MIN_LANES` lanes, kind -> of equally
-            long parts of the time, how many lanes did it on average), and as columns `lane`, `kind`, `began` (seconds after
-            `first`), `took`, `first_version`, `last_version`, `tokens`, `about`; `num_left_out`:
-            spans beside which a longer one is shown; `damage`.
+            long parts of the time, how many lanes did it on average), and as columns `lane`,
+            `kind`, `began` (seconds after `first`), `took`, `first_version`, `last_version`,
+            `tokens`, `about`; `num_left_out`: spans beside which a longer one is shown; `damage`.
         """
         begin, end = self._range()
         first = begin if first is None else first
@@ -228,7 +228,8 @@ def _spent_until(times: np.ndarray, since: np.ndarray) -> np.ndarray:
     since = np.sort(since - times[0])
     counts = np.searchsorted(since, times - times[0])
     sums = np.r_[0.0, np.cumsum(since)]
-    return counts * (times - times[0]) - sums[counts]
+    spent: np.ndarray = counts * (times - times[0]) - sums[counts]
+    return spent
 
 
 def _chosen(

@@ -16,6 +16,8 @@ from msgspec import Struct
 NO_VERSION: Final = -1
 LOST: Final = "lost records"
 """Kind of a span that tells how many records there was no room for."""
+START_UP: Final = "start-up"
+"""Kind of the span until an engine, or the script's training, can begin."""
 _LEVEL: Final = 1
 _ABOUT: Final = 4
 

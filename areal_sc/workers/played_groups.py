@@ -58,7 +58,9 @@ def played_answer(
     rows: Sequence[Trajectory] | Rejection,
 ) -> PlayedAnswer:
     """What is recorded of an evaluated episode; arguments are those of `played_group`."""
-    is_rejected = isinstance(rows, Rejection)
+    rejected = None
+    if isinstance(rows, Rejection):
+        rejected, rows = RecordedRejection(rows.cause, rows.message, 1), ()
     answer = EvaluatedAnswer(
         evaluation=wanted.evaluation,
         step=wanted.step,
@@ -69,9 +71,9 @@ def played_answer(
         prompt=_as_unicode(prompt),
         began=began,
         took_s=time.time() - began,
-        rejected=RecordedRejection(rows.cause, rows.message, 1) if is_rejected else None,
+        rejected=rejected,
     )
-    return PlayedAnswer(answer, () if is_rejected else rows)
+    return PlayedAnswer(answer, rows)
 
 
 def _as_unicode(text: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from areal_sc.engines.base import ManyRanks, RankPosition, StowsState, TrainEngine, able
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.nodes.spec import WorkerSpec
+from areal_sc.records.spans import START_UP
 from areal_sc.weights.published import ShardReference
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.base import Worker
@@ -93,7 +94,7 @@ class Rank(Worker):
         """Meets the other ranks, and loads the model."""
         torch.set_num_threads(1)  # of this thread, which computes nothing; the engine has its own
         self.operations.lineage = args.lineage
-        with self.recorder.span("starting"):
+        with self.recorder.span(START_UP):
             self.position = await self.compute(
                 lambda: self.engine.initialize(args.rank, args.world_size, args.init_method)
             )

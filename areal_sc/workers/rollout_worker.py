@@ -38,6 +38,7 @@ from areal_sc.errors import ConfigError, EngineFailed, WorkerLost
 from areal_sc.hub import local_model
 from areal_sc.metadata import BatchMetadata, Columns, PromptReference, RowRun, ShardMetadata
 from areal_sc.nodes.spec import WorkerSpec
+from areal_sc.records.spans import START_UP
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.running import CodeRunner
@@ -156,7 +157,7 @@ class RolloutWorker(Worker):
         self._watches.append(asyncio.create_task(self._end_with_rewards(), name="reward watch"))
         torch.set_num_threads(self.handle.config.num_threads)
         logs, handle = self.spec.log_path, self.handle.in_life(self.spec.term, self.order.life)
-        with self.recorder.span("starting"):
+        with self.recorder.span(START_UP):
             engine: GenerationEngine = await self.compute(
                 lambda: handle.build(log_folder=logs.parent, name=logs.stem)
             )

@@ -340,15 +340,17 @@ async def test_which_prompt_fails_since_when_and_what_is_written_for_it(
     recorder.close()
     with page_of(run_dir) as page:
         await browser.open(page.link)
+        browser.errors.clear()
         await shows(browser, "#/run")
         tabs = "[...document.querySelectorAll('header a')]"
         await browser.value(f"{tabs}.find(it => it.innerText === 'Prompts').click()")
-        await browser.wait_for("document.querySelector('[name=sort]')")
+        await browser.wait_for("document.querySelector('[name=sort]') !== null")
+        await browser.value("document.querySelector('main > *').setAttribute('data-old', '')")
         await browser.value(
             "(it => {it.value = 'falling'; it.dispatchEvent(new Event('change'))})"
             "(document.querySelector('[name=sort]'))"
         )
-        first = "document.querySelector('.prompt-row')"
+        first = "document.querySelector('main > :not([data-old]) .prompt-row')"
         await browser.wait_for(f"{first}?.innerText.includes('falls by 1 since version 20')")
         told = await browser.value(f"{first}.innerText")
         assert "held out, row 1" in told
@@ -364,10 +366,10 @@ async def test_which_prompt_fails_since_when_and_what_is_written_for_it(
         begins = [it.partition("document")[0] for it in texts]
         assert begins == ["0 is right <script>", "15 is wrong <script>"]
         await browser.value("document.querySelector('.answer a').click()")
-        await browser.wait_for("document.querySelector('.tokens')")
+        await browser.wait_for("document.querySelector('.tokens') !== null")
         said = await browser.value("document.querySelector('h2').innerText")
         assert "periodic, step 0: prompt 1, answer 1" in said
-    assert browser.errors == []
+        assert browser.errors == []
 
 
 async def test_tokens_are_those_that_were_recorded(runs: list[Path], page: Page, tab: Tab) -> None:
@@ -502,7 +504,7 @@ async def test_the_time_line_is_zoomed_by_keys(runs: list[Path], page: Page, tab
             assert f"{process['name']}\t" in sums
             assert str(count) in sums
     before = await tab.picture()
-    await tab.press("6")  # to Fleet and back, by keys
+    await tab.press("5")  # to Fleet and back, by keys
     await tab.wait_for("!document.querySelector('canvas')")
     await tab.press("2")
     await tab.wait_for("document.querySelector('canvas')?.height > 50")
@@ -516,6 +518,31 @@ async def test_the_time_line_is_zoomed_by_keys(runs: list[Path], page: Page, tab
     assert await tab.picture() != before
     await tab.press("Home")
     await tab.wait_for("!/first=/.test(location.hash)")
+    assert tab.errors == []
+
+
+async def test_what_is_slow_says_that_it_loads(runs: list[Path], page: Page, tab: Tab) -> None:
+    await shows(tab, "#/groups")
+    held = "window.held = []; window.asked = fetch; window.fetch = (...its) => new Promise("
+    await tab.value(held + "go => held.push(() => go(asked(...its)))); 1")
+    await tab.value("location.hash = '#/rows'")
+    await tab.wait_for("document.querySelector('header .loading').innerText === 'loading …'")
+    assert "admitted at" in await tab.value("document.querySelector('main').innerText")
+    await tab.value("window.fetch = asked; held.forEach(go => go())")
+    await tab.wait_for("document.querySelectorAll('.row').length > 2")
+    assert await tab.value("document.querySelector('header .loading').innerText") == ""
+    assert tab.errors == []
+
+
+async def test_the_keys_are_shown(runs: list[Path], page: Page, tab: Tab) -> None:
+    await shows(tab, "#/rows")
+    await tab.press("?", "?")
+    assert await tab.value("document.querySelectorAll('dialog[open]').length") == 1
+    assert "zoom and move the time line" in await tab.value(
+        "document.querySelector('dialog').innerText"
+    )
+    await tab.value("document.querySelector('dialog button').click()")
+    await tab.wait_for("!document.querySelector('dialog')")
     assert tab.errors == []
 
 

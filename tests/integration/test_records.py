@@ -69,7 +69,7 @@ def test_a_run_records_what_it_does(tmp_path: Path, tiny_model_folder: Path) -> 
     found = list(spans(run_dir))
     of_worker = [it for it in found if it.process == "rollout/0"]
     kinds = {it.kind for it in of_worker}
-    assert kinds >= {"serving", "episode", "generation", "updating weights", "ending"}
+    assert kinds >= {"serving", "start-up", "episode", "generation", "updating weights", "ending"}
     versions = [it.first_version for it in of_worker if it.kind == "updating weights"]
     assert versions == sorted(set(versions))
     assert max(versions) == 5

@@ -34,11 +34,12 @@ const KEYS = [
   ["?", "this list; Esc closes it"],
 ];
 const SLOW_MS = 300; // after which a view that is not there says that it loads
-const TABS = ["run", "time", "prompts", "rows", "groups", "fleet"];
+const TABS = ["run", "time", "rows", "groups", "fleet", "prompts"];
 
 const header = el("header", {});
 const main = el("main", { id: "main" });
 const live = el("span", { class: "live", role: "status" });
+const busy = el("span", { class: "loading", role: "status" });
 let turn = 0;
 let body = null; // what the view has made
 let waiting = false; // for a change that came while the view was being made
@@ -58,6 +59,7 @@ function frame(view, run) {
     runs.length > 1 && !VIEWS[view].ofAll
       ? field("run", choice("run", runs.map((it) => [it.name, it.name]), run.name, (name) => (location.hash = linkTo(VIEWS[view].tab, { run: name }))))
       : null,
+    busy,
     live,
     isFile ? null : copy,
     el("button", { type: "button", "aria-label": "keys", title: "keys", on: { click: showKeys } }, "?"),
@@ -91,7 +93,7 @@ async function show(isSame = false) {
   const run = words.run ? runs.find((it) => it.name === words.run) : runs[0];
   let made;
   if (!isSame) body?.stop?.();
-  const slow = isSame ? 0 : setTimeout(() => mine === turn && main.replaceChildren(el("p", { class: "loading", role: "status" }, "loading …")), SLOW_MS);
+  const slow = isSame ? 0 : setTimeout(() => mine === turn && sayLoading(true), SLOW_MS);
   if (run === undefined) {
     frame("run", runs[0]);
     made = failure(`There is no run of the name ${words.run} here.`);
@@ -105,6 +107,7 @@ async function show(isSame = false) {
   }
   clearTimeout(slow);
   if (mine !== turn) return;
+  sayLoading(false);
   const { scrollX: left, scrollY: top } = window;
   const open = new Set([...main.querySelectorAll("details[open]")].map((it) => it.dataset.name));
   const focused = isSame && main.contains(document.activeElement) ? document.activeElement.name : "";
@@ -117,6 +120,12 @@ async function show(isSame = false) {
   window.scrollTo(isSame ? left : 0, isSame ? top : 0);
   drawSeen(main);
   if (focused) main.querySelector(`[name="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+}
+
+/** Says whether a view is on its way; the one before stays until it is there. */
+function sayLoading(isLoading) {
+  busy.textContent = isLoading ? "loading …" : "";
+  main.classList.toggle("stale", isLoading);
 }
 
 function failure(text) {

@@ -136,10 +136,13 @@ function oneChart(spec, runs, xName, isSmooth) {
     }
     const since = spec.prefix ? 0 : silentSince(columns, names);
     if (since) silences.push(`${several ? `${name}: ` : ""}nothing since step ${since}${columns.signal_share?.at(-1) === 0 ? ": no tokens with signal" : ""}`);
-    if (spec.evaluated) curves.push(...evaluationCurves(spec.evaluated, told, xs, several ? name : "", several ? index : place));
+    if (spec.evaluated) curves.push(...evaluationCurves(spec.evaluated, told, xs, several, several ? index : place).map((curve) => ({ ...curve, run: name })));
   }
   if (!curves.length) return null;
-  for (const curve of several ? curves : []) curve.begins = curve === curves.find((it) => !it.isDerived && it.color === curve.color);
+  for (const curve of several ? curves : []) {
+    curve.begins = curve === curves.find((it) => !it.isDerived && it.color === curve.color);
+    if (curve.begins && curve.run) curve.label = `${curve.run}: ${curve.label}`; // else the curve before it names the run
+  }
   const { title, note, min, max } = spec;
   return chart({ title, note: [note, ...silences].filter(Boolean).join("; "), curves, marks: several ? [] : marksOf(runs[0].told, axis), xLabel: axis.label, min, max });
 }
@@ -151,14 +154,14 @@ function silentSince(columns, names) {
 }
 
 /** Results by the name of the set, greedy ones apart, each at the step after which it was made. */
-function evaluationCurves(metric, told, xs, runName, index) {
+function evaluationCurves(metric, told, xs, several, index) {
   const column = metric.replace("workflow/", "");
   const sets = new Map();
   for (const result of told.evaluations) {
     const value = column in result ? result[column] : result.workflow[column];
     if (value === null || value === undefined || typeof value !== "number") continue;
     const set = result.name.includes("/") ? result.name.slice(0, result.name.lastIndexOf("/")) : "";
-    const kind = [runName, set, result.temperature === 0 ? "held out, greedy" : "held out"].filter(Boolean).join(": ");
+    const kind = [set, result.temperature === 0 ? "held out, greedy" : "held out"].filter(Boolean).join(": ");
     if (!sets.has(kind)) sets.set(kind, new Map());
     sets.get(kind).set(result.step, { value, result });
   }
@@ -171,7 +174,7 @@ function evaluationCurves(metric, told, xs, runName, index) {
       y: ordered.map(([, { value }]) => value),
       low: hasInterval ? ordered.map(([, { result }]) => result.accuracy_low) : undefined,
       high: hasInterval ? ordered.map(([, { result }]) => result.accuracy_high) : undefined,
-      color: color(runName ? index : nth + 1),
+      color: color(several ? index : nth + 1),
       isPoints: true,
       isFilled: !kind.endsWith("held out, greedy"),
     };

@@ -146,7 +146,7 @@ export async function showPrompt({ run, words }) {
       "nav",
       { class: "ways", "aria-label": "from this prompt" },
       el("a", { href: linkTo("prompts", { run: run.name }) }, "all prompts"),
-      el("a", { href: linkTo("rows", { run: run.name, dataset, index }) }, "all of its rows"),
+      el("a", { href: linkTo("rows", { run: run.name, dataset, index, evaluation: "*" }) }, "all of its rows"),
     ),
     el("h2", {}, shown(`${prompt.set}, row ${short(prompt.index)} of the data `), trendOf(prompt)),
     el(

@@ -135,7 +135,7 @@ function filters(run, words, found) {
       { class: "controls" },
       field("search", text("text", { type: "search", size: 28, id: "search", placeholder: "in prompts and answers" })),
       chosen("sort", sorts),
-      ofWords.map((name) => chosen(name, counted(found[name]))),
+      ofWords.map((name) => chosen(name, name === "evaluation" ? [["", "none"], ["*", "all, and training"], ...counted(found[name]).slice(1)] : counted(found[name]))),
       chosen("marked", [["", "any"], ["yes", "bookmarked"]]),
       el("button", {}, "apply"),
       el("button", { type: "button", on: { click: () => goTo("rows", { run: words.run }) } }, "clear"),

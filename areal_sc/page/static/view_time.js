@@ -6,14 +6,15 @@ import { get, isFile, steps } from "./source.js";
 import { NUM_HUES } from "./tokens.js";
 
 const GUTTER = 96; // pixels for the names of processes
-const AXIS = 24;
+const AXIS = 36; // pixels above: times, and below them the versions that were published
 const LINE = 14; // pixels of the line for what concerns a whole process
 const MOST_PIXELS = 12000; // of the canvas, in height
 const SHORTEST_S = 1e-3;
-const KINDS = { starting: 330, wait: 220, train: 30, sync: 150, update: 30, "updating weights": 150, "fetching weights": 175, "publishing weights": 150, "pulling rows": 220, generation: 205, "the sandbox": 60 };
+const KINDS = { "start-up": 330, wait: 220, train: 30, sync: 150, update: 30, "updating weights": 150, "fetching weights": 175, "publishing weights": 150, "pulling rows": 220, generation: 205, "the sandbox": 60 };
 const SETTLED_MS = 120;
 const BAND = 96; // pixels of lanes that are drawn together
 const NARROW = 4; // pixels of an episode, below which lanes are
+const FEW_LANES = 8; // of a worker: they are never
 
 export const timeParts = ["records", "steps"];
 
@@ -164,10 +165,10 @@ export async function showTime({ run, words }) {
 /** Where each process and each of its lanes is drawn, and which spans are in it; many lanes whose episodes are too narrow to be told apart are a band. */
 function laidOut(told, width, view) {
   const { processes } = told;
-  const isBand = ({ density, totals }) => {
+  const isBand = ({ num_lanes: numLanes, totals }) => {
     const [count, seconds] = totals.episode || [0, 0];
-    const pixels = (((count ? seconds / count : 0) * (width - GUTTER)) / (view.last - view.first));
-    return Object.keys(density).length > 0 && pixels < NARROW;
+    const pixels = ((seconds / Math.max(1, count)) * (width - GUTTER)) / (view.last - view.first);
+    return numLanes > FEW_LANES && pixels < NARROW;
   };
   const count = processes.reduce((sum, it) => sum + (isBand(it) ? 0 : it.num_lanes), 0);
   const room = MOST_PIXELS - processes.length * (LINE + 6);
@@ -256,11 +257,14 @@ function drawAll(pen, { told, deaths, layout, view, whole, by, width, x, drag })
     }
     pen.stroke();
   }
-  drawPublications(pen, { told, layout, view, x, mark });
   pen.restore();
+  drawPublications(pen, { told, layout, view, x, mark });
   pen.fillStyle = dim;
   pen.textAlign = "left";
-  for (const place of layout.places) pen.fillText(place.process.name, 4, place.top + LINE / 2, GUTTER - 8);
+  for (const place of layout.places) {
+    pen.fillText(place.process.name, 4, place.top + LINE / 2, GUTTER - 8);
+    if (place.isBand && bandOf(place.process).parts) pen.fillText(`up to ${short(Math.ceil(bandOf(place.process).most))} lanes`, 4, place.top + LINE + 10, GUTTER - 8);
+  }
   if (drag) {
     pen.fillStyle = mark;
     pen.globalAlpha = 0.2;
@@ -269,12 +273,12 @@ function drawAll(pen, { told, deaths, layout, view, whole, by, width, x, drag })
   }
 }
 
-/** What the lanes of a process do, over each other: as high as the share of lanes that do it. */
+/** What the lanes of a process do, over each other: as high as the number of lanes that do it. */
 function drawBand(pen, { told, place, x, grid, dim }) {
   const { process, top, end } = place;
-  const { kinds, parts } = bandOf(process);
+  const { kinds, parts, most } = bandOf(process);
   const length = (told.last - told.first) / parts;
-  const scale = BAND / process.num_lanes;
+  const scale = BAND / most;
   for (let part = 0; part < parts; part++) {
     const [from, to] = [x(told.first + part * length), x(told.first + (part + 1) * length)];
     let bottom = end;
@@ -299,7 +303,7 @@ function bandOf({ density }) {
   const sums = episodes.map((_, part) => waits.reduce((sum, [, values]) => sum + values[part], 0));
   const kinds = waits.map(([kind, values]) => [kind, values.map((value, part) => (sums[part] > episodes[part] ? (value * episodes[part]) / sums[part] : value))]);
   kinds.push([OWN, episodes.map((value, part) => Math.max(0, value - sums[part]))]);
-  return { kinds, parts: episodes.length };
+  return { kinds, parts: episodes.length, most: Math.max(1e-9, ...episodes) };
 }
 
 /** An answer by the versions that sampled it, with a cross where the next one came. */
@@ -332,11 +336,11 @@ function drawPublications(pen, { told, layout, view, x, mark }) {
     if (told.kinds[kind] !== "sync") return;
     const when = told.first + script.began[index] + script.took[index];
     if (when < view.first || when > view.last || x(when) < free) return;
-    pen.moveTo(x(when), AXIS);
+    pen.moveTo(x(when), AXIS - 16);
     pen.lineTo(x(when), layout.height);
     const label = `v${script.first_version[index]}`;
-    pen.fillText(label, x(when) + 2, AXIS + LINE / 2);
-    free = x(when) + Math.max(3, pen.measureText(label).width + 3);
+    pen.fillText(label, x(when) + 2, 25);
+    free = x(when) + pen.measureText(label).width + 10;
   });
   pen.stroke();
   pen.setLineDash([]);
@@ -385,7 +389,7 @@ function drawAxis(pen, { view, whole, layout, width, x, dim, grid }) {
     if (when > view.last) break;
     pen.moveTo(x(when), AXIS);
     pen.lineTo(x(when), layout.height);
-    pen.fillText(clock(tick * step, step), Math.min(Math.max(x(when), GUTTER + 24), width - 30), AXIS / 2);
+    pen.fillText(clock(tick * step, step), Math.min(Math.max(x(when), GUTTER + 24), width - 30), 10);
   }
   pen.stroke();
 }

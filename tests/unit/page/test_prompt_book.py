@@ -173,7 +173,9 @@ def test_tries_are_of_one_set_and_lead_to_their_tokens(tmp_path: Path) -> None:
         assert tokens is not None
         assert tokens["versions"][-1] == one["version"]
         assert {it["attempt"] for it in groups.of_group(group)} == {0, 1}
-    rejected = RowSearch(index).found(recorded_query({"cause": "timeout"}))["rows"]
+    rejected = RowSearch(index).found(recorded_query({"cause": "timeout", "evaluation": "*"}))[
+        "rows"
+    ]
     assert [(it["evaluation"], it["outcome"], it["index"]) for it in rejected] == [
         ("periodic", EVALUATED, 4)
     ]
@@ -187,7 +189,9 @@ def test_what_becomes_of_groups_leaves_evaluated_answers_alone(tmp_path: Path) -
     recorder.close()
     index = index_of(tmp_path)
     index.note_fates({(1, 0): Fate("trained", 3, "")})
-    rows = RowSearch(index).found(recorded_query({}))["rows"]
+    (trained,) = RowSearch(index).found(recorded_query({}))["rows"]
+    assert trained["outcome"] == "trained", "those of evaluations have to be asked for"
+    rows = RowSearch(index).found(recorded_query({"evaluation": "*"}))["rows"]
     assert sorted((it["outcome"], it["step"], it["reward"]) for it in rows) == [
         (EVALUATED, 8, 0.0),
         ("trained", 3, 1.0),

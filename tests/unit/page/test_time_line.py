@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from recorded_groups import add_span, recorder_of
 
 from areal_sc.page import time_line
-from areal_sc.page.time_line import TimeLine
+from areal_sc.page.time_line import DENSITY_PIXELS, MIN_LANES, TimeLine
 from areal_sc.records.spans import RecordedSpan
 
 
@@ -161,3 +162,42 @@ def test_of_another_run_in_the_folder_nothing_is_left(tmp_path: Path) -> None:
         ("script", 1),
         ("rollout/0", 1),
     ]
+
+
+def test_many_lanes_are_told_together(tmp_path: Path) -> None:
+    """How many of them do what in each part of the time, as a plain sum over all spans says."""
+    random = np.random.default_rng(0)
+    spans = [
+        (kind, float(began), float(took), int(lane))
+        for kind in ("episode", "generation")
+        for began, took, lane in zip(
+            random.uniform(100, 160, 300),
+            random.exponential(2.0, 300),
+            random.integers(0, 40, 300),
+            strict=True,
+        )
+    ]
+    recorder, few = recorder_of(tmp_path), recorder_of(tmp_path, process="rollout/1")
+    for kind, began, took, lane in [*spans, ("generation", 100.0, 60.0, 39)]:
+        add_span(recorder, kind, began, took, lane=lane)
+    add_span(recorder, "updating weights", 110.0, 30.0, versions=(1, 1))  # of no lane
+    add_span(few, "generation", 100.0, 60.0, lane=MIN_LANES - 1)
+    recorder.close()
+    few.close()
+    line = TimeLine(tmp_path / "records")
+    line.follow()
+    first, last, num_parts = 105.0, 150.0, 50
+    many, other = line.shown(first, last, num_parts * DENSITY_PIXELS)["processes"]
+    assert other["density"] == {}, "few lanes are drawn one by one"
+    assert many["density"].keys() == {"episode", "generation"}
+    spans.append(("generation", 100.0, 60.0, 39))
+    length = (last - first) / num_parts
+    for kind, told in many["density"].items():
+        for part, value in enumerate(told):
+            begin = first + part * length
+            within = [
+                max(0.0, min(began + took, begin + length) - max(began, begin))
+                for name, began, took, _ in spans
+                if name == kind
+            ]
+            assert value == pytest.approx(sum(within) / length, abs=0.006)
