@@ -168,7 +168,8 @@ def chosen_of(logprobs: Floats, answers: Tokens) -> Floats:
 def is_answer(answers: Tokens) -> NDArray[np.bool_]:
     """The tokens up to the end, with it."""
     ended = answers == END
-    return (ended.cumsum(1) - ended) == 0
+    is_first_end_or_before: NDArray[np.bool_] = ended.cumsum(1) - ended == 0
+    return is_first_end_or_before
 
 
 @cache
