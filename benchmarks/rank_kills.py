@@ -30,7 +30,6 @@ import qwen2_models
 import report
 import torch
 import torch.distributed as dist
-from areal_sc.engines.training.publication import Publication
 from random_model_run import Controllers, model_folder, started
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -44,6 +43,7 @@ from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.schema import ActorConfig, Device, Dtype, GenerationConfig
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
+from areal_sc.engines.training.whole_tensors import Publication
 from areal_sc.workflows.base import EpisodeEngine
 from areal_sc.workflows.transcript import Transcript
 

@@ -116,11 +116,14 @@ async def test_fifty_turns_across_twenty_updates_train_what_was_sent_and_sampled
 ) -> None:
     tokenizer = templates.tokenizer_for(templates.QWEN)
     versions = models(len(tokenizer))
+    end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
     config = RolloutConfig(
         path="", max_context_tokens=MAX_CONTEXT, max_running_sequences=2, max_prefill_tokens=4096
     )
     engine = LocalEngine(config, (copy.deepcopy(versions[0]), tokenizer))
-    sampling = GenerationConfig(max_new_tokens=4, stop_token_ids=[tokenizer.eos_token_id])
+    sampling = GenerationConfig(
+        max_new_tokens=4, stop_token_ids=[tokenizer.eos_token_id, end_of_turn]
+    )
     episode = Recorded(engine, cast("RewardPool", None), "g", sampling, None)
     published = iter(range(1, NUM_UPDATES + 1))
 

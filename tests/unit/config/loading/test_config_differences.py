@@ -123,7 +123,7 @@ def test_settings_that_there_are_no_more_are_named_unless_they_said_nothing(
 ) -> None:
     settings = yaml.safe_load(text_of())
     settings["rollout"] |= {"seed": 0, "generation": settings["generation"]}
-    settings["critic"] |= {"path": "c", "compile_layers": False}
+    settings["critic"] |= {"path": "c", "compile_layers": None}
     new = yaml.safe_dump(yaml.safe_load(text_of()) | {"critic": {"path": "c"}})
     assert "no more" not in str(check_resumable(yaml.safe_dump(settings), new))
     settings["rollout"] |= {"seed": 3, "max_prefill_tokens": 9}

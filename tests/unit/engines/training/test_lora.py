@@ -160,7 +160,7 @@ def test_an_adapter_alone_is_published_with_what_it_changes(build: Build, tmp_pa
     changes = (of_each[0] - of_each[1]).tolist()
     assert probe.bare == pytest.approx(of_each[1].tolist(), abs=1e-5)
     assert probe.changes == pytest.approx(changes, abs=1e-5)
-    assert probe.size > 0.1
+    assert probe.size > 0.02
 
 
 def test_a_snapshot_is_of_this_adapter(build: Build, tmp_path: Path) -> None:

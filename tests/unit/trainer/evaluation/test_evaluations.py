@@ -58,9 +58,10 @@ class Rollout:
         self.asked.append((0, None))
 
     def begin_evaluation(
-        self, sets: list[EvaluationSet], *, cut_is_wrong: bool
+        self, sets: list[EvaluationSet], names: list[str], *, cut_is_wrong: bool
     ) -> Future[list[EvaluationOutcome]]:
         assert cut_is_wrong
+        assert len(names) == len(sets)
         self.sets = sets
         self.asked.append((sets[0].num_prompts, sets[0].temperature))
         self.num_samples.append(sets[0].num_samples)
