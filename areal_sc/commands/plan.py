@@ -15,7 +15,7 @@ from rich.text import Text
 from areal_sc.commands.arguments import add_run_dir, number, run_folder
 from areal_sc.config.loading.loader import compose_config
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.errors import CommandError, RunFolderError
+from areal_sc.errors import CommandError, ConfigError, RunFolderError
 from areal_sc.planning.advice import Plan, make_plan
 from areal_sc.planning.measured_times import MIN_STEPS
 from areal_sc.quantities import short_duration
@@ -80,7 +80,12 @@ def config_of(folder: RunFolder) -> GRPOConfig:
         raise RunFolderError(f"{folder.config_path} is not a mapping")
     known = {item.name for item in fields(GRPOConfig)}
     own = {name: value for name, value in content.items() if name in known}
-    return compose_config(None, (), GRPOConfig, own)
+    try:
+        return compose_config(None, (), GRPOConfig, own)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{folder.config_path} is of another areal_sc, whose settings were other ones: {error}"
+        ) from error
 
 
 def _show(console: Console, plan: Plan) -> None:
