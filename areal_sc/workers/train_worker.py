@@ -17,7 +17,7 @@ from areal_sc.workers.rank import Rank
 
 
 class TrainWorker(Rank):
-    """Serves a `TrainEngine`; what each method does is said in `calls`."""
+    """Serves a `TrainEngine`; its methods are those of `rank_methods` and `weights.methods`."""
 
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
         super().__init__(spec, agent)

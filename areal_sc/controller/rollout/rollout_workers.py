@@ -1,7 +1,8 @@
 """The rollout workers, as their controller tracks them: load, policy version, stored shards.
 
 set          which workers there are, and who of them takes a group: see `worker_set`
-groups       each is one call of the worker that was chosen for it. A run whose caller is cancelled
+groups       each is one run on the worker that was chosen for it, and awaited by as many calls as
+             it takes. A run whose caller is cancelled
              goes on in the background until the worker, which is told to end it, has replied: only
              then nothing more can be sealed in its room
 stores       a group reserves its worst-case bytes in a worker's store and in its node's memory
@@ -58,7 +59,7 @@ machine may be gone, and another one in place of it be waited for."""
 
 
 class RolloutWorkers:
-    """Chooses, calls, sweeps and brings up the workers of one RolloutController.
+    """Calls, sweeps and brings up the workers of one RolloutController.
 
     Args:
         needs: whose shards stay.

@@ -111,9 +111,9 @@ class TrainingGroups(Groups):
         """The batch for `RolloutController.prepare_batch_async`.
 
         Raises: ConfigError: all of `total_steps` are trained, or prompts are to be chosen from a
-            stream. TooManyRejections, WorkerLost: as of
-            a group. WaitTimeout: nothing changed for long. StepsLost: the ranks are lost, or as of
-            `StepLife.take_back`.
+            stream. TooManyRejections: most episodes are rejected. WorkerLost: workers died too
+            often. WaitTimeout: nothing changed for long. StepsLost: the ranks are lost, or as
+            `StepLife.take_back` says.
         """
         if self.step.batch is None:
             self.admission.note_asked(self.version)
