@@ -144,7 +144,7 @@ def chunked_logprobs(
         temperatures: [N] > 0, what the logits of each position are divided by; None: 1.
         chunk_tokens: >= 1.
         kept_tokens: up to so many tokens, what a GPU needs of their logits for the backward pass is
-            kept in 16 bits, if `hidden` has these: a fourth product less.
+            kept in bfloat16, if `hidden` is of it: a fourth product less.
         vocabulary: of which the V rows are a part; None: all of it.
         adds_gradient: the gradient of `weight`, a float32 leaf, is added to `weight.grad` and given
             to nobody else, so that no second one of its size exists.
@@ -170,7 +170,8 @@ def chunked_logprobs(
     if rows is None:
         rows = _AllRows(len(weight), hidden.dtype, adds_gradient)
     is_few = len(targets) <= chunk_tokens
-    is_rounded = is_fused(hidden) and hidden.dtype in _OF_TENSOR_CORES and not is_few
+    # float16 has no room for small exponentials
+    is_rounded = is_fused(hidden) and hidden.dtype is torch.bfloat16 and not is_few
     keeps = torch.is_grad_enabled() and (is_few or (is_rounded and len(targets) <= kept_tokens))
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, temperatures, rows, chunk_tokens, vocabulary, keeps

@@ -368,11 +368,15 @@ class TaskLook:
         gives a wrong answer that is no shorter more than the right one, counts something else for
         more. What differs from one try to the next says nothing.
 
+        It ends with the pair that it is at after a minute.
+
         Raises: ConfigError: a right answer gets less than a wrong one.
         """
         answered = sorted(answered, key=lambda one: len(one.text))
-        faults = list[str]()
+        faults, end_s = list[str](), time.monotonic() + LOOK_S
         for one, other in zip(answered[: len(answered) // 2], answered[::-1], strict=False):
+            if time.monotonic() > end_s:
+                break
             rewards = await self._rewards(workflow, one, other, own)
             fault = _fault_in(rewards, one, other)
             if not fault:
@@ -419,6 +423,8 @@ class TaskLook:
         finally:
             if isinstance(seen.failure, ConfigError):
                 raise seen.failure
+            if seen.endless:
+                raise ConfigError(seen.endless)
 
     def _writes(self, text: str) -> _Model:
         """A model that answers with this text, and ends."""

@@ -7,6 +7,8 @@ greedy answers apart. Rewards are followed along the policy versions that sample
 from __future__ import annotations
 
 import sqlite3
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
@@ -64,7 +66,9 @@ class PromptBook:
 
     def __init__(self, index: RowIndex) -> None:
         self._index = index
+        self._lock = threading.Lock()
         self._known: tuple[Any, _PromptLines] = (None, _PromptLines([], (0, 0)))
+        self._again_at_s = 0.0
 
     def found(
         self, of_set: str = "", sort: str = "worst", at: int = 0, limit: int = 50
@@ -96,7 +100,7 @@ class PromptBook:
             fitting.sort(key=lambda it: (rank(it), -it["tries"], -it["last_version"]))
             at, end = max(at, 0), max(at, 0) + max(1, min(limit, MAX_LINES))
             return {
-                "prompts": [_told(database, it) for it in fitting[at:end]],
+                "prompts": [it for line in fitting[at:end] if (it := _told(database, line))],
                 "next": end if end < len(fitting) else None,
                 "num_fitting": len(fitting),
                 "sets": Counter(it["set"] for it in lines),
@@ -140,9 +144,14 @@ class PromptBook:
             }
 
     def _summary(self, database: sqlite3.Connection, edition: tuple[int, int]) -> _PromptLines:
-        if self._known[0] != edition:
-            self._known = edition, _summary(database)
-        return self._known[1]
+        """One of a moment ago where rows keep coming: it takes a tenth of the time at most."""
+        with self._lock:
+            began_s = time.monotonic()
+            if self._known[0] != edition and began_s >= self._again_at_s:
+                self._known = edition, _summary(database)
+                now_s = time.monotonic()
+                self._again_at_s = now_s + 9 * (now_s - began_s)
+            return self._known[1]
 
 
 def _name(line: _Line) -> tuple[str, int, int]:
@@ -256,8 +265,8 @@ def _changes(
     return change, since, np.copysign(clear, change)
 
 
-def _told(database: sqlite3.Connection, line: _Line) -> dict[str, Any]:
-    """A line as a page gets it."""
+def _told(database: sqlite3.Connection, line: _Line) -> dict[str, Any] | None:
+    """A line as a page gets it; None: its rows have just gone."""
     newest = database.execute(
         'SELECT "group", rows.attempt, episode, row, reward, evaluation, data_row, answer FROM rows'
         " JOIN groups ON place = groups.id JOIN texts ON texts.id = rows.id "
@@ -265,7 +274,10 @@ def _told(database: sqlite3.Connection, line: _Line) -> dict[str, Any]:
         "ORDER BY rows.time DESC, rows.id DESC",
         (line["dataset"], line["index"], line["last_version"]),
     )
-    *name, reward, _, text, answer = next(it for it in newest if set_of(it[5]) == line["set"])
+    found = next((it for it in newest if set_of(it[5]) == line["set"]), None)
+    if found is None:
+        return None
+    *name, reward, _, text, answer = found
     return {
         **line,
         "is_clear": abs(line["errors"]) >= CLEAR,

@@ -26,6 +26,8 @@ MAX_WIDTH: Final = 8192
 """Most pixels of a line for which a page may ask."""
 MIN_LANES: Final = 8
 """Lanes of one worker up to so many are drawn one by one however small they are."""
+_LEAST_S: Final = 1e-3
+"""Of a view in which there is something to count."""
 DENSITY_PIXELS: Final = 3
 """Width of a bar in which more lanes are drawn together."""
 MAX_SPANS: Final = 200_000
@@ -207,7 +209,7 @@ class TimeLine:
     def _density(
         self, process: _SpansOfProcess, first: float, last: float, num_parts: int
     ) -> dict[str, list[float]]:
-        if process.num_lanes <= MIN_LANES or last <= first:
+        if process.num_lanes <= MIN_LANES or last - first < _LEAST_S:
             return {}
         kinds, numbers, (began, took) = process.columns
         edges = np.linspace(first, last, max(1, num_parts) + 1)

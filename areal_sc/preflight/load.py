@@ -20,7 +20,7 @@ from areal_sc.preflight.placement import settle_placement
 from areal_sc.preflight.sizes import complete_config
 from areal_sc.sizing.machine import Machine, count_cuda_devices, this_machine
 from areal_sc.sizing.model_folder import check_model_folder
-from areal_sc.system.process import refuse_in_worker
+from areal_sc.system.process import is_in_worker, refuse_in_worker
 from areal_sc.system.telling import tolerate_other_encodings
 
 T = TypeVar("T")
@@ -133,10 +133,11 @@ def load_config(
     _check(config, machine, count_devices, makes_model=makes_model, generates=generates)
     if not config.dry_run:
         return config
-    refuse_in_worker("load_config()")
     # reads run folders, which needs more modules than a script waits for
     from areal_sc.preflight.dry_run import dry_run, without_traces
 
+    if is_in_worker():
+        return without_traces(config)
     lines = dry_run(config, makes_model=makes_model, generates=generates)
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()

@@ -36,12 +36,13 @@ _VERSIONS: Final = 2
 _KEPT_MODELS: Final = 2
 """With `checkpoint.keep_best`: the best one, and that of an evaluation that goes on."""
 
-_AT_MOST: Final = ("records", "shared memory")
+_AT_MOST: Final = ("exports", "records", "shared memory")
 """Parts of which a run may take less than is counted."""
 
 _LESS: Final = {
     "snapshots": "checkpoint.keep=1",
-    "models": "checkpoint.export_every_steps=0",
+    "models": "no checkpoint.keep_best",
+    "exports": "a larger checkpoint.export_every_steps",
     "weights": "weight_update.method=pull",
     "records": "a smaller records.max_bytes",
     "shared memory": "a larger /dev/shm",
@@ -175,11 +176,12 @@ class DiskPlan:
         if every := checkpoint.every_steps:  # a new one is whole before the oldest one goes
             num_snapshots = min(checkpoint.keep + 1, -(-total // every))
         model_bytes = num_parameters(config.actor) * DTYPE_BYTES[config.actor.dtype]
-        num_models = -(-total // (checkpoint.export_every_steps or total))  # the final one, too
-        num_models += _KEPT_MODELS if checkpoint.keep_best else 0
+        num_exports = -(-total // (checkpoint.export_every_steps or total)) - 1
+        num_models = 1 + (_KEPT_MODELS if checkpoint.keep_best else 0)  # the final one
         parts = {
             "snapshots": num_snapshots * snapshot_bytes,
             "models": num_models * model_bytes,
+            "exports": num_exports * model_bytes,
             "shared memory": shared_memory_bytes,
         }
         path = RunFolder(config.run_dir).path
@@ -220,6 +222,8 @@ def _free_bytes(path: Path) -> int | None:
     with suppress(OSError):
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         space = os.statvfs(there)
+        if not space.f_blocks:  # a file system of users that does not tell
+            return None
         return space.f_bavail * space.f_frsize
     return None
 

@@ -132,9 +132,14 @@ def importing_as_worker() -> Iterator[None]:
         del os.environ[_SCRIPT]
 
 
+def is_in_worker() -> bool:
+    """Whether a worker imports the script, or the dry run as one."""
+    return _SCRIPT in os.environ
+
+
 def refuse_in_worker(what: str) -> None:
     """Raises: ConfigError: a worker that imports the script would begin a run of its own."""
-    if _SCRIPT in os.environ:
+    if is_in_worker():
         raise ConfigError(
             f"{what} was called while a worker imported the script: expected it in the script "
             'alone; put what starts the run under `if __name__ == "__main__":`'

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
@@ -104,6 +104,9 @@ class Course:
         self.mean_lr = math.nan
         self.entropies: deque[float] = deque(maxlen=NUM_STEPS)
         self._results: dict[str, list[_Result]] = {}
+        self._evaluated: dict[str, list[Evaluated]] = {}
+        self._largest_std = 0.0  # of answers' rewards
+        self._num_lrs = 0
         self._squared_changes = 0.0
         self._variance = _RewardVariance()
 
@@ -123,8 +126,12 @@ class Course:
             self.reach += moved
             self.num_moves += 1
         if not math.isnan(lr := number(metrics.train.get("lr"))):
+            self._num_lrs += 1
             before = 0.0 if math.isnan(self.mean_lr) else self.mean_lr
-            self.mean_lr = before + (lr - before) / self.num_steps
+            self.mean_lr = before + (lr - before) / self._num_lrs
+        if (std := self.reward_std()) > self._largest_std:
+            self._largest_std = std
+            self._evaluated.clear()
         if len(self.newest) == NUM_STEPS:
             self.best_reward = max(self.best_reward, self.reward(), key=lambda it: it.value)
             self.widest_kl = max(self.widest_kl, self.kl())
@@ -139,19 +146,23 @@ class Course:
         else:
             found = _Result(score, True, result.num_prompts, self.accuracy())
         self._results.setdefault(family, []).append(found)
+        self._evaluated.clear()
 
-    def evaluations(self) -> dict[str, list[Evaluated]]:
+    def evaluations(self) -> Mapping[str, Sequence[Evaluated]]:
         """Those that sample, in their order, by what stands before the slash of their names."""
-        return {
-            family: [Evaluated(self._measured(it), it.trained) for it in results]
-            for family, results in self._results.items()
-        }
+        if not self._evaluated:
+            self._evaluated = {
+                family: [Evaluated(self._measured(it), it.trained) for it in results]
+                for family, results in self._results.items()
+            }
+        return self._evaluated
 
     def _measured(self, result: _Result) -> Measured:
-        """Of a reward: as much as the answers differ in training. Answers to a prompt are alike."""
+        """Of a reward: as much as the answers have differed in training at most, where they may be
+        the same by now. Answers to a prompt are alike."""
         size = result.num_prompts
         if not result.is_share:
-            return Measured(result.value, self.reward_std() / math.sqrt(size))
+            return Measured(result.value, self._largest_std / math.sqrt(size))
         added = (result.value * size + _ADDED / 2) / (size + _ADDED)
         return Measured(result.value, _std_of_share(added) / math.sqrt(size + _ADDED))
 
@@ -292,7 +303,8 @@ def _std_of_share(share: float) -> float:
 
 
 def _is_alone(metrics: StepMetrics) -> bool:
-    return 0 < metrics.num_groups == metrics.num_one_episode_groups
+    # records of an earlier areal_sc do not tell how many groups there were
+    return 0 < (metrics.num_groups or metrics.num_rows) == metrics.num_one_episode_groups
 
 
 def mean(steps: Iterable[StepMetrics], of: Callable[[StepMetrics], float]) -> float:

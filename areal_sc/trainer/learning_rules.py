@@ -233,6 +233,8 @@ def constant_reward(course: Course) -> str | None:
     std, reward, accuracy = course.reward_std(), course.reward(), course.accuracy().value
     if course.is_solved() and (std > 0 or not was_so):
         return None
+    if course.rise_of_late().is_above(0.0, MAYBE):
+        return None
     since = "since the first step" if was_so else f"of the last {NUM_STEPS} steps"
     if std == 0:
         text = f"every answer {since} has the reward {reward.value:g}"
@@ -264,6 +266,8 @@ def too_easy(course: Course) -> str | None:
     accuracy, signal = course.accuracy(course.first), course.signal(course.first)
     if not accuracy.is_above(SOLVED_ACCURACY, 1.0) or not signal < MIN_SIGNAL_OF_VARIETY:
         return None
+    if not course.is_solved() or not course.signal() < MIN_SIGNAL_OF_VARIETY:
+        return None  # by now they are not
     return (
         f"the prompts are too easy: {accuracy} of the answers were right in the first {NUM_STEPS} "
         f"steps already, and {signal:.0%} of the prompts had answers of different rewards: take "
@@ -319,7 +323,7 @@ def reward_by_chance(course: Course) -> str | None:
         or not course.signal() >= MIN_SIGNAL
         or course.reach < 1.0
         or not share.is_below(MAX_SHARE_OF_PROMPTS, MAYBE)
-        or rise.is_above(0.0, NUM_ERRORS_OF_FEW)
+        or abs(rise.value) > NUM_ERRORS_OF_FEW * rise.error
         or course.is_solved()
     ):
         return None
@@ -333,8 +337,8 @@ def reward_by_chance(course: Course) -> str | None:
 
 def falling_evaluation(course: Course) -> str | None:
     rise = course.rise()
-    if rise.is_below(0.0, NUM_ERRORS_OF_FEW):
-        return None  # training falls as well: nothing particular to held-out prompts
+    if math.isnan(rise.value) or rise.is_below(0.0, NUM_ERRORS_OF_FEW):
+        return None  # no rewards; or training falls as well, which is not about held-out prompts
     for family, results in course.evaluations().items():
         if len(results) < 3:
             continue
@@ -360,22 +364,26 @@ def falling_evaluation(course: Course) -> str | None:
 
 
 def by_heart(course: Course) -> str | None:
+    """Where held-out prompts of any kind gain, the others may be of another subject."""
+    found: list[str] = []
     for family, results in course.evaluations().items():
         if len(results) < 3:
             continue
         began = course.accuracy(course.first[:FIRST_STEPS])
         trained = _mean_of(it.trained for it in results[-2:]) - began
         held_out = _mean_of(it.score for it in results[-2:]) - results[0].score
+        left = max(0.0, 1.0 - results[0].score.value)  # for these to gain
         behind = Measured(
-            MAX_LEFT_BEHIND * trained.value - held_out.value,
+            MAX_LEFT_BEHIND * min(trained.value, left) - held_out.value,
             math.hypot(MAX_LEFT_BEHIND * trained.error, held_out.error),
         )
-        if trained.is_above(0.0, NUM_ERRORS) and behind.is_above(0.0, NUM_ERRORS_OF_FEW):
-            return (
-                f"the accuracy of training has risen by {trained}, that of held-out prompts "
-                f"{_of(family)}by {held_out}: {_BY_HEART}"
-            )
-    return None
+        if not trained.is_above(0.0, NUM_ERRORS) or not behind.is_above(0.0, NUM_ERRORS_OF_FEW):
+            return None
+        found.append(
+            f"the accuracy of training has risen by {trained}, that of held-out prompts "
+            f"{_of(family)}by {held_out}: {_BY_HEART}, and whether these prompts ask for the same"
+        )
+    return found[0] if found else None
 
 
 _BY_HEART: Final = (

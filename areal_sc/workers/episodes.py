@@ -70,6 +70,7 @@ class WorkerEpisodeEngine:
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
+        endless: why one of its answers ends elsewhere than the chat template ends it.
         group: of the episode; its requests share what their prompts have in common.
         open_waits, past_waits: what it waits for, and has waited for, by the ends.
     """
@@ -88,6 +89,7 @@ class WorkerEpisodeEngine:
         self.max_context_tokens = engine.max_context_tokens
         self.end_token_ids = engine.end_token_ids
         self.failure: BaseException | None = None
+        self.endless = ""
         self._engine = engine
         self._rewards = rewards
         self._sampling = sampling
@@ -120,10 +122,9 @@ class WorkerEpisodeEngine:
         evaluated = self._evaluated
         if evaluated is not None and evaluated.temperature is not None:
             sampling = replace(sampling, temperature=evaluated.temperature)
-        ends = *self.end_token_ids, *sampling.stop_token_ids
-        if why := why_endless(self.tokenizer, input_ids, ends, sampling.stop):
-            self.failure = ConfigError(why)
-            raise self.failure
+        if not (self.endless or sampling.stop or sampling.max_new_tokens == 1):
+            ends = *self.end_token_ids, *sampling.stop_token_ids
+            self.endless = why_endless(self.tokenizer, input_ids, ends)
         place = 0 if evaluated is None else evaluated.begin(input_ids)
         in_callback = False
 

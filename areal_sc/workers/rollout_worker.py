@@ -111,6 +111,8 @@ class RolloutWorker(Worker):
         self._engine: GenerationEngine | None = None
         self._all_episodes = Episodes(self.recorder)
         self._texts: dict[int, PromptTexts] = {}  # of each dataset
+        self._judged: set[tuple[int, int]] = set()  # its rows
+        self._endless = ""  # why answers do not end where the chat template ends them
         self._runs = GroupRuns(config.group_timeout_s + 2 * CANCEL_GRACE_S)
         self._starting: asyncio.Task[None] | None = None
         self._weights = Adopter(self, lambda: self.engine, self._agents.clock)
@@ -300,17 +302,19 @@ class RolloutWorker(Worker):
             self._episode(workflow, row_of(wire, where), reference, name, evaluated)
             for _ in range(num_episodes)
         )
-        self._judge_text(reference.dataset, prompt, played)
+        self._judge_text(reference, prompt, played)
         return prompt, played
 
     def _judge_text(
-        self, dataset: int, row: dict[str, Any], played: Sequence[Episode | Rejection]
+        self, prompt: PromptReference, row: dict[str, Any], played: Sequence[Episode | Rejection]
     ) -> None:
         """Raises: ConfigError: no prompt of the dataset has reached the model as it was meant."""
-        texts = self._texts.setdefault(dataset, PromptTexts(self.engine.tokenizer))
+        texts = self._texts.setdefault(prompt.dataset, PromptTexts(self.engine.tokenizer))
         kept = [episode for episode in played if not isinstance(episode, Rejection)]
-        if not kept or texts.num_judged == MAX_JUDGED:
+        name = prompt.dataset, prompt.index
+        if not kept or texts.num_judged == MAX_JUDGED or name in self._judged:
             return
+        self._judged.add(name)
         texts.judge(row, _context(kept[0]))
         if len(texts.lost) == MAX_JUDGED:
             raise texts.refusal()
@@ -341,6 +345,7 @@ class RolloutWorker(Worker):
                 episode = await await_user_code(run, limit_s, clock)
         except Raised as raised:
             episode = Rejection.of_episode(raised, limit_s)
+        self._endless = self._endless or engine.endless
         if isinstance(engine.failure, ConfigError):  # it would be the same in another worker
             raise engine.failure
         if engine.failure:
@@ -351,9 +356,9 @@ class RolloutWorker(Worker):
         return episode
 
     def _warning(self, prompt: PromptReference, kept: Mapping[int, Episode]) -> str:
-        """About a prompt that the model cannot read."""
-        if not kept:
-            return ""
+        """About a prompt that the model cannot read, or answers that do not end."""
+        if self._endless or not kept:
+            return self._endless
         context = _context(next(iter(kept.values())))
         if not (what := describe_unknown(self.engine.tokenizer, context)):
             return ""

@@ -29,14 +29,16 @@ _BETWEEN_WORDS: Final = re.compile(r"(?<=[^\W_\u2e80-\u9fff])\s+(?=[^\W_\u2e80-\
 """White space without which two words, or numbers, are another one. Han characters stand alone."""
 
 _MAX_NAMED: Final = 10
+_OPENING_TOKENS: Final = 256
+"""At the end of a prompt, where a template opens the answer."""
 _TAG: Final = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _USER, _ANSWER, _NEXT = "zq1uqz", "zq2aqz", "zq3uqz"
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts in a row, or in a part of one."""
+    """All texts in a row, or in a part of one; half of a pair of surrogates becomes `?`."""
     if isinstance(value, str):
-        yield value
+        yield value.encode(errors="replace").decode()
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from texts_in(part)
@@ -48,6 +50,7 @@ def lost_from(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     A tokenizer may lower the case, drop accents and invisible characters, write one character for
     another that means the same (NFKC), and change how much white space there is.
     """
+    text = text.encode(errors="replace").decode()
     tokens = bare_tokens(tokenizer, text)
     given, kept = _letters(text), _letters(written(tokenizer, tokens))
     if given != kept:
@@ -103,29 +106,23 @@ class PromptTexts:
 
 
 def why_endless(
-    tokenizer: PreTrainedTokenizerBase,
-    input_ids: Sequence[int],
-    ends: Iterable[int],
-    stop: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int], ends: Iterable[int]
 ) -> str:
     """Why no answer to this prompt ends where the model's chat template ends one; "": it does, or
     the prompt is not the template's, or the template does not tell.
 
-    Args:
-        ends: tokens that end an answer.
-        stop: strings that do.
+    Args: ends: tokens that end an answer, which no stop string does.
     """
     if not getattr(tokenizer, "chat_template", None):
         return ""
-    opening, why = _of_template(tokenizer, frozenset(ends), frozenset(stop))
-    is_from_template = why and _bare(opening) in _bare(written(tokenizer, input_ids))
-    return why if is_from_template else ""
+    opening, why = _of_template(tokenizer, frozenset(ends))
+    if not why or _bare(opening) not in _bare(written(tokenizer, input_ids[-_OPENING_TOKENS:])):
+        return ""
+    return why
 
 
 @lru_cache(maxsize=16)  # the episodes of a run have few different ones
-def _of_template(
-    tokenizer: PreTrainedTokenizerBase, ends: frozenset[int], stop: frozenset[str]
-) -> tuple[str, str]:
+def _of_template(tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> tuple[str, str]:
     """What the template puts before an answer, and why such an answer does not end."""
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
 
@@ -146,10 +143,10 @@ def _of_template(
     if not opening.strip() or not closing or closing.strip() == opening.strip():
         return "", ""
     written_ends = (written(tokenizer, [token]) for token in sorted(ends))
-    known = tuple(filter(None, (text.strip() for text in (*written_ends, *sorted(stop)))))
+    known = tuple(filter(None, (text.strip() for text in written_ends)))
     if closing.startswith(known) or any(text in between for text in known):
         return opening, ""
-    token = bare_tokens(tokenizer, closing)[0]
+    token = next(iter(bare_tokens(tokenizer, closing)), -1)
     is_added = token in tokenizer.added_tokens_decoder
     tag = _TAG.match(closing)
     if not is_added and (tag is None or any(text in closing for text in known)):
@@ -158,8 +155,8 @@ def _of_template(
     shown = " or ".join(map(repr, known)) or "nothing"
     set_it = f"stop_token_ids=[{token}]" if is_added else f'stop=["{mark}"]'
     return opening, (
-        f"an answer cannot end where the model's chat template ends one: that writes {mark!r} "
-        f"behind it, and what ends an answer here is {shown}; set generation.{set_it}, or mend "
+        f"no answer ends where the model's chat template ends one: that writes {mark!r} behind "
+        f"it, and what ends an answer here is {shown}; set generation.{set_it}, or mend "
         "eos_token in tokenizer_config.json, eos_token_id in generation_config.json, or the "
         "template"
     )

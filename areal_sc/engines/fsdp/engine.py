@@ -194,6 +194,20 @@ class FSDPEngine(RankEngine):
             spent = torch._dynamo.utils.calculate_time_spent()
             logger.info("layers_compiled seconds=%.1f", spent["total_wall_time"])
 
+    def load_snapshot(self, folder: Path) -> None:
+        self._forget_gradients()
+        super().load_snapshot(folder)
+
+    def load_state(self, folder: Path, name: str) -> None:
+        self._forget_gradients()
+        super().load_state(folder, name)
+
+    def _forget_gradients(self) -> None:
+        """Those of an update that has failed."""
+        copies = self._model.copies
+        for parameter in (*self._model.parameters(), *(copies.tensors if copies else ())):
+            parameter.grad = None
+
     def _take_step(self, step: int, *, is_void: bool) -> float:
         return self._optimizer.update(step, is_void=is_void)
 
@@ -207,7 +221,7 @@ class FSDPEngine(RankEngine):
 
     @property
     def _has_few_sizes(self) -> bool:
-        return self._model.is_compiled
+        return self._model.has_few_sizes  # also where a rank has given compiling up: all have them
 
     def _values(self, name: str) -> torch.Tensor:
         """The live values of this rank's part of a parameter."""

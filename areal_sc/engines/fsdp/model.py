@@ -208,8 +208,9 @@ def _wrap_layers(model: PackedModel, config: ActorConfig, device: torch.device) 
     layers = decoder_layers(model.causal_lm)
     compiles = config.compile_layers
     if compiles is None:
-        num_tokens = config.max_tokens_per_micro_batch // config.parallel.sequence
-        compiles = model.attends_by_interface and host_is_limit(layers, num_tokens, device)
+        is_whole = config.parallel.tensor * config.parallel.sequence == 1  # others are not tried
+        compiles = is_whole and model.attends_by_interface
+        compiles &= host_is_limit(layers, config.max_tokens_per_micro_batch, device)
     kind = config.activation_checkpointing
     recomputing = functools.partial(
         _recomputing, preserve_rng_state=config.has_adapter and config.lora.dropout > 0

@@ -40,6 +40,11 @@ logger = logging.getLogger(__name__)
 COMPILER = "inductor"
 """The backend of torch.compile."""
 
+_MAX_GRAPHS = 32
+"""Of a kind of layer: with and without gradients, adapter, windows; torch allows 8 by itself."""
+
+_NO_GRAPH = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+
 
 @dataclass(frozen=True)
 class ModelAbilities:
@@ -99,7 +104,7 @@ class PackedModel(nn.Module):
         self.adds_head_gradient = False
         self.sequence: ProcessGroup | None = None
         self.copies: RoundedCopies | None = None
-        self.is_compiled = False
+        self.is_compiled = self.has_few_sizes = False
         rotate_rows_by_own_length(causal_lm)
         self.abilities = ModelAbilities(packs=True, has_linear_head=True)
         text_config = causal_lm.config.get_text_config()
@@ -151,10 +156,11 @@ class PackedModel(nn.Module):
                 f"{name} does not attend within packed rows by transformers' attention interface; "
                 "expected actor.compile_layers=false, got true"
             )
+        torch._dynamo.config.recompile_limit = _MAX_GRAPHS
         for layer in layers:
             compiled = torch.compile(layer.forward, backend=COMPILER, dynamic=True, fullgraph=True)
             layer.forward = functools.partial(self._of_layer, compiled, layer.forward)
-        self.is_compiled = True
+        self.is_compiled = self.has_few_sizes = True
         self.packed_attention = COMPILED_NAME
         self.abilities = self._abilities
 
@@ -168,7 +174,7 @@ class PackedModel(nn.Module):
         if self.is_compiled:
             try:
                 return compiled(*arguments, **named)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except _NO_GRAPH as error:
                 self.is_compiled = False
                 reason = " ".join(str(error).split())[:300]
                 logger.warning("layers are not compiled, and slower: %s", reason)

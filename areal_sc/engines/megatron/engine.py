@@ -12,6 +12,7 @@ every engine, and a snapshot goes on with any mesh, also of `engine: fsdp`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
@@ -38,6 +39,7 @@ from areal_sc.engines.megatron.model import Rotary, build_stages, transformer_co
 from areal_sc.engines.megatron.optimizer import PARAMETER, DistributedAdamW
 from areal_sc.engines.megatron.state import MegatronState
 from areal_sc.engines.rounding import Expected, measure_noise, require_determined
+from areal_sc.engines.small_limits import with_same_weights
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import build_without_parameters, compute_dtype
 from areal_sc.engines.training.export import ModelExport
@@ -191,12 +193,8 @@ class MegatronEngine(RankEngine):
             their tokens but the first.
         """
 
-        def streamed() -> Any:
-            causal_lm = build_without_parameters(Path(self.config.path))
-            stream_layers(causal_lm, weights.read, self.world.size)
-            return causal_lm
-
-        causal_lm = streamed()
+        causal_lm = build_without_parameters(Path(self.config.path))
+        stream_layers(causal_lm, weights.read, self.world.size)
         limit = self.config.max_tokens_per_micro_batch
         rows = [row[:limit] for row in likely_rows(causal_lm)]
         is_asked = _has_one_before(rows)
@@ -206,7 +204,9 @@ class MegatronEngine(RankEngine):
             return plain_logprobs(causal_lm, rows * num_copies).view(num_copies, -1)[:, is_asked]
 
         def noise() -> torch.Tensor:
-            moved = streamed()
+            config = copy.deepcopy(causal_lm.config)
+            moved = with_same_weights(causal_lm, config, config._attn_implementation)
+            stream_layers(moved, weights.read, self.world.size)
             return measure_noise(moved, dtype, functools.partial(compute, moved))
 
         passes = SharedPasses()

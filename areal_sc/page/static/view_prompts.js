@@ -18,7 +18,6 @@ const SORTS = [
   ["tries", "most tries first"],
   ["cut", "most cut first"],
 ];
-const SIGNS = 4000; // of two answers that are compared sign by sign; longer ones word by word
 const MOST_PARTS = 1500; // of a text that is compared
 
 export async function showPrompts({ run, words, again }) {
@@ -31,7 +30,8 @@ export async function showPrompts({ run, words, again }) {
   let at = found.next;
   let isStopped = false;
   more.onclick = async () => {
-    const next = await get(path, { ...asked, at });
+    const next = await get(path, { ...asked, at }).catch((error) => void (reading.textContent = error.message));
+    if (!next) return;
     list.append(...next.prompts.map((it) => promptCard(run, it, next.versions)));
     at = next.next;
     more.hidden = at === null;
@@ -197,15 +197,23 @@ function curveOf(tries) {
   return el("div", { class: "charts one" }, chart({ title: "reward", note: "of its answers, by the version that wrote them", curves, xLabel: "policy version" }));
 }
 
-/** The parts of two texts, with what only one of them has marked. */
+const SPLITS = [
+  (text) => [...text],
+  (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) || [],
+  (text) => text.match(/[^\n]*\n|[^\n]+/g) || [],
+];
+
+/** The parts of two texts, with what only one of them has marked: by signs, words or lines. */
 export function compared(first, second) {
-  const split = first.length + second.length <= SIGNS ? (text) => [...text] : (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) || [];
-  const [a, b] = [split(first), split(second)];
-  let begin = 0;
-  while (begin < a.length && begin < b.length && a[begin] === b[begin]) begin++;
-  let end = 0;
-  while (end < a.length - begin && end < b.length - begin && a[a.length - 1 - end] === b[b.length - 1 - end]) end++;
-  const [left, right] = [a.slice(begin, a.length - end), b.slice(begin, b.length - end)];
+  let [a, b, begin, end, left, right] = [];
+  for (const split of SPLITS) {
+    [a, b] = [split(first), split(second)];
+    [begin, end] = [0, 0];
+    while (begin < a.length && begin < b.length && a[begin] === b[begin]) begin++;
+    while (end < a.length - begin && end < b.length - begin && a[a.length - 1 - end] === b[b.length - 1 - end]) end++;
+    [left, right] = [a.slice(begin, a.length - end), b.slice(begin, b.length - end)];
+    if (left.length <= MOST_PARTS && right.length <= MOST_PARTS) break;
+  }
   const [keptLeft, keptRight] = left.length > MOST_PARTS || right.length > MOST_PARTS ? [new Set(), new Set()] : common(left, right);
   const told = (all, middle, kept) => {
     const parts = [...shown(all.slice(0, begin).join(""))];

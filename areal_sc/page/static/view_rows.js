@@ -172,7 +172,7 @@ export function rowNumbers(row) {
 export function recordedCard(run, row, asked = {}, stars = new Set()) {
   const name = nameOf(row);
   const isRejected = row.episode < 0;
-  const link = isRejected && row.evaluation ? linkTo("prompt", { run: run.name, set: setOf(row.evaluation), dataset: row.dataset, index: row.index }) : isRejected ? linkTo("group", { run: run.name, group: row.group }) : linkTo("row", { ...asked, run: run.name, name });
+  const link = isRejected && row.evaluation ? linkTo("rows", { run: run.name, evaluation: row.evaluation, dataset: row.dataset, index: row.index }) : isRejected ? linkTo("group", { run: run.name, group: row.group }) : linkTo("row", { ...asked, run: run.name, name });
   const title = row.evaluation ? [...shown(row.evaluation), `, prompt ${short(row.index)}, answer ${row.attempt + 1}`] : [`group ${short(row.group)}`, isRejected ? `, attempt ${row.attempt + 1}` : `, answer ${row.episode + 1}${row.row ? `.${row.row + 1}` : ""}`];
   const outcome = row.outcome ? el("span", { class: `outcome ${row.outcome}` }, shown(row.cause ? `${row.outcome}: ${row.cause}` : row.outcome)) : "";
   const rest = [row.step ? ` step ${short(row.step)} ` : " ", outcome];

@@ -132,6 +132,7 @@ async def test_a_server_that_runs_already_gets_the_weights_of_every_mesh(
     overrides = (
         *("--config", str(TINY_YAML), f"run_dir={tmp_path / 'run'}", "task.gate=unused"),
         *(f"actor.path={policies.folder}", "actor.optimizer.lr=2e-3"),
+        "generation.stop_token_ids=[1]",  # its own end is no token that it samples
         *("rollout.engine=sglang", f"servers.urls=[{url}]"),
         *(f"servers.api_key_env={KEY_VARIABLE}", f"weight_update.method={method}"),
         *("weight_update.bucket_bytes=50000", f"actor.engine={trainer}", f"actor.parallel={mesh}"),

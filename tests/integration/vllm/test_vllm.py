@@ -86,6 +86,7 @@ async def test_a_server_that_runs_already_gets_the_trainers_weights(
     overrides = (
         *("--config", str(TINY_YAML), f"run_dir={tmp_path / 'run'}", "task.gate=unused"),
         *(f"actor.path={policies.folder}", "actor.optimizer.lr=2e-3"),
+        "generation.stop_token_ids=[1]",  # its own end is no token that it samples
         *("rollout.engine=vllm", f"servers.urls=[{engine.server.url}]"),
         *(f"servers.api_key_env={KEY_VARIABLE}", "weight_update.method=disk"),
     )

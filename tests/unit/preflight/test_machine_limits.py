@@ -80,6 +80,7 @@ def test_snapshots_models_and_records(
     assert usual.parts == {
         "snapshots": 3 * 12 * num_parameters,  # the third one is whole before the first one goes
         "models": 4 * num_parameters,
+        "exports": 0,
         "shared memory": 0,
         "records": RECORDED,
     }
@@ -88,7 +89,8 @@ def test_snapshots_models_and_records(
     assert few.parts["records"] == 0
     assert counted("checkpoint.every_steps=0").parts["snapshots"] == 0
     every_model = counted("checkpoint.export_every_steps=25", "actor.dtype=bfloat16")
-    assert every_model.parts["models"] == 3 * 2 * num_parameters
+    assert every_model.parts["models"] == 2 * num_parameters
+    assert every_model.parts["exports"] == 2 * 2 * num_parameters
     best = counted("checkpoint.keep_best=accuracy", "evaluation.every_steps=5")
     assert best.parts["models"] == 3 * 4 * num_parameters
     assert counted("records.max_bytes=2000000").parts["records"] == RECORDED
@@ -105,7 +107,7 @@ def test_models_beside_the_policy_and_weights_that_travel_by_disk(
     elsewhere = counted("weight_update.method=disk", "weight_update.folder=/somewhere/else")
     assert "weights" not in elsewhere.parts
     of_rows = counted("weight_update.method=disk", generates=False)
-    assert of_rows.parts.keys() == {"snapshots", "models", "shared memory"}
+    assert of_rows.parts.keys() == {"snapshots", "models", "exports", "shared memory"}
 
 
 def test_a_disk_that_is_too_small_is_told_before_the_run(

@@ -103,3 +103,14 @@ def test_the_error_of_an_evaluation(
     (found,) = course.evaluations()["hard"]
     assert found.score.value == scores
     assert found.score.error == pytest.approx(errors)
+
+
+def test_an_evaluation_keeps_its_error_where_training_is_solved(
+    make_step: MakeStep, make_evaluation: Callable[..., EvaluationResult]
+) -> None:
+    course = Course(1.0)
+    course.add_evaluation(make_evaluation("hard/before", reward=1.0, num_prompts=100, workflow={}))
+    for step, std in enumerate((3.0, *[0.0] * 20), start=1):
+        course.add_step(make_step(step, reward_std=std, reward_std_in_groups=std, num_groups=32))
+    (found,) = course.evaluations()["hard"]
+    assert found.score.error == pytest.approx(3.0 / math.sqrt(100))

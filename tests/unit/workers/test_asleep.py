@@ -55,10 +55,11 @@ async def test_an_episode_is_late_only_by_the_time_in_which_its_engine_is_awake(
 ) -> None:
     monkeypatch.setattr(user_code, "_ASLEEP_LOOK_S", 0.01)
     monkeypatch.setattr(
-        rollout_worker, "WorkerEpisodeEngine", lambda *_: SimpleNamespace(failure=None)
+        rollout_worker, "WorkerEpisodeEngine", lambda *_: SimpleNamespace(failure=None, endless="")
     )
     recorder = SimpleNamespace(add_event=lambda *_: None, span=lambda *_, **__: nullcontext())
     worker: Any = RolloutWorker.__new__(RolloutWorker)
+    worker._endless = ""
     config = RolloutConfig(train_batch_groups=1, max_context_tokens=8, group_timeout_s=LIMIT_S)
     worker.handle, worker.recorder = SimpleNamespace(config=config), recorder
     worker._engine, worker.plane = Engine(), None

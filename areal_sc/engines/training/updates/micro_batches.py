@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from areal_sc.algorithms.loss_tokens import LossRows
 from areal_sc.algorithms.packing import (
@@ -230,7 +229,8 @@ def make_micro_batch(
 
     Args:
         asked: [T] bool over all rows.
-        num_tokens: a further row of padding, of which nothing is asked, makes them so many.
+        num_tokens: further rows of padding, of which nothing is asked, make them so many. None is
+            longer than the longest of all rows, and they have tokens of those that are chosen.
         is_behind: the model is asked behind these tokens. Else first tokens of rows are left out:
             nothing predicts them.
         numbers: what a loss may know of all rows.
@@ -247,9 +247,10 @@ def make_micro_batch(
     else:
         token_index = input_ids = torch.zeros(1, dtype=torch.int64)
         places = torch.zeros(0, dtype=torch.int64)
-    if num_tokens > len(input_ids):
-        lengths.append(num_tokens - len(input_ids))
-        input_ids = F.pad(input_ids, (0, lengths[-1]))
+    if (missing := num_tokens - len(input_ids)) > 0:
+        longest = max(rows.lengths, default=1)
+        lengths += [min(longest, missing - begin) for begin in range(0, missing, longest)]
+        input_ids = input_ids[torch.arange(num_tokens) % len(input_ids)]
     layout = layout_of(lengths, device)
     tokens = layout.own_tokens
     read = places if is_behind else places - 1
