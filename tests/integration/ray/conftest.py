@@ -64,7 +64,8 @@ def ray_hosts() -> Iterator[RayHosts]:
         pytest.skip("hosts of their own need root")
     with ExitStack() as stack:
         number, root = place_of_its_own(stack)
-        for hosts in started(number, root, RAY=sys.executable):
+        # a cluster that somebody else has started here may have left a token, which the head takes
+        for hosts in started(number, root, RAY=sys.executable, RAY_AUTH_MODE="disabled"):
             address = f"{hosts.network}1:{27600 + 10 * number}"
             words = [sys.executable, str(OBSERVER), address]
             pipe = subprocess.PIPE
