@@ -68,7 +68,9 @@ NOT_RUN_HERE = {
         "tests/integration/test_any_update.py"  # has the same calls
     ),
     "import asyncio": "tests/unit/rewards/test_weighted.py",
-    "from areal_sc import SingleTurnWorkflow\n\n\ndef reward(": "examples/minimal.py",  # has one like it
+    "from areal_sc import SingleTurnWorkflow\n\n\ndef reward(": (
+        "examples/minimal.py"  # has one like it
+    ),
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "# my_agent.py": "needs openai; examples/agent.py says the same in HTTP",
     "# train_my_agent.py": "needs openai and a GPU; examples/agent.py has the same calls",
