@@ -280,7 +280,7 @@ def test_what_is_kept_in_16_bits_gives_the_gradients_of_float64(
         kept_tokens=NUM_TOKENS,
     )
     weighed(*found).backward()
-    keeps = vocabulary_sums.is_fused(hidden)
+    keeps = vocabulary_sums.is_fused(hidden) and dtype is torch.bfloat16
     assert sum(products) == (1 if keeps else 2) * NUM_TOKENS
     assert hidden.grad is not None
     assert weight.grad is not None

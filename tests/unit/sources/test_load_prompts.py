@@ -22,7 +22,7 @@ from areal_sc.sources.load_prompts import SourceWords, load_prompts, load_rows
 from areal_sc.sources.prompts import JsonlPrompts
 
 LOAD = """
-import itertools, json, sys
+import itertools, json, os, sys
 from areal_sc import load_prompts
 from areal_sc.errors import WorkflowError
 
@@ -32,6 +32,8 @@ for call in json.loads(sys.argv[1]):
         print(json.dumps(list(itertools.islice(load_prompts(**call), 5))))
     except WorkflowError as error:
         print(json.dumps(str(error)))
+sys.stdout.flush()
+os._exit(0)  # threads in which a stream still reads abort a process that ends in the usual way
 """
 
 ROWS = [
