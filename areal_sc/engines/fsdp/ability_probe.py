@@ -159,21 +159,25 @@ def probe_abilities(
         and distance(ModelAbilities(packs, has_linear_head=True)) <= expected.limit,
     )
     if not packs:
-        apart = distance(found)
-        if apart > WRONG:
-            raise ModelError(
-                f"{name}: rows of a padded batch do not give what single rows give: they are "
-                f"{apart:.2g} times as far apart as rounding moves them"
-            )
-        logger.warning(
-            "model=%s cannot attend within packed rows: rows are padded, slower; distance=%.2g",
-            name,
-            apart,
-        )
+        _check_padded(name, distance(found))
     if not found.has_linear_head and model.head is ModelHead.lm:
         logger.info("model=%s changes its logits: they are made by its own forward", name)
     is_likely = torch.cat([torch.arange(len(row)) < len(row) - 1 for row in rows])
     return ModelTrial(found, tuple(rows), float(noises[-1][is_likely].mean()))
+
+
+def _check_padded(name: str, apart: float) -> None:
+    """Raises: ModelError: padded rows are so far from single ones that something is wrong."""
+    if apart > WRONG:
+        raise ModelError(
+            f"{name}: rows of a padded batch do not give what single rows give: they are "
+            f"{apart:.2g} times as far apart as rounding moves them"
+        )
+    logger.warning(
+        "model=%s cannot attend within packed rows: rows are padded, slower; distance=%.2g",
+        name,
+        apart,
+    )
 
 
 def _of_batch(model: PackedModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from itertools import accumulate, count
 from typing import Any
 
 import torch
+from torch import library as operators
 from transformers import AttentionInterface
 
 from areal_sc.engines.plain_attention import AttentionRule, attend, is_seen, with_all_heads
@@ -231,11 +232,15 @@ def packed_attention(
     Returns: [1, T, H, D], and None in place of the attention weights. Dropout is not applied.
     Raises: TypeError: the model makes a mask of its own.
     """
-    if attention_mask is not None:
-        raise TypeError(f"{type(module).__name__} makes an attention mask of its own")
+    _refuse_mask(module, attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, sliding_window, softcap, s_aux)
     return _attend(query, key, value, rule, layout), None
+
+
+def _refuse_mask(module: torch.nn.Module, attention_mask: torch.Tensor | None) -> None:
+    if attention_mask is not None:
+        raise TypeError(f"{type(module).__name__} makes an attention mask of its own")
 
 
 def _attend(
@@ -278,8 +283,7 @@ def _compiled_attention(
 
     Torch knows the varlen kernel. Everything else is one operation that it does not look into.
     """
-    if attention_mask is not None:
-        raise TypeError(f"{type(module).__name__} makes an attention mask of its own")
+    _refuse_mask(module, attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     is_plain = AttentionRule(scale, sliding_window, softcap, s_aux).is_plain
     if layout.part is None and is_plain and _has_varlen_kernel(query, value):
@@ -404,7 +408,7 @@ def _varlen_attention(
     return outputs[None]  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("areal_sc::packed_attention", mutates_args=())
+@operators.custom_op("areal_sc::packed_attention", mutates_args=())
 def _attention_by_number(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -429,14 +433,14 @@ def _(query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_: Any) -> 
 
 
 # `custom_op` would keep autograd out of it.
-torch.library.define(
+operators.define(
     "areal_sc::packed_attention_backward",
     "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor number, "
     "float scale, int? window, float? softcap) -> Tensor[]",
 )
 
 
-@torch.library.impl("areal_sc::packed_attention_backward", ("cpu", "cuda"))
+@operators.impl("areal_sc::packed_attention_backward", ("cpu", "cuda"))
 def _gradients_by_number(
     grad: torch.Tensor,
     query: torch.Tensor,
@@ -458,7 +462,7 @@ def _gradients_by_number(
     return [it.contiguous() for it in gradients]
 
 
-@torch.library.register_fake(  # type: ignore[untyped-decorator]
+@operators.register_fake(  # type: ignore[untyped-decorator]
     "areal_sc::packed_attention_backward"
 )
 def _(_grad: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:

