@@ -60,6 +60,8 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
             where the reward is that of all of them.
         shaping: the part of the reward, and of each return, that says nothing of how good the
             answer is: of its length, or of its distance to a reference.
+        reward_parts: (name, value, weight) of each part of the reward; weight 0: it was measured
+            alone. Empty where the reward is one number.
     """
 
     group_id: int
@@ -73,6 +75,7 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
     row: int = 0
     returns: tuple[tuple[float, int], ...] = ()
     shaping: float = 0.0
+    reward_parts: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def num_loss_tokens(self) -> int:

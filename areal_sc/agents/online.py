@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_sc.agents.agent import as_json
 from areal_sc.agents.workflow import SessionWorkflow
-from areal_sc.workflows.base import EpisodeEngine, Trajectory
+from areal_sc.workflows.base import EpisodeEngine, GroupReward, Trajectory
 
 
 class OnlineWorkflow(SessionWorkflow):
@@ -34,11 +34,12 @@ class OnlineWorkflow(SessionWorkflow):
         rows: str = "merge",
         history: str = "template",
         chat_template_arguments: Mapping[str, Any] | None = None,
+        group_reward: GroupReward | None = None,
     ) -> None:
-        super().__init__(discount, rows, history, chat_template_arguments)
+        super().__init__(discount, rows, history, chat_template_arguments, group_reward)
 
     def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (self.discount,), self._session
+        return (self.discount,), self._named_arguments()
 
     async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> list[Trajectory]:
         """Returns: the rows of the agent's calls; their metrics are those of an `AgentWorkflow`.

@@ -20,7 +20,13 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.functions import name_of
-from areal_sc.workflows.base import AgentSession, EpisodeEngine, Trajectory, Workflow
+from areal_sc.workflows.base import (
+    AgentSession,
+    EpisodeEngine,
+    GroupReward,
+    Trajectory,
+    Workflow,
+)
 
 _ALONE_NEXT: Final = (RejectionKind.agent_timeout, RejectionKind.agent_died)
 """What an agent may have done to others, or others to it."""
@@ -35,6 +41,8 @@ class SessionWorkflow(Workflow):
     Args:
         discount: of the reward, for each call before the last one; in [0, 1].
         rows, history, chat_template_arguments: see `EpisodeEngine.open_session`.
+        group_reward: compares the episodes of a row when all have ended, see
+            `Workflow.score_group`.
     Raises: WorkflowError: an argument is none of those.
     """
 
@@ -44,6 +52,7 @@ class SessionWorkflow(Workflow):
         rows: str,
         history: str,
         chat_template_arguments: Mapping[str, Any] | None,
+        group_reward: GroupReward | None,
     ) -> None:
         if not 0 <= discount <= 1:
             raise WorkflowError(f"discount: expected a number in [0, 1], got {discount!r}")
@@ -54,6 +63,12 @@ class SessionWorkflow(Workflow):
             "chat_template_arguments": dict(chat_template_arguments or {}),
         }
         SessionSettings(rows, history)
+        self.group_reward = group_reward
+
+    def _named_arguments(self) -> dict[str, Any]:
+        """Of the constructor; what stands at its default is left out."""
+        own = {} if self.group_reward is None else {"group_reward": self.group_reward}
+        return {**self._session, **own}
 
     def _rows_of(self, reward: Rewards, session: AgentSession) -> list[Trajectory]:
         """Raises: WorkflowError: a reward is of no call."""
@@ -75,6 +90,7 @@ class AgentWorkflow(SessionWorkflow):
             or `file.py:name`, for what only workers import; or an `AgentCommand`.
         discount: of the reward, for each call before the last one; in [0, 1].
         rows, history, chat_template_arguments: see `EpisodeEngine.open_session`.
+        group_reward: see `Workflow.score_group`.
     Raises: WorkflowError: there is no agent of that name, or an argument is none of those.
     """
 
@@ -86,14 +102,15 @@ class AgentWorkflow(SessionWorkflow):
         rows: str = "merge",
         history: str = "template",
         chat_template_arguments: Mapping[str, Any] | None = None,
+        group_reward: GroupReward | None = None,
     ) -> None:
         self.agent = NamedAgent.find(agent) if isinstance(agent, str) else agent
         check_agent(self.agent)
-        super().__init__(discount, rows, history, chat_template_arguments)
+        super().__init__(discount, rows, history, chat_template_arguments, group_reward)
 
     def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A worker finds the agent where the script did."""
-        return (self.agent, self.discount), self._session
+        return (self.agent, self.discount), self._named_arguments()
 
     async def run_episode(
         self, prompt: dict[str, Any], engine: EpisodeEngine

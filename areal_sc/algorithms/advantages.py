@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,10 @@ class AdvantageRows:
             the answer alone where it has a return.
         judged: [R] float64, the rewards before anything shaped them: without a penalty for the
             length, or the KL to a reference. None: nobody says.
+        parts: by name, [R] float64, what each part of the row's reward gave, before its weight;
+            NaN in rows that have no such part.
+        weights: by the same names, [R] float64; 0 where the part was measured alone, or is not
+            there. The sum of the weighted parts is the row's reward, but for what shapes it.
     """
 
     rewards: npt.NDArray[np.float64]
@@ -38,6 +42,8 @@ class AdvantageRows:
     num_tokens: npt.NDArray[np.int64]
     num_loss_tokens: npt.NDArray[np.int64]
     judged: npt.NDArray[np.float64] | None = None
+    parts: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    weights: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
 
 
 def normalized_advantages(

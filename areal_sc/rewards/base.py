@@ -128,17 +128,24 @@ class Score(float):
         parts: by name, what each of several functions gave, before its weight, or what one has
             measured; empty for one that gave a number alone.
         shaping: how much of it comes from functions that are marked by `IS_SHAPING`.
+        weights: by name, of the parts whose weighted sum it is; others were measured alone.
     """
 
     parts: Mapping[str, float]
     shaping: float
+    weights: Mapping[str, float]
 
     def __new__(
-        cls, reward: float, parts: Mapping[str, float] | None = None, shaping: float = 0.0
+        cls,
+        reward: float,
+        parts: Mapping[str, float] | None = None,
+        shaping: float = 0.0,
+        weights: Mapping[str, float] | None = None,
     ) -> Self:
         score = super().__new__(cls, reward)
         score.parts = dict(parts or {})
         score.shaping = shaping
+        score.weights = dict(weights or {})
         return score
 
     @property

@@ -1,4 +1,4 @@
-"""A reward that asks a model behind an OpenAI-compatible endpoint. No torch.
+"""Rewards that ask a model behind an OpenAI-compatible endpoint. No torch.
 
     question ──► POST /chat/completions ──► text of the verdict ──► the number that stands in it
 
@@ -12,9 +12,11 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from statistics import fmean
 from string import Formatter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import aiohttp
 
@@ -22,6 +24,11 @@ from areal_sc.errors import NeverWorks, RewardError, WorkflowError
 from areal_sc.rewards.answer_text import without_reasoning
 from areal_sc.sources.reference import Referable
 from areal_sc.sources.values import is_missing
+
+if TYPE_CHECKING:
+    from areal_sc.workflows.trajectory import Trajectory
+
+Verdict = TypeVar("Verdict")
 
 _AGAIN: Final = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
 """Answers after which the same request may succeed."""
@@ -31,6 +38,7 @@ _NEVER: Final = frozenset((401, 403, 404, 405))
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 20.0
 _MAX_ANSWER_BYTES: Final = 1 << 20
+_NUMBERS = re.compile(r"\[[\d\s,]*\]")
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w.]*\w)")
 
 QUESTION: Final = """\
@@ -46,6 +54,105 @@ Answer to grade:
 {completion}
 
 Reply with one number alone: 1 if the answer agrees with the reference, 0 if it does not."""
+
+
+RANKING_QUESTION: Final = """\
+Compare answers to a question.
+
+Question:
+{prompt}
+
+{answers}
+
+Reply with the numbers of all answers, the best one first, as a list: [2, 1, 3]"""
+
+
+class JudgeEndpoint:
+    """A model behind an OpenAI-compatible endpoint, which is asked until it gives a verdict.
+
+    Args: those of `JudgeReward`.
+    Raises: ValueError: one is out of bounds.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        api_key_variable: str,
+        max_tokens: int,
+        timeout_s: float,
+        tries: int,
+        at_once: int,
+    ) -> None:
+        if timeout_s <= 0 or min(tries, at_once, max_tokens) < 1:
+            raise ValueError(
+                f"timeout_s={timeout_s}, tries={tries}, at_once={at_once}, "
+                f"max_tokens={max_tokens}: expected them above 0"
+            )
+        self._address = f"{url.rstrip('/')}/chat/completions"
+        self._model = model
+        self._key_variable = api_key_variable
+        self._max_tokens = max_tokens
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._tries = tries
+        self._places = asyncio.Semaphore(at_once)
+        self._has_served = False
+
+    async def ask(self, question: str, read: Callable[[str], Verdict]) -> Verdict:
+        """The verdict that `read` finds in the reply, without its reasoning.
+
+        Args:
+            read: raises `NoVerdict` where there is none.
+        Raises: RewardError, NeverWorks: as `JudgeReward` says.
+        """
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": self._max_tokens,
+            "temperature": 0,
+        }
+        failure = ""
+        async with self._places, aiohttp.ClientSession(timeout=self._timeout) as session:
+            for number in range(self._tries):
+                if number:
+                    await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (number - 1), _LONGEST_PAUSE_S))
+                try:
+                    return read(without_reasoning(await self._reply(session, body)))
+                except (aiohttp.ClientError, TimeoutError, NoVerdict) as error:
+                    failure = str(error) or type(error).__name__
+        raise RewardError(
+            f"judge {self._model} at {self._address}: no verdict in {self._tries} tries: {failure}"
+        )
+
+    async def _reply(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> str:
+        headers = {}
+        if self._key_variable:
+            key = os.environ.get(self._key_variable)
+            if not key:
+                raise NeverWorks(
+                    f"judge {self._model}: the environment variable {self._key_variable}, which "
+                    "holds its key, is not set in the worker"
+                )
+            headers["Authorization"] = f"Bearer {key}"
+        async with session.post(self._address, json=body, headers=headers) as answer:
+            try:
+                text = (await answer.content.readexactly(_MAX_ANSWER_BYTES)).decode("latin-1")
+            except asyncio.IncompleteReadError as end:  # as it should be: the answer is shorter
+                text = end.partial.decode(errors="replace")
+        if answer.status in _AGAIN:
+            raise NoVerdict(f"status {answer.status}: {text:.200}")
+        if answer.status != 200:
+            never = answer.status in _NEVER and not self._has_served
+            raise (NeverWorks if never else RewardError)(
+                f"judge {self._model} at {self._address}: status {answer.status}: {text:.200}"
+            )
+        self._has_served = True
+        try:
+            content = json.loads(text)["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise NoVerdict(f"no chat completion: {text:.200}") from error
+        return content if isinstance(content, str) else ""
 
 
 class JudgeReward(Referable):
@@ -87,105 +194,149 @@ class JudgeReward(Referable):
         tries: int = 4,
         at_once: int = 32,
     ) -> None:
-        if lowest >= highest or timeout_s <= 0 or min(tries, at_once, max_tokens) < 1:
-            raise ValueError(
-                f"lowest={lowest}, highest={highest}, timeout_s={timeout_s}, tries={tries}, "
-                f"at_once={at_once}, max_tokens={max_tokens}: expected lowest < highest, the "
-                "others above 0"
-            )
-        self._columns = {name for _, name, _, _ in Formatter().parse(question) if name is not None}
-        if "completion" not in self._columns:
-            raise ValueError("question: expected {completion} in it")
-        self._address = f"{url.rstrip('/')}/chat/completions"
-        self._model = model
-        self._question = question
+        if lowest >= highest:
+            raise ValueError(f"lowest={lowest}, highest={highest}: expected lowest < highest")
+        self._question = _Question(question, "completion")
         self._bounds = (lowest, highest)
         self._tag = re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL)
         self._is_tagged = bool(tag)
-        self._key_variable = api_key_variable
-        self._max_tokens = max_tokens
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._tries = tries
-        self._places = asyncio.Semaphore(at_once)
-        self._has_served = False
+        self._judge = JudgeEndpoint(
+            url,
+            model,
+            api_key_variable=api_key_variable,
+            max_tokens=max_tokens,
+            timeout_s=timeout_s,
+            tries=tries,
+            at_once=at_once,
+        )
 
     async def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
-        body = {
-            "model": self._model,
-            "messages": [{"role": "user", "content": self._asked(prompt, completion)}],
-            "max_tokens": self._max_tokens,
-            "temperature": 0,
-        }
-        failure = ""
-        async with self._places, aiohttp.ClientSession(timeout=self._timeout) as session:
-            for number in range(self._tries):
-                if number:
-                    await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (number - 1), _LONGEST_PAUSE_S))
-                try:
-                    return self._verdict(await self._reply(session, body))
-                except (aiohttp.ClientError, TimeoutError, _NoVerdict) as error:
-                    failure = str(error) or type(error).__name__
-        raise RewardError(
-            f"judge {self._model} at {self._address}: no verdict in {self._tries} tries: {failure}"
-        )
+        return await self._judge.ask(self._question.filled(prompt, completion), self._verdict)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises: WorkflowError: it has nothing in a column that the question names."""
-        for name in sorted(self._columns - {"completion"}):
+        self._question.check_row(row)
+
+    def _verdict(self, reply: str) -> float:
+        tagged = self._tag.findall(reply) if self._is_tagged else [reply]
+        numbers = [float(it) for it in _NUMBER.findall(tagged[-1])] if tagged else []
+        lowest, highest = self._bounds
+        if not numbers or not lowest <= numbers[-1] <= highest:
+            raise NoVerdict(f"expected a number of {lowest:g} to {highest:g}, got {reply!r:.200}")
+        return numbers[-1]
+
+
+class RankingJudge(Referable):
+    """A judge model puts the answers of a group in order; a `group_reward`.
+
+    The best answer gets 1.0, the worst 0.0, the others lie evenly between. Answers of the same text
+    share a place; where all are the same, each gets 0.5. The order in which the judge sees them
+    follows from their texts. An answer that is alone keeps the reward of its own.
+
+    Args:
+        question: what the judge is asked; `{answers}` and the columns of the row are filled in. The
+            verdict is the last list of numbers in the reply.
+        num_orders: the group is put to the judge so often, in other orders; the mean counts.
+        others: see `JudgeReward`.
+    Raises: ValueError: an argument is out of bounds, or the question does not hold `{answers}`. In
+        a call: as `JudgeReward`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        question: str = RANKING_QUESTION,
+        num_orders: int = 1,
+        api_key_variable: str = "",
+        max_tokens: int = 512,
+        timeout_s: float = 60.0,
+        tries: int = 4,
+        at_once: int = 32,
+    ) -> None:
+        if num_orders < 1:
+            raise ValueError(f"num_orders={num_orders}: expected at least 1")
+        self._question = _Question(question, "answers")
+        self._num_orders = num_orders
+        self._judge = JudgeEndpoint(
+            url,
+            model,
+            api_key_variable=api_key_variable,
+            max_tokens=max_tokens,
+            timeout_s=timeout_s,
+            tries=tries,
+            at_once=at_once,
+        )
+
+    async def __call__(
+        self, prompt: Mapping[str, Any], trajectories: Sequence[Trajectory]
+    ) -> list[float]:
+        if len(trajectories) == 1:
+            return [float(trajectories[0].reward)]
+        answers = sorted({it.answer for it in trajectories})
+        if len(answers) == 1:
+            return [0.5] * len(trajectories)
+        orders = (
+            Random(f"{number} {answers}").sample(answers, len(answers))
+            for number in range(self._num_orders)
+        )
+        ranked = await asyncio.gather(*(self._ranked(prompt, order) for order in orders))
+        places = {it: fmean(one.index(it) for one in ranked) for it in answers}
+        return [1.0 - places[it.answer] / (len(answers) - 1) for it in trajectories]
+
+    async def _ranked(self, prompt: Mapping[str, Any], answers: list[str]) -> list[str]:
+        """The answers, the best one first."""
+        shown = "\n\n".join(f"Answer {n}:\n{it}" for n, it in enumerate(answers, start=1))
+
+        def read(reply: str) -> list[str]:
+            lists = _NUMBERS.findall(reply)
+            numbers = [int(it) for it in re.findall(r"\d+", lists[-1])] if lists else []
+            if sorted(numbers) != list(range(1, len(answers) + 1)):
+                raise NoVerdict(
+                    f"expected a list of the numbers 1 to {len(answers)}, each once, got "
+                    f"{reply!r:.200}"
+                )
+            return [answers[it - 1] for it in numbers]
+
+        return await self._judge.ask(self._question.filled(prompt, shown), read)
+
+
+class _Question:
+    """What a judge is asked: columns of the row are filled in, and what it is to judge.
+
+    Args:
+        judged: the name of what it is to judge.
+    Raises: ValueError: the text does not hold that.
+    """
+
+    def __init__(self, text: str, judged: str) -> None:
+        self._text = text
+        self._judged = judged
+        self._columns = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+        if judged not in self._columns:
+            raise ValueError(f"question: expected {{{judged}}} in it")
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises: WorkflowError: it has nothing in a column that is to be filled in."""
+        for name in sorted(self._columns - {self._judged}):
             if is_missing(row.get(name)):
                 raise WorkflowError(
                     f"question of the judge: the row has nothing in its column {name!r}, only in "
                     f"{', '.join(sorted(row))}"
                 )
 
-    def _asked(self, prompt: Mapping[str, Any], completion: str) -> str:
-        columns = {name: prompt[name] for name in self._columns if name in prompt}
+    def filled(self, row: Mapping[str, Any], judged: str) -> str:
+        """Raises: RewardError: the row lacks a column."""
+        columns = {name: row[name] for name in self._columns if name in row}
         asked = columns.get("prompt")
         if isinstance(asked, list) and asked and isinstance(asked[-1], Mapping):
             columns["prompt"] = asked[-1].get("content")
         try:
-            return self._question.format(**{**columns, "completion": completion})
+            return self._text.format(**{**columns, self._judged: judged})
         except (KeyError, IndexError) as error:
             raise RewardError(f"question of the judge: the row has no column {error}") from error
 
-    async def _reply(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> str:
-        headers = {}
-        if self._key_variable:
-            key = os.environ.get(self._key_variable)
-            if not key:
-                raise NeverWorks(
-                    f"judge {self._model}: the environment variable {self._key_variable}, which "
-                    "holds its key, is not set in the worker"
-                )
-            headers["Authorization"] = f"Bearer {key}"
-        async with session.post(self._address, json=body, headers=headers) as answer:
-            try:
-                text = (await answer.content.readexactly(_MAX_ANSWER_BYTES)).decode("latin-1")
-            except asyncio.IncompleteReadError as end:  # as it should be: the answer is shorter
-                text = end.partial.decode(errors="replace")
-        if answer.status in _AGAIN:
-            raise _NoVerdict(f"status {answer.status}: {text:.200}")
-        if answer.status != 200:
-            never = answer.status in _NEVER and not self._has_served
-            raise (NeverWorks if never else RewardError)(
-                f"judge {self._model} at {self._address}: status {answer.status}: {text:.200}"
-            )
-        self._has_served = True
-        try:
-            content = json.loads(text)["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise _NoVerdict(f"no chat completion: {text:.200}") from error
-        return content if isinstance(content, str) else ""
 
-    def _verdict(self, reply: str) -> float:
-        answer = without_reasoning(reply)
-        tagged = self._tag.findall(answer) if self._is_tagged else [answer]
-        numbers = [float(it) for it in _NUMBER.findall(tagged[-1])] if tagged else []
-        lowest, highest = self._bounds
-        if not numbers or not lowest <= numbers[-1] <= highest:
-            raise _NoVerdict(f"expected a number of {lowest:g} to {highest:g}, got {reply!r:.200}")
-        return numbers[-1]
-
-
-class _NoVerdict(Exception):
+class NoVerdict(Exception):
     """One try gave no verdict; the next one may."""

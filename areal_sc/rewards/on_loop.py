@@ -33,7 +33,8 @@ async def score_on_loop(
 
     async def call() -> Score:
         value = await reward(prompt, completion, **extra)
-        return Score(finite_reward(value), value.parts if isinstance(value, Score) else None)
+        number = finite_reward(value)
+        return value if isinstance(value, Score) else Score(number)
 
     try:
         return await await_user_code(call, limited_s)

@@ -246,7 +246,16 @@ class WorkerEpisodeEngine:
         for name, (function, weight) in functions.items():
             earned += weight * parts[name]
             shaping += weight * parts[name] if getattr(function, IS_SHAPING, False) else 0.0
-        return Score(earned, parts, shaping)
+        weights = {name: weight for name, (_, weight) in functions.items()}
+        return Score(earned, parts, shaping, weights)
+
+    async def vote(self, reward: RewardFunction, completion: str) -> str | None:
+        try:
+            with self._waiting(f"the vote of {name_of(reward)}"):
+                return await self._rewards.vote(reward, completion)
+        except WorkerError as error:
+            self.failure = error
+            raise
 
     async def run_code(
         self, code: str | Program, stdin: str = "", limits: Limits | None = None

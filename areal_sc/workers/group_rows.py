@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from areal_sc.metadata import RowMetadata
+from areal_sc.rewards.base import PART_PREFIX
 from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.workers.calls import RunGroup
 from areal_sc.workers.evaluated import version_spans
@@ -51,10 +52,18 @@ def metadata_of(
             row=place,
             returns=tuple((float(value), int(size)) for value, size in row.returns),
             shaping=float(row.shaping),
+            reward_parts=_reward_parts(row),
         )
         for number, episode in episodes.items()
         for place, row in enumerate(episode)
     )
+
+
+def _reward_parts(row: Trajectory) -> tuple[tuple[str, float, float], ...]:
+    """(name, value, weight) of each part of its reward."""
+    names = (name for name in row.metrics if name.startswith(PART_PREFIX))
+    own = ((name.removeprefix(PART_PREFIX), float(row.metrics[name])) for name in names)
+    return tuple((name, value, float(row.weights.get(name, 0.0))) for name, value in own)
 
 
 def _of_tokens(row: Trajectory, name: str, field: TensorMetadata) -> Any:

@@ -59,18 +59,16 @@ from areal_sc.workers.evaluated import (
     evaluated_text,
     evaluation_reply,
 )
+from areal_sc.workers.group_judging import Episode, judged_group
 from areal_sc.workers.group_rows import fields_of, metadata_of
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.played_groups import played_answer, played_group, row_text
 from areal_sc.workers.trajectory_checks import checked_episode
-from areal_sc.workflows.base import Trajectory, Workflow
+from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.text import describe_unknown
 from areal_sc.workflows.text_checks import MAX_JUDGED, PromptTexts
 
 logger = logging.getLogger(__name__)
-
-Episode = list[Trajectory]
-"""The rows that one run of a workflow gave, at least one."""
 
 
 def _context(episode: Episode) -> list[int]:
@@ -303,7 +301,21 @@ class RolloutWorker(Worker):
             for _ in range(num_episodes)
         )
         self._judge_text(reference, prompt, played)
-        return prompt, played
+        judged = await judged_group(
+            workflow,
+            row_of(wire, where),
+            played,
+            self.engine.tokenizer,
+            self.handle.config,
+            is_trained=evaluated is None,
+        )
+        if workflow.scores_groups:  # whose episodes count now
+            pairs = zip(played, judged, strict=True)
+            judged = [
+                was if isinstance(was, Rejection) else self._counted(it, reference.index, prompt)
+                for was, it in pairs
+            ]
+        return prompt, judged
 
     def _judge_text(
         self, prompt: PromptReference, row: dict[str, Any], played: Sequence[Episode | Rejection]
@@ -350,8 +362,16 @@ class RolloutWorker(Worker):
             raise engine.failure
         if engine.failure:
             raise EngineFailed(f"generation failed: {engine.failure!r}") from engine.failure
+        if isinstance(episode, Rejection) or not workflow.scores_groups:
+            return self._counted(episode, reference.index, prompt)
+        return episode
+
+    def _counted(
+        self, episode: Episode | Rejection, prompt_index: int, prompt: Mapping[str, Any]
+    ) -> Episode | Rejection:
+        """The episode, as it counts among all of this worker."""
         if isinstance(episode, Rejection):
-            return self._noted(episode, reference.index, prompt)
+            return self._noted(episode, prompt_index, prompt)
         self._all_episodes.note_kept()
         return episode
 

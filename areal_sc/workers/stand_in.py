@@ -13,6 +13,7 @@ from areal_sc.rejection import Rejection
 from areal_sc.user_code import await_user_code
 from areal_sc.workers.calls import KeptCompletion
 from areal_sc.workers.episodes import WorkerEpisodeEngine
+from areal_sc.workers.group_judging import judged_group
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workflows.base import Trajectory, Workflow
 
@@ -66,4 +67,8 @@ async def played_episode(
         returned = await workflow.run_episode(dict(row), engine)
         return checked_episode(returned, config, workflow.fields, is_trained=is_trained)
 
-    return await await_user_code(run, limit_s)
+    played = [await await_user_code(run, limit_s)]
+    (rows,) = await judged_group(
+        workflow, row, played, engine.tokenizer, config, is_trained=is_trained
+    )
+    return rows

@@ -28,9 +28,6 @@ def checked_episode(
 ) -> list[Trajectory] | Rejection:
     """The rows of an episode, with fields as arrays; why it is rejected if one cannot be used.
 
-    Rows whose answer was cut count what `generation.cut_answers` says. Rows that are
-    trained have what `rollout.soft_length` takes from their rewards.
-
     Args:
         returned: what `run_episode` gave.
         limits: the store has room reserved for so many tokens.
@@ -66,6 +63,15 @@ def checked_episode(
             f"the episode's {len(rows)} rows have {num_tokens} tokens together, expected at most "
             f"{limits.episode_tokens}: raise rollout.max_episode_tokens",
         )
+    return rows
+
+
+def shaped(rows: list[Trajectory], limits: RolloutConfig, *, is_trained: bool) -> list[Trajectory]:
+    """Checked rows, once their rewards are known.
+
+    Rows whose answer was cut count what `generation.cut_answers` says. Rows that are trained have
+    what `rollout.soft_length` takes from their rewards.
+    """
     cut_answers = limits.generation.cut_answers
     rows = [_cut(row, cut_answers) if row.metrics.get(STOPPED) == 0 else row for row in rows]
     is_limited = is_trained and limits.soft_length.limit_tokens > 0

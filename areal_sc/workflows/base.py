@@ -5,17 +5,18 @@ Who writes an episode also gets here what a reward and a dataset are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
+from areal_sc.errors import WorkflowError
 from areal_sc.rewards.base import RUN_CODE, Reward, Score
 from areal_sc.rewards.base import RewardFunction as RewardFunction
 from areal_sc.rewards.base import declare_reward as declare_reward
-from areal_sc.rewards.functions import may_run_code
+from areal_sc.rewards.functions import is_async, may_run_code, name_of
 from areal_sc.sources.prompts import Prompts as Prompts
 from areal_sc.sources.reference import Referable
 from areal_sc.system.sandbox.program import Ended, Limits, Program
@@ -150,6 +151,14 @@ class EpisodeEngine(TokenEngine, Protocol):
             WorkflowError: it is no `Reward`.
         """
 
+    async def vote(self, reward: RewardFunction, completion: str) -> str | None:
+        """What a completion answers, in words that equal answers share; None: nothing.
+
+        The reward tells it by its `vote(completion)`, in a killable process.
+
+        Raises: RewardError, WorkflowError: as `score`.
+        """
+
     async def run_code(
         self, code: str | Program, stdin: str = "", limits: Limits | None = None
     ) -> Ended:
@@ -160,10 +169,15 @@ class EpisodeEngine(TokenEngine, Protocol):
         """
 
 
+GroupReward = Callable[[dict[str, Any], Sequence[Trajectory]], Awaitable[Sequence[float]]]
+"""An `async` function of a prompt and its answers, as `Workflow.score_group` says."""
+
+
 class Workflow(Referable):
     """Base class of episodes. Subclasses are recorded by import path and constructor arguments.
 
     Attributes:
+        group_reward: gives the episodes of a prompt their rewards together; None: each has its own.
         fields: what its trajectories have beyond `TRAJECTORY_FIELDS`, by name: a loss, an advantage
             and a token function read it by that name.
         waits_outside: its episodes wait for agents outside, as long as it takes. So
@@ -172,6 +186,7 @@ class Workflow(Referable):
 
     fields: Mapping[str, TensorMetadata] = MappingProxyType({})
     waits_outside: bool = False
+    group_reward: GroupReward | None = None
 
     async def run_episode(
         self, prompt: dict[str, Any], engine: EpisodeEngine
@@ -184,6 +199,30 @@ class Workflow(Referable):
             tokens together.
         """
         raise NotImplementedError
+
+    async def score_group(
+        self, prompt: dict[str, Any], trajectories: Sequence[Trajectory]
+    ) -> Sequence[float] | None:
+        """Rewards of the episodes of one prompt, when all have ended; on the event loop.
+
+        What it raises, or gives that is no list of finite numbers, rejects all of them. So does
+        taking longer than `rollout.group_timeout_s`.
+
+        Args:
+            trajectories: the last row of each episode that was not rejected, in their order. Its
+                `reward` is what the episode gave, its `answer` the text that the policy wrote last.
+                Of an evaluation it is one alone.
+        Returns: the reward of each, which takes the place of the one before: `it.reward + x` adds
+            to it. What the last row's reward gains each row and each return of the episode gains. A
+            `Score` may say which part of it is shaping, and its parts. None: rewards stay.
+        """
+        return await self.group_reward(prompt, trajectories) if self.group_reward else None
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether `score_group` is to be called."""
+        is_own = type(self).score_group is not Workflow.score_group
+        return is_own or self.group_reward is not None
 
     def runs_code(self) -> bool:
         """Whether its episodes may run code of a model: then a run first tries the sandbox.
@@ -202,6 +241,15 @@ class Workflow(Referable):
 
         Raises: WorkflowError: no episode can be played.
         """
+
+    def check_group_reward(self) -> None:
+        """Raises: WorkflowError: what scores groups is not `async`."""
+        for what in (self.score_group, self.group_reward):
+            if what is not None and not is_async(what):
+                raise WorkflowError(
+                    f"{name_of(what)}: expected `async def`, since it runs on the event loop of a "
+                    "worker; what computes for long belongs into the reward of an episode"
+                )
 
     def check_settings(self, config: RolloutConfig) -> None:
         """Checks it against the run's settings; called in the script, like `check`.

@@ -82,6 +82,7 @@ class SourceRegistry:
             )
         if id(workflow) not in self._numbers:
             workflow.check()
+            workflow.check_group_reward()
             number = self._write(workflow)
             self._keep(workflow, number)
             self._compare("workflow", number, workflow, {})

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import WorkflowError
-from areal_sc.rewards.base import Reward
+from areal_sc.rewards.base import Reward, Score
+from areal_sc.rewards.majority import MajorityLabel
 from areal_sc.rewards.weighted import check_row, check_signatures, weighted_functions
-from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
+from areal_sc.workflows.base import EpisodeEngine, GroupReward, Trajectory, Workflow
 from areal_sc.workflows.text import OWN_ARGUMENTS, decode_completion, encode_chat, encode_text
 from areal_sc.workflows.transcript import Transcript
 
@@ -30,20 +32,25 @@ class SingleTurnWorkflow(Workflow):
         prompt_key: the row's key that holds the prompt.
         accuracy: which of several functions decides the metric `accuracy`; the first one, unless
             another one is named.
+        group_reward: compares the answers to a prompt when all are there, see
+            `Workflow.score_group`. With it the reward may be None.
     Raises: WorkflowError: the reward is none, `accuracy` is not the name of one of several, or
         `chat_template_arguments` would have no effect.
     """
 
     def __init__(
         self,
-        reward: Reward,
+        reward: Reward | None,
         generation: GenerationConfig | None = None,
         use_chat_template: bool = False,
         prompt_key: str = "prompt",
         accuracy: str = "",
         chat_template_arguments: Mapping[str, Any] | None = None,
+        group_reward: GroupReward | None = None,
     ) -> None:
-        names = list(weighted_functions(reward))
+        if reward is None and group_reward is None:
+            raise WorkflowError("reward: expected one, or a group_reward in its place, got None")
+        names = [] if reward is None else list(weighted_functions(reward))
         if accuracy and accuracy not in names:
             raise WorkflowError(
                 f"accuracy: expected the name of one of several rewards ({', '.join(names)}), got "
@@ -63,6 +70,7 @@ class SingleTurnWorkflow(Workflow):
             )
         self.chat_template_arguments = arguments
         self.reward = reward
+        self.group_reward = group_reward
         self.generation = generation
         self.use_chat_template = use_chat_template
         self.prompt_key = prompt_key
@@ -70,28 +78,33 @@ class SingleTurnWorkflow(Workflow):
 
     async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory:
         """Its metrics are `accuracy`: 1 where the function that decides it gives 1 or more;
-        `completion_tokens`; and `stopped`: 1 where the answer ended by itself.
+        `completion_tokens`; and `stopped`: 1 where the answer ended by itself. Without a reward of
+        its own there is no `accuracy`.
         """
         transcript = Transcript()
         transcript.add_context(self._prompt_tokens(prompt, engine))
         completion = await engine.generate(transcript.input_ids, self.generation)
         transcript.add_completion(completion)
         text = decode_completion(engine.tokenizer, completion)
-        reward = await engine.score(self.reward, prompt, text)
-        decisive = reward.parts[self.accuracy] if self.accuracy else reward
-        metrics = {
-            "accuracy": float(decisive >= 1.0),
-            "completion_tokens": float(len(completion.token_ids)),
-            "stopped": float(completion.finish_reason == "stop"),
-        }
-        return transcript.trajectory(reward, metrics)
+        reward, metrics, vote = Score(0.0), dict[str, float](), None
+        if self.reward is not None:
+            reward = await engine.score(self.reward, prompt, text)
+            decisive = reward.parts[self.accuracy] if self.accuracy else reward
+            metrics["accuracy"] = float(decisive >= 1.0)
+        metrics["completion_tokens"] = float(len(completion.token_ids))
+        metrics["stopped"] = float(completion.finish_reason == "stop")
+        if isinstance(self.group_reward, MajorityLabel):
+            vote = await engine.vote(self.group_reward.voter, text)
+        return replace(transcript.trajectory(reward, metrics), answer=text, vote=vote)
 
     def check(self) -> None:
-        check_signatures(self.reward)
+        if self.reward is not None:
+            check_signatures(self.reward)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         self._check_prompt(row)
-        check_row(self.reward, row)
+        if self.reward is not None:
+            check_row(self.reward, row)
 
     def _check_prompt(self, row: Mapping[str, Any]) -> None:
         if self.prompt_key not in row:

@@ -15,7 +15,8 @@ import numpy as np
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import WorkflowError
-from areal_sc.rewards.base import PART_PREFIX
+from areal_sc.rewards.base import PART_PREFIX, Score
+from areal_sc.rewards.process import finite_reward
 from areal_sc.sources.prompts import prompt_at
 from areal_sc.sources.shares import numbers_by_weight
 from areal_sc.token_fields import TensorMetadata
@@ -66,6 +67,26 @@ class MixedWorkflow(Workflow):
         if isinstance(played, Trajectory):
             return self._as_of_mix(played, name)
         return [self._as_of_mix(row, name) for row in played]
+
+    async def score_group(
+        self, prompt: dict[str, Any], trajectories: Sequence[Trajectory]
+    ) -> Sequence[float] | None:
+        """By the workflow of the task, whose curve is of what that gives."""
+        name = prompt.pop(TASK_KEY)
+        rewards = await self.workflows[name].score_group(prompt, trajectories)
+        if rewards is None:
+            return None
+        numbers = [(it, finite_reward(it)) for it in rewards]
+        return [
+            Score(value, {**it.parts, name: value}, it.shaping, it.weights)
+            if isinstance(it, Score)
+            else Score(value, {name: value})
+            for it, value in numbers
+        ]
+
+    @property
+    def scores_groups(self) -> bool:
+        return any(workflow.scores_groups for workflow in self.workflows.values())
 
     def _as_of_mix(self, row: Trajectory, name: str) -> Trajectory:
         """With its task's curve, and zeros in the fields that other tasks have."""

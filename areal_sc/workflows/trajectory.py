@@ -35,6 +35,10 @@ class Trajectory:
             answer is, such as a penalty for its length: groups that differ in it alone have no
             signal. That of a `Score` is its own.
         metrics: numbers to be averaged and shown, e.g. {"accuracy": 1.0}.
+        weights: of the parts of the reward, by their names; that of a `Score` adds its own.
+        answer: what the policy wrote last, as text; "" where nobody has said. A group's reward
+            reads it: before that a worker makes it of the last tokens that the policy sampled.
+        vote: what the answer says, in words that equal answers share; None: nothing.
         fields: values of each of `Workflow.fields`, by its name: [T, *shape], or [*shape] of one
             that is `per_row`.
         output: what the episode wrote for people who read its samples.
@@ -54,12 +58,16 @@ class Trajectory:
     calls: Sequence[RecordedCall] = field(default=(), compare=False)
     returns: Sequence[tuple[float, int]] = ()
     shaping: float = 0.0
+    weights: dict[str, float] = field(default_factory=dict)
+    answer: str = ""
+    vote: str | None = None
 
     def __post_init__(self) -> None:
         parts = {}
         if isinstance(self.reward, Score):
             parts = self.reward.metrics
             self.shaping = self.shaping or self.reward.shaping
+            self.weights = {**self.weights, **self.reward.weights}
         for name, value in parts.items():
             if self.metrics.get(name, value) != value:
                 raise ValueError(

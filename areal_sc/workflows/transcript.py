@@ -67,12 +67,16 @@ class Transcript:
         Raises: ValueError: the returns are not as many as the completions; or see `Trajectory`.
         """
         returns, parts = list[tuple[float, int]](), defaultdict[str, list[float]](list)
+        weights: dict[str, float] = {}
         if isinstance(reward, Sequence):
             for value, size in zip(reward, self._num_sampled, strict=True):
-                for name, part in value.parts.items() if isinstance(value, Score) else ():
-                    parts[name].append(part)
+                if isinstance(value, Score):
+                    weights |= value.weights
+                    for name, part in value.parts.items():
+                        parts[name].append(part)
                 returns += [(float(value), size)] if size else []
-            reward = Score(fmean(reward), {name: fmean(its) for name, its in parts.items()})
+            means = {name: fmean(its) for name, its in parts.items()}
+            reward = Score(fmean(reward), means, weights=weights)
         return Trajectory(
             input_ids=list(self.input_ids),
             loss_mask=list(self._loss_mask),

@@ -5,10 +5,12 @@ Pure state: nothing here waits.
 
 from __future__ import annotations
 
+import math
 from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from areal_sc.algorithms.advantages import AdvantageRows
@@ -139,7 +141,7 @@ class TrainStep:
                 "(areal_sc.algorithms.named_advantage.kl_of_row, docs/own-loop.md)"
             )
         compute = self._advantages_of or advantage_of(self._ppo)  # which says so
-        parts = [(row, *part) for row in batch.rows for part in row.parts]
+        parts: list[_Part] = [(row, *part) for row in batch.rows for part in row.parts]
         rows = AdvantageRows(
             rewards=np.asarray([reward for _, reward, _ in parts], dtype=np.float64),
             groups=np.asarray([row.group_id for row, _, _ in parts], dtype=np.int64),
@@ -147,6 +149,8 @@ class TrainStep:
             num_tokens=np.asarray([row.sequence_length for row, _, _ in parts], dtype=np.int64),
             num_loss_tokens=np.asarray([num_tokens for _, _, num_tokens in parts], dtype=np.int64),
             judged=np.asarray([reward - row.shaping for row, reward, _ in parts], dtype=np.float64),
+            parts=_of_reward_parts(parts, 0, math.nan),
+            weights=_of_reward_parts(parts, 1, 0.0),
         )
         of_parts = iter(compute(rows).tolist())
         each = (tuple(islice(of_parts, len(row.parts))) for row in batch.rows)
@@ -184,6 +188,22 @@ class TrainStep:
         lost = self._ranks.step.begin_anew(cause)
         self._ranks.undo_step()
         return lost
+
+
+_Part = tuple[RowMetadata, float, int]
+"""A row with one of its `parts`."""
+
+
+def _of_reward_parts(
+    parts: list[_Part], place: int, missing: float
+) -> dict[str, npt.NDArray[np.float64]]:
+    """By name of the part of the reward, [R] the value (place 0) or the weight (1) of each row."""
+    found: dict[str, npt.NDArray[np.float64]] = {}
+    for number, (row, _, _) in enumerate(parts):
+        for name, *numbers in row.reward_parts:
+            column = found.setdefault(name, np.full(len(parts), missing))
+            column[number] = numbers[place]
+    return found
 
 
 def _episode_of(row: RowMetadata) -> tuple[int, int, int]:

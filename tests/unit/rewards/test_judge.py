@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from aiohttp import web
 
 from areal_sc.errors import NeverWorks, RewardError, WorkflowError
-from areal_sc.rewards.judge import JudgeReward
+from areal_sc.rewards.judge import JudgeReward, RankingJudge
+from areal_sc.workflows.trajectory import Trajectory
 
 ROW = {"prompt": "How many {legs}?", "answer": "4"}
 
@@ -152,3 +154,53 @@ async def test_a_column_that_is_missing_is_named(endpoint: Endpoint) -> None:
 def test_settings_are_checked(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         JudgeReward("http://127.0.0.1:9/v1", "judge", **settings)
+
+
+def answers(*texts: str) -> list[Trajectory]:
+    return [Trajectory([1], [True], [0.0], [0], [1.0], 0.25, answer=text) for text in texts]
+
+
+def shown(endpoint: Endpoint, number: int = 0) -> list[str]:
+    """The answers in the order in which the judge saw them."""
+    asked = endpoint.requests[number][0]["messages"][0]["content"]
+    return re.findall(r"Answer \d+:\n(\w+)", asked)
+
+
+async def test_a_ranking_judge_gives_the_best_1_and_the_worst_0(endpoint: Endpoint) -> None:
+    endpoint.replies = ["none", "[1, 2, 2]", "[1, 2]", "<think>[1, 2, 3]</think> so [3, 1, 2]."]
+    judge = RankingJudge(endpoint.url, "judge")
+    found = await judge(ROW, answers("four", "six", "six", "two"))
+    assert len(endpoint.requests) == 4
+    first, second, third = shown(endpoint)
+    expected = {third: 1.0, first: 0.5, second: 0.0}
+    assert found == [expected[it] for it in ("four", "six", "six", "two")]
+    assert await judge(ROW, answers("two", "four", "six")) == [
+        expected[it] for it in ("two", "four", "six")
+    ]
+    assert shown(endpoint, 4) == [first, second, third]
+
+
+async def test_several_orders_of_a_group_are_averaged(endpoint: Endpoint) -> None:
+    endpoint.replies = ["[1, 2, 3]"]  # a judge that likes what it reads first
+    found = await RankingJudge(endpoint.url, "judge", num_orders=8)(ROW, answers("a", "b", "c"))
+    assert len(endpoint.requests) == 8
+    assert len({tuple(shown(endpoint, number)) for number in range(8)}) > 1
+    firsts = [shown(endpoint, number) for number in range(8)]
+    assert found == [1 - sum(it.index(text) for it in firsts) / 16 for text in "abc"]
+
+
+async def test_nothing_to_compare_asks_nobody(endpoint: Endpoint) -> None:
+    judge = RankingJudge(endpoint.url, "judge")
+    assert await judge(ROW, answers("four")) == [0.25]
+    assert await judge(ROW, answers("four", "four")) == [0.5, 0.5]
+    assert not endpoint.requests
+
+
+async def test_a_ranking_that_fails_is_no_ranking(endpoint: Endpoint) -> None:
+    endpoint.replies = ["[1, 1]"]
+    with pytest.raises(RewardError, match=r"no verdict in 2 tries: .* 1 to 2, each once"):
+        await RankingJudge(endpoint.url, "judge", tries=2)(ROW, answers("four", "six"))
+    with pytest.raises(ValueError, match=r"expected \{answers\} in it"):
+        RankingJudge(endpoint.url, "judge", question="{prompt}")
+    with pytest.raises(ValueError, match="num_orders=0"):
+        RankingJudge(endpoint.url, "judge", num_orders=0)

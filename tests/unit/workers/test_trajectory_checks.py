@@ -13,7 +13,7 @@ import torch
 from areal_sc.config.length_settings import CutAnswers, SoftLengthConfig
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.rewards.base import Score
-from areal_sc.workers.trajectory_checks import Rejection, checked_episode
+from areal_sc.workers.trajectory_checks import Rejection, checked_episode, shaped
 from areal_sc.workflows.base import Trajectory
 
 LIMITS = RolloutConfig(max_context_tokens=8, max_episode_tokens=20)
@@ -110,15 +110,15 @@ def test_long_rows_pay_by_their_sampled_tokens() -> None:
     score = Score(1.0, {"right": 1.0})
     twice = row(7, loss_mask=mask, reward=score, metrics={"n": 2.0})
     given = [twice, replace(twice, returns=[(0.5, 3), (1.5, 2)]), row(2)]
-    rows = checked_episode(given, limits, {}, is_trained=True)
-    assert isinstance(rows, list)
+    checked = checked_episode(given, limits, {}, is_trained=True)
+    assert isinstance(checked, list)
+    rows = shaped(checked, limits, is_trained=True)
     assert [one.reward for one in rows] == [0.625, 0.625, 1.0]
     assert rows[1].returns == [(0.125, 3), (1.125, 2)]
     assert [one.shaping for one in rows] == [-0.375, -0.375, 0.0]
     assert rows[0].metrics == {"n": 2.0, "reward/right": 1.0, "length_penalty": -0.375}
     assert rows[2].metrics == {"length_penalty": 0.0}
-    free = checked_episode(given, limits, {}, is_trained=False)
-    assert isinstance(free, list)
+    free = shaped(checked, limits, is_trained=False)
     assert [one.reward for one in free] == [1.0, 1.0, 1.0]
     assert "length_penalty" not in free[0].metrics
 
@@ -137,8 +137,9 @@ def test_what_a_cut_answer_counts(counts: CutAnswers, is_trained: bool) -> None:
         row(2, metrics={**CUT, "stopped": 1.0}),
         row(2),  # whose workflow does not tell
     ]
-    rows = checked_episode(given, limits, {}, is_trained=is_trained)
-    assert isinstance(rows, list)
+    checked = checked_episode(given, limits, {}, is_trained=is_trained)
+    assert isinstance(checked, list)
+    rows = shaped(checked, limits, is_trained=is_trained)
     if counts is not CutAnswers.wrong:
         assert [one.reward for one in rows] == [1.0, -0.5, 1.0, 1.0, 1.0]
         of_cut = float(counts is CutAnswers.judged)

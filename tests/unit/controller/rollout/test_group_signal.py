@@ -16,7 +16,7 @@ from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 from areal_sc.sources.prompt_choice import PromptPast
 from areal_sc.workers.calls import RunGroup
 from areal_sc.workers.group_rows import metadata_of
-from areal_sc.workers.trajectory_checks import checked_episode
+from areal_sc.workers.trajectory_checks import checked_episode, shaped
 from areal_sc.workflows.base import Trajectory
 
 
@@ -71,7 +71,7 @@ def test_what_shapes_rewards_is_no_signal() -> None:
             row = Trajectory([1] * size, mask, zeros, [0] * size, [1.0] * size, reward)
             checked = checked_episode(row, limits, {}, is_trained=True)
             assert isinstance(checked, list)
-            rows[number] = checked
+            rows[number] = shaped(checked, limits, is_trained=True)
         return BatchMetadata("b", 0, (), metadata_of(call, rows))
 
     for right in (0.0, 1.0, 0.1):

@@ -1,0 +1,43 @@
+"""The majority of a group as the label of its prompt. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal_sc.rewards.base import VOTE, RewardFunction
+from areal_sc.sources.reference import Referable
+
+if TYPE_CHECKING:
+    from areal_sc.workflows.trajectory import Trajectory
+
+
+class MajorityLabel(Referable):
+    """1.0 for each answer that says what most of the group's answers say, else 0.0.
+
+    So a run needs no right answers. What an answer says is told by the `vote` of a reward. Of
+    sayings that are equally frequent the one counts that came first; where no answer says anything,
+    all get 0.0. An answer that is alone keeps the reward of its own.
+    Source: TTRL, arXiv:2504.16084, section 2.
+
+    Args:
+        voter: a reward with `vote`, as `numeric_match`, `MultipleChoice()` and `ExactMatch()` have.
+    Raises: ValueError: it has none.
+    """
+
+    def __init__(self, voter: RewardFunction) -> None:
+        if getattr(voter, VOTE, None) is None:
+            raise ValueError(
+                f"voter: expected a reward with a method vote(completion), got {voter!r:.100}"
+            )
+        self.voter = voter
+
+    async def __call__(
+        self, prompt: dict[str, Any], trajectories: Sequence[Trajectory]
+    ) -> list[float]:
+        if len(trajectories) == 1:
+            return [float(trajectories[0].reward)]
+        votes = Counter(it.vote for it in trajectories if it.vote is not None)
+        label = votes.most_common(1)[0][0] if votes else ""
+        return [float(it.vote == label) for it in trajectories]

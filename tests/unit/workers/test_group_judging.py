@@ -1,0 +1,192 @@
+"""Rewards that the episodes of a prompt get together, when all have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from areal_sc.config.length_settings import CutAnswers, SoftLengthConfig
+from areal_sc.config.schema import GenerationConfig, RolloutConfig
+from areal_sc.errors import NeverWorks, RewardError, WorkflowError
+from areal_sc.metadata import PromptReference
+from areal_sc.rejection import Rejection, RejectionKind
+from areal_sc.rewards.base import Score
+from areal_sc.rewards.majority import MajorityLabel
+from areal_sc.workers.calls import RunGroup
+from areal_sc.workers.group_judging import judged_group
+from areal_sc.workers.group_rows import metadata_of
+from areal_sc.workflows.base import Trajectory, Workflow
+from areal_sc.workflows.math_reward import exact_match, numeric_match
+from areal_sc.workflows.task_mix import MixedWorkflow
+
+PROMPT = {"prompt": "2 + 2 ="}
+REFUSED = Rejection(RejectionKind.reward_error, "before")
+LIMITS = RolloutConfig(max_context_tokens=64)
+
+
+class Letters:
+    """Decodes token n as the letter number n."""
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def row(reward: float = 0.0, **changes: Any) -> Trajectory:
+    """Reads `ab`, says `c`, reads `d`, says `ef`."""
+    mask = [False, False, True, False, True, True]
+    zeros = [0.0] * 6
+    return replace(Trajectory(range(6), mask, zeros, [0] * 6, [1.0] * 6, reward), **changes)
+
+
+class Judged(Workflow):
+    """A workflow whose groups are scored by what the test gives it."""
+
+    def __init__(self, gives: Any) -> None:
+        self.gives = gives
+        self.seen: list[Trajectory] = []
+
+    async def score_group(self, prompt: dict[str, Any], trajectories: Any) -> Any:
+        assert prompt == PROMPT
+        self.seen = list(trajectories)
+        if isinstance(self.gives, BaseException):
+            raise self.gives
+        return self.gives(trajectories) if callable(self.gives) else self.gives
+
+
+async def judged(
+    workflow: Workflow, played: Sequence[Any], limits: RolloutConfig = LIMITS, **row: Any
+) -> list[Any]:
+    return await judged_group(
+        workflow, {**PROMPT, **row}, played, Letters(), limits, is_trained=True
+    )
+
+
+async def test_a_group_is_scored_without_what_was_rejected() -> None:
+    workflow = Judged(lambda them: [it.reward + place for place, it in enumerate(them)])
+    played = [[row(0.5)], REFUSED, [row(1.0), row(2.0, answer="own")]]
+    first, second, third = await judged(workflow, played)
+    assert second is REFUSED
+    assert [it.reward for it in (*first, *third)] == [0.5, 2.0, 3.0]
+    assert [it.answer for it in workflow.seen] == ["ef", "own"]
+
+
+async def test_what_the_last_row_gains_its_episode_gains() -> None:
+    turns = [row(0.25, returns=[(0.25, 1), (0.75, 2)]), row(0.5)]
+    ((first, last),) = await judged(Judged([2.0]), [turns])
+    assert (first.reward, last.reward) == (1.75, 2.0)
+    assert first.returns == [(1.75, 1), (2.25, 2)]
+
+
+async def test_none_leaves_the_rewards() -> None:
+    played = [[row(0.5)], [row(1.0)]]
+    assert await judged(Judged(None), played) == played
+
+
+async def test_the_number_comes_before_what_shapes_it() -> None:
+    soft = SoftLengthConfig(limit_tokens=4, margin_tokens=2, penalty=1.0)
+    generation = GenerationConfig(cut_answers=CutAnswers.wrong)
+    limits = replace(LIMITS, soft_length=soft, generation=generation)
+    workflow = Judged([Score(2.0, {"style": 4.0, "size": 1.0}, -0.25, {"style": 0.5}), 3.0])
+    played = [[row(0.5, shaping=9.0)], [row(0.5, metrics={"stopped": 0.0})]]
+    (first,), (second,) = await judged(workflow, played, limits)
+    assert workflow.seen[0].reward == 0.5
+    assert (first.reward, first.shaping) == (1.5, -0.75)
+    assert (second.reward, second.shaping) == (-0.5, -0.5)  # it was cut, so it is worth nothing
+    group = RunGroup(0, 0, 0, PromptReference(0, 0, 0), 0, 2)
+    told, _ = metadata_of(group, {0: [first], 1: [second]})
+    assert told.judged == (2.25,)
+    assert told.reward_parts == (("style", 4.0, 0.5), ("size", 1.0, 0.0))
+
+
+async def forgotten() -> float:
+    return 1.0
+
+
+async def sleeps(_: Any) -> None:
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("gives", "cause", "message"),
+    [
+        ([1.0], "bad_reward", "gave 1 numbers, expected a list of 2 numbers, one an episode"),
+        (1.0, "bad_reward", "gave float"),
+        ("ab", "bad_reward", "gave str"),
+        ({0: 1.0, 1: 2.0}, "bad_reward", "gave dict"),
+        ([1.0, float("nan")], "bad_reward", "nan"),
+        ([1.0, Score(float("inf"))], "bad_reward", "inf"),
+        ([1.0, None], "bad_reward", "NoneType"),
+        (lambda _: [1.0, forgotten()], "bad_reward", "awaitable"),
+        (KeyError("gone"), "reward_error: KeyError", "gone"),
+        (RewardError("no verdict"), "reward_error", "no verdict"),
+    ],
+)
+async def test_a_failure_rejects_the_group(gives: Any, cause: str, message: str) -> None:
+    first, second, third = await judged(Judged(gives), [[row()], REFUSED, [row()]])
+    assert second is REFUSED
+    for found in (first, third):
+        assert isinstance(found, Rejection)
+        assert found.cause.startswith(cause)
+        assert message in found.message
+        assert found.place.startswith("test_group_judging.py:")
+
+
+async def test_a_group_reward_has_a_limit() -> None:
+    class Sleeps(Judged):
+        async def score_group(self, prompt: dict[str, Any], trajectories: Any) -> Any:
+            await asyncio.sleep(60)
+
+    (found,) = await judged(Sleeps(0), [[row()]], replace(LIMITS, reward_timeout_s=0.05))
+    assert isinstance(found, Rejection)
+    assert found.kind == RejectionKind.reward_timeout
+    assert "rollout.reward_timeout_s" in found.message
+
+
+async def test_what_never_works_ends_the_run() -> None:
+    with pytest.raises(NeverWorks, match="no key"):
+        await judged(Judged(NeverWorks("no key")), [[row()]])
+
+
+def test_what_scores_groups_is_async() -> None:
+    class Plain(Workflow):
+        def score_group(self, prompt: Any, trajectories: Any) -> Any:
+            return [1.0] * len(trajectories)
+
+    with pytest.raises(WorkflowError, match=r"score_group: expected `async def`"):
+        Plain().check_group_reward()
+    Workflow().check_group_reward()
+    Judged(None).check_group_reward()
+    assert not Workflow().scores_groups
+
+
+async def test_each_task_of_a_mix_scores_its_own() -> None:
+    mix = MixedWorkflow({"plain": Workflow(), "judged": Judged([Score(2.0, {"style": 4.0}), 1.0])})
+    assert mix.scores_groups
+    (same,), _ = await judged(mix, [[row(0.5)], [row(0.5)]], task="plain")
+    assert same.reward == 0.5
+    (first,), (second,) = await judged(mix, [[row(0.5)], [row(0.5)]], task="judged")
+    assert first.metrics == {"reward/style": 4.0, "reward/judged": 2.0}
+    assert second.metrics == {"reward/judged": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("votes", "rewards"),
+    [
+        (["4", "5", "4", None], [1.0, 0.0, 1.0, 0.0]),
+        (["5", "4", "4", "5"], [1.0, 0.0, 0.0, 1.0]),  # as often: the first
+        ([None, None], [0.0, 0.0]),
+        (["4"], [0.5]),  # alone: as it was
+    ],
+)
+async def test_the_majority_is_the_label(votes: list[str | None], rewards: list[float]) -> None:
+    label = MajorityLabel(numeric_match)
+    assert await label({}, [row(0.5, vote=vote) for vote in votes]) == rewards
+
+
+def test_a_majority_needs_votes() -> None:
+    with pytest.raises(ValueError, match="a reward with a method vote"):
+        MajorityLabel(exact_match)
