@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DISTILLED: Final = "distillation"
 PRESETS: Final = (
     *("decoupled_ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "sapo"),
-    *("lite_ppo", "tis", "icepop", "m2po", "dppo", "a3po", "ppo", DISTILLED),
+    *("lite_ppo", "tis", "icepop", "m2po", "dppo", "a3po", "gdpo", "ppo", DISTILLED),
 )
 TEACHER: Final = PRESETS[0]
 WITH_CRITIC: Final = (

@@ -77,6 +77,20 @@ def test_a_reward_that_fails_for_some_prompts_is_told_once_and_counted(
     assert re.search(r'episodes\.py", line \d+, in .*\n.*prompt\["solution"\] == ', text)
 
 
+def test_a_group_reward_that_fails_rejects_its_group_alone(
+    start_rollout: Callable[..., Any],
+) -> None:
+    workflow = SingleTurnWorkflow(None, group_reward=episodes.in_their_order)
+    with start_rollout("rollout.rejection_window=100") as rollout:
+        batch = rollout.rollout_batch(PROMPTS, workflow)
+        ((cause, count),) = rollout.rejections.by_cause().items()
+    assert len(batch.group_ids) == 19
+    assert {row.reward for row in batch.rows} == {1.0, 2.0}
+    assert all(row.reward == row.episode + 1.0 for row in batch.rows)
+    assert re.fullmatch(r"reward_error: KeyError at episodes\.py:\d+", cause)
+    assert count == 2  # both episodes of the group
+
+
 @pytest.mark.parametrize("call", ["prepare_batch", "evaluate"])
 def test_a_reward_that_always_hangs_ends_the_run_before_any_group_has_replied(
     start_rollout: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, call: str

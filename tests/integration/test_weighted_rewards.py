@@ -12,6 +12,7 @@ import asyncio
 import sys
 
 from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, load_config, run_script
+from areal_sc.rewards.base import Score
 
 
 def found(prompt, completion):
@@ -23,10 +24,15 @@ async def length(prompt, completion):
     return len(completion)
 
 
+async def beside(prompt, trajectories):
+    return [Score(it.reward + 2.0, {"beside": 1.0}, weights={"beside": 2.0}) for it in trajectories]
+
+
 def main(argv):
     config = load_config(argv, GRPOConfig)
     prompts = [{"prompt": f"{letter}b=", "answer": letter} for letter in "acdefghi"]
-    workflow = SingleTurnWorkflow({"length": (length, 0.25), "found": found}, accuracy="found")
+    rewards = {"length": (length, 0.25), "found": found}
+    workflow = SingleTurnWorkflow(rewards, accuracy="found", group_reward=beside)
     PPOTrainer(config).fit(workflow, prompts, evaluation_prompts=prompts)
 
 
@@ -37,6 +43,12 @@ if __name__ == "__main__":
 LOSS = """
 from areal_sc.algorithms.losses import Metric
 from my_numbers import SCALE
+
+
+def advantages(rows):
+    whole = sum(rows.weights[name] * rows.parts[name] for name in rows.parts)
+    assert abs(whole - rows.rewards).max() < 1e-9 and len(rows.parts) == 3
+    return whole - whole.mean()
 
 
 def weighted(tokens, *, power):
@@ -57,6 +69,7 @@ def test_each_reward_has_its_curve_and_the_loss_lies_beside_the_script(
     (folder / "my_numbers.py").write_text("SCALE = 3.0")
     settings = (
         *("actor.ppo.loss=my_loss:weighted", "actor.ppo.loss_settings={power: 2}"),
+        "actor.ppo.advantage=my_loss:advantages",
         "generation.cut_answers=judged",  # else the accuracy counts other answers than the reward
     )
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings, script=script) as run:
@@ -67,10 +80,12 @@ def test_each_reward_has_its_curve_and_the_loss_lies_beside_the_script(
     assert all(step["train"]["own"] == 3.0 for step in steps)
     for record in (*steps, *evaluations):
         measured = record["workflow"]
-        whole = 0.25 * measured["reward/length"] + measured["reward/found"]
+        whole = 0.25 * measured["reward/length"] + measured["reward/found"] + 2.0
         assert record["reward"] == pytest.approx(whole)
         assert measured["accuracy"] == measured["reward/found"]
-    assert summary["reward_parts_before"].keys() == {"reward/length", "reward/found"}
+    assert summary["reward_parts_before"].keys() == {
+        *("reward/length", "reward/found", "reward/beside")
+    }
     assert summary["accuracy_before"] == summary["reward_parts_before"]["reward/found"]
 
 

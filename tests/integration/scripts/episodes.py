@@ -60,6 +60,14 @@ def cannot_be_prepared(prompt: dict[str, Any], completion: str) -> float:
     return 1.0
 
 
+async def in_their_order(prompt: dict[str, Any], trajectories: Sequence[Trajectory]) -> list[float]:
+    """1, 2, and so on; fails for one prompt."""
+    if prompt["number"] == 7:
+        raise KeyError(prompt["prompt"])
+    assert all(it.reward == 0.0 for it in trajectories)
+    return [place + 1.0 for place in range(len(trajectories))]
+
+
 def raises_for_some(prompt: dict[str, Any], completion: str) -> float:
     """For one prompt in ten."""
     return float(prompt["solution"] == completion) if prompt["number"] % 10 == 0 else 1.0
