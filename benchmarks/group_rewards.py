@@ -9,7 +9,7 @@ right: each answer's own reward, 1 or 0, for --steps; what the others are held a
 ranking: a group's answers are put in the order of how many first letters are right; the best gets
     1, the worst 0.
 majority: --label-steps by their own rewards, until most answers of some groups agree; from there on
-    what most of them say is right.
+    what most of them say is right, where at least half say it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def play(
     groups = {
         "right": own,
         "ranking": SingleTurnWorkflow(None, group_reward=in_order),
-        "majority": SingleTurnWorkflow(None, group_reward=MajorityLabel(Letters())),
+        "majority": SingleTurnWorkflow(None, group_reward=MajorityLabel(Letters(), min_share=0.5)),
     }
     before = num_label_steps if kind == "majority" else 0
     total_steps = num_steps + before
@@ -87,6 +87,7 @@ def play(
 def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument(
         "--label-steps", type=int, default=30, help="before a majority is the label"
@@ -97,7 +98,7 @@ def main() -> None:
     with letter_sort_job(arguments.warm_steps) as job:
         for seed in arguments.seeds:
             job.warm_start(seed, MODEL, LENGTHS)
-            for kind in KINDS:
+            for kind in arguments.only:
                 found = play(job, kind, seed, arguments.steps, arguments.label_steps)
                 records[kind, seed] = found
                 report.say(f"{kind} seed={seed} accuracy_after={found['accuracy_after']:.3f}")

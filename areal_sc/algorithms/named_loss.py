@@ -43,10 +43,14 @@ _RANGES: Final[dict[str, Range]] = {
     **{it.name: it.metadata[RANGE] for it in fields(PPOConfig) if RANGE in it.metadata},
     "beta": Range(gt=0),
     "label_smoothing": Range(ge=0, lt=0.5),
+    "cross_entropy": Range(ge=0),
     "ratio_cap": Range(ge=1, infinite=True),
     "value_clip": Range(gt=0, infinite=True),
 }
 """What the numbers among the settings of built-in losses may be."""
+
+_CHOICES: Final = {"of_margin": ("sigmoid", "square", "hinge"), "of_row": ("sum", "mean")}
+"""What the names among them may be."""
 
 _READS_SCORES: Final = ("bradley_terry",)
 _COMPARES_ROWS: Final = ("dpo", *_READS_SCORES)
@@ -116,6 +120,10 @@ class NamedLoss:
             if allowed and not (isinstance(value, int | float) and value in allowed):
                 raise ConfigError(
                     f"loss {self.name}, {name}: expected a number {allowed}, got {value!r}"
+                )
+            if value not in (choices := _CHOICES.get(name, (value,))):
+                raise ConfigError(
+                    f"loss {self.name}, {name}: expected one of {', '.join(choices)}, got {value!r}"
                 )
 
     def load(self) -> Loss:

@@ -30,25 +30,50 @@ def pairs_of(rows: LossRows) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dpo(
-    tokens: LossTokens, *, beta: float = 0.1, label_smoothing: float = 0.0
+    tokens: LossTokens,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    of_margin: str = "sigmoid",
+    of_row: str = "sum",
+    cross_entropy: float = 0.0,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Mean over pairs of -(1 - s) log sigmoid(m) - s log sigmoid(-m).
+    """Mean over pairs of a function of the margin m, and of a cross entropy of the chosen answers.
 
-    m = beta (log pi(y_c) / pi_ref(y_c) - log pi(y_r) / pi_ref(y_r)), y_c chosen, y_r rejected.
+    m = beta (h(y_c) - h(y_r)), h(y) = log pi(y) / pi_ref(y), y_c chosen, y_r rejected.
     Source: DPO, arXiv:2305.18290, eq. 7; s, of labels that may be wrong, E. Mitchell's "A note on
-    DPO with noisy preferences" (2023).
+    DPO with noisy preferences" (2023); `square`: IPO, arXiv:2310.12036, eq. 17; `hinge`: SLiC,
+    arXiv:2305.10425; the cross entropy: arXiv:2404.19733, eq. 1.
 
     Args:
         tokens: with field `reference_logprobs`; both rows of a pair are in one micro-batch.
-        beta: > 0. label_smoothing: s, of [0, 0.5).
-    Returns: scalar loss, and the means over pairs `pair_accuracy` (m > 0) and `pair_margin` (m).
+        beta: > 0. label_smoothing: s, of [0, 0.5); with `sigmoid`.
+        of_margin: `sigmoid`: -(1 - s) log sigmoid(m) - s log sigmoid(-m). `square`: (m - 1/2)^2 /
+            beta^2. `hinge`: max(0, 1 - m).
+        of_row: `sum`: h is the sum over the answer's tokens; `mean`: their mean.
+        cross_entropy: >= 0; so many times the mean over pairs of -log pi(y_c) a token is added.
+    Returns: scalar loss, and the means over pairs `pair_accuracy` (m > 0) and `pair_margin` (m);
+        with a cross entropy its own mean, `chosen_cross_entropy`.
     Raises: ValueError: a pair is not whole.
     """
     rows = tokens.rows
     reference = tokens.fields["reference_logprobs"].detach().to(tokens.logprobs.dtype)
     chosen, rejected = pairs_of(rows)
-    of_rows = rows.sum(tokens.logprobs - reference)
-    return _pair_loss(tokens, beta * (of_rows[chosen] - of_rows[rejected]), label_smoothing)
+    log_ratio = tokens.logprobs - reference
+    of_rows = rows.sum(log_ratio) if of_row == "sum" else rows.mean(log_ratio)
+    margins = beta * (of_rows[chosen] - of_rows[rejected])
+    if of_margin == "sigmoid":
+        losses = _sigmoid_losses(margins, label_smoothing)
+    elif of_margin == "square":
+        losses = ((margins - 0.5) / beta).square()
+    else:
+        losses = (1 - margins).clamp(min=0)
+    loss, metrics = _pair_loss(tokens, margins, losses)
+    if cross_entropy:
+        of_chosen = -rows.mean(tokens.logprobs)[chosen]
+        loss = loss + cross_entropy * of_chosen.sum() / tokens.counts.prompts
+        metrics["chosen_cross_entropy"] = Metric.mean(of_chosen)
+    return loss, metrics
 
 
 def bradley_terry(
@@ -69,14 +94,18 @@ def bradley_terry(
     chosen, rejected = pairs_of(rows)
     last = torch.bincount(rows.of_token, minlength=len(rows.num_tokens)).cumsum(0) - 1
     scores = tokens.predicted_values[last]
-    return _pair_loss(tokens, scores[chosen] - scores[rejected], label_smoothing)
+    margins = scores[chosen] - scores[rejected]
+    return _pair_loss(tokens, margins, _sigmoid_losses(margins, label_smoothing))
+
+
+def _sigmoid_losses(margins: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    return -(1 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
 
 
 def _pair_loss(
-    tokens: LossTokens, margins: torch.Tensor, label_smoothing: float
+    tokens: LossTokens, margins: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, Metrics]:
-    """Args: margins: [P], > 0 where the chosen row is preferred."""
-    losses = -(1 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
+    """Args: margins, losses: [P]; a margin is > 0 where the chosen row is preferred."""
     return losses.sum() / tokens.counts.prompts, {
         "pair_accuracy": Metric.mean(margins > 0),
         "pair_margin": Metric.mean(margins),

@@ -35,6 +35,16 @@ _CHOSEN = tuple(
 )
 """Signs of a choice, the strongest one first."""
 
+_SAID = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\\boxed\s*\{(?:\\text\w*\s*\{)?([^{}]*)",
+        r"(?is:<answer>(.*?)</answer>)",
+        r"(?i:\b(?:answer|option|choice)\b[\s*]*(?:is\b|:|=)[\s*:]*)([^\n]*)",
+    )
+)
+"""The same signs before the text of a choice."""
+
 _ANOTHER = re.compile(rf"[*\s)\]}}]*(?:[,/&;]|\b(?:or|and)\b)+[\s*]*(?:or\b|and\b)?{_LETTER}")
 """A letter that stands beside the one before it: `B or C`, `A, B`."""
 
@@ -124,20 +134,30 @@ class MultipleChoice(ReferenceReward):
 
     Args:
         choices: number of choices; the letters are A, B, ... A letter beyond is no choice.
-    Raises: ValueError: in a call: the row's answer is none of the letters.
+        texts: the row's column with the texts of the choices, a list in their order: an answer that
+            names no letter chooses by the text that stands in its box, in `<answer>`, behind
+            `answer is`, or as the last line. "": only letters choose.
+    Raises: ValueError: in a call: the row's answer is none of the letters, or the row has no such
+        column.
     """
 
-    def __init__(self, choices: int = 4) -> None:
+    def __init__(self, choices: int = 4, *, texts: str = "") -> None:
+        self.texts = texts
         if not 2 <= choices <= len(string.ascii_uppercase):
             raise ValueError(f"choices={choices}: expected 2 to {len(string.ascii_uppercase)}")
         self.letters = string.ascii_uppercase[:choices]
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
         references = self.reference(prompt)
-        return float(self.chosen(completion) in references)
+        chosen = self.chosen(completion)
+        if chosen is None and self.texts:
+            chosen = self._chosen_by_text(prompt, without_reasoning(completion))
+        return float(chosen in references)
 
     def reference(self, row: Mapping[str, Any]) -> list[str]:
         """The letters of which each is a right choice."""
+        if self.texts and not isinstance(row.get(self.texts), list | tuple):
+            raise ValueError(f"column {self.texts!r}: expected a list of the choices' texts")
         references = [text.strip().strip("()").upper() for text in _texts(row)]
         for text in references:
             if len(text) != 1 or text not in self.letters:
@@ -159,6 +179,18 @@ class MultipleChoice(ReferenceReward):
         lines = text.strip().splitlines()
         alone = _ALONE.fullmatch(lines[-1]) if lines else None
         return alone[1] if alone and alone[1] in self.letters else None
+
+    def _chosen_by_text(self, row: Mapping[str, Any], text: str) -> str | None:
+        """The letter whose text the answer is; None: it is that of none, or of several."""
+        said = next((found[-1] for sign in _SAID if (found := sign.findall(text))), None)
+        lines = text.strip().splitlines()
+        words = normalized_words((lines[-1] if lines else "") if said is None else said)
+        named = [
+            letter
+            for letter, choice in zip(self.letters, row[self.texts], strict=False)
+            if words and normalized_words(str(choice)) == words
+        ]
+        return named[0] if len(named) == 1 else None
 
     def _beside(self, text: str, end: int) -> list[str]:
         """Letters that are named together with the one that ends there."""

@@ -23,15 +23,20 @@ class MajorityLabel(Referable):
 
     Args:
         voter: a reward with `vote`, as `numeric_match`, `MultipleChoice()` and `ExactMatch()` have.
-    Raises: ValueError: it has none.
+        min_share: of the group's answers that have to say the same, in [0, 1]; with fewer there is
+            no label, and all get 0.0, which teaches nothing.
+    Raises: ValueError: the voter has no `vote`, or the share is out of bounds.
     """
 
-    def __init__(self, voter: RewardFunction) -> None:
+    def __init__(self, voter: RewardFunction, *, min_share: float = 0.0) -> None:
+        if not 0 <= min_share <= 1:
+            raise ValueError(f"min_share={min_share}: expected a number in [0, 1]")
         if getattr(voter, VOTE, None) is None:
             raise ValueError(
                 f"voter: expected a reward with a method vote(completion), got {voter!r:.100}"
             )
         self.voter = voter
+        self.min_share = min_share
 
     async def __call__(
         self, prompt: dict[str, Any], trajectories: Sequence[Trajectory]
@@ -39,5 +44,7 @@ class MajorityLabel(Referable):
         if len(trajectories) == 1:
             return [float(trajectories[0].reward)]
         votes = Counter(it.vote for it in trajectories if it.vote is not None)
-        label = votes.most_common(1)[0][0] if votes else ""
+        label, count = votes.most_common(1)[0] if votes else ("", 0)
+        if count < self.min_share * len(trajectories):
+            return [0.0] * len(trajectories)
         return [float(it.vote == label) for it in trajectories]

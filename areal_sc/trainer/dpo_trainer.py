@@ -50,6 +50,9 @@ class DPOTrainer(PairTrainer):
         batch_size: int,
         beta: float = 0.1,
         label_smoothing: float = 0.0,
+        of_margin: str = "sigmoid",
+        of_row: str = "sum",
+        cross_entropy: float = 0.0,
         held_out: Iterable[Mapping[str, Any]] | None = None,
         reference: ActorConfig | None = None,
         use_chat_template: bool = True,
@@ -59,16 +62,23 @@ class DPOTrainer(PairTrainer):
         Args:
             rows: with `chosen` and `rejected`, and `prompt` unless these begin alike.
             batch_size: pairs a step; every pair is taken once before one is taken again.
-            beta, label_smoothing: see `algorithms.pairs.dpo`.
-            held_out: pairs that the evaluations measure: their loss, the share that is ordered
-                right (`accuracy`) and the mean margin.
+            beta, label_smoothing, of_margin, of_row, cross_entropy: see `algorithms.pairs.dpo`.
+            held_out: pairs that the evaluations measure: their loss without a cross entropy, the
+                share that is ordered right (`accuracy`) and the mean margin.
             reference: None: the model that training begins with.
             use_chat_template: False: rows of plain texts, for a base model.
         Raises: WorkflowError: a row is no pair, or the chat template does not tell where its
-            answers are; ConfigError: beta or label_smoothing is impossible. Both before any worker
+            answers are; ConfigError: a setting of the loss is impossible. Both before any worker
             is started.
         """
-        loss = NamedLoss("dpo", {"beta": beta, "label_smoothing": label_smoothing})
+        settings = {
+            "beta": beta,
+            "label_smoothing": label_smoothing,
+            "of_margin": of_margin,
+            "of_row": of_row,
+            "cross_entropy": cross_entropy,
+        }
+        loss = NamedLoss("dpo", settings)
         loss.check()
         with nullcontext() if self._is_open else self:
             training, held = self._encode_pairs(rows, held_out, use_chat_template=use_chat_template)
@@ -79,15 +89,11 @@ class DPOTrainer(PairTrainer):
             judged = pairs[num_training:]
 
             def judge(actor: TrainController) -> Mapping[str, float]:
-                margins = [
-                    beta * ((chosen - c["reference_logprob"]) - (rejected - r["reference_logprob"]))
-                    for (chosen, rejected), (c, r) in zip(
-                        scores(actor, judged),
-                        ((it["chosen"], it["rejected"]) for it in judged),
-                        strict=True,
-                    )
-                ]
-                return pair_metrics(margins, label_smoothing)
+                margins = []
+                for (chosen, rejected), pair in zip(scores(actor, judged), judged, strict=True):
+                    gained = _gain(pair["chosen"], chosen, of_row)
+                    margins.append(beta * (gained - _gain(pair["rejected"], rejected, of_row)))
+                return pair_metrics(margins, label_smoothing, of_margin=of_margin, beta=beta)
 
             return self._train(pairs[:num_training], batch_size, loss, judged, judge)
 
@@ -117,3 +123,9 @@ class DPOTrainer(PairTrainer):
             }
             for pair, logprobs in zip(pairs, known.logprobs, strict=True)
         ]
+
+
+def _gain(answer: Item, logprob: float, of_row: str) -> float:
+    """log pi / pi_ref of an answer, or its mean over the tokens; `logprob` is that of pi."""
+    gain: float = logprob - answer["reference_logprob"]
+    return gain / sum(answer["loss_mask"]) if of_row == "mean" else gain

@@ -36,16 +36,27 @@ class PairTrainer(RowTrainer):
         return training.items, [] if held is None else held.items
 
 
-def pair_metrics(margins: Sequence[float], label_smoothing: float = 0.0) -> dict[str, float]:
+def pair_metrics(
+    margins: Sequence[float],
+    label_smoothing: float = 0.0,
+    *,
+    of_margin: str = "sigmoid",
+    beta: float = 1.0,
+) -> dict[str, float]:
     """The loss of pairs, the share that is ordered right, and the mean margin.
 
     Args:
         margins: see `algorithms.pairs`: above 0 where the chosen answer is preferred.
+        label_smoothing, of_margin, beta: see `algorithms.pairs.dpo`.
     """
     s, count = label_smoothing, len(margins)
-    losses = [(1 - s) * _softplus(-margin) + s * _softplus(margin) for margin in margins]
+    losses = {
+        "sigmoid": lambda m: (1 - s) * _softplus(-m) + s * _softplus(m),
+        "square": lambda m: ((m - 0.5) / beta) ** 2,
+        "hinge": lambda m: max(0.0, 1 - m),
+    }
     return {
-        "loss": math.fsum(losses) / count,
+        "loss": math.fsum(map(losses[of_margin], margins)) / count,
         "accuracy": sum(margin > 0 for margin in margins) / count,
         "margin": math.fsum(margins) / count,
         "num_rows": count,

@@ -187,12 +187,21 @@ def test_sft_lowers_the_loss_of_held_out_rows_and_goes_on(
     assert shown.startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("lora", [[], ["actor.lora.rank=8", "actor.optimizer.lr=2e-2"]])
-def test_dpo_orders_held_out_pairs(chat_model: Path, tmp_path: Path, lora: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "form"),
+    [
+        ([], {}),
+        (["actor.lora.rank=8", "actor.optimizer.lr=2e-2"], {}),
+        ([], {"of_margin": "square", "of_row": "mean", "beta": 0.5, "cross_entropy": 0.1}),
+    ],
+)
+def test_dpo_orders_held_out_pairs(
+    chat_model: Path, tmp_path: Path, settings: list[str], form: dict[str, Any]
+) -> None:
     """In ten runs of `benchmarks/preferences.py` the share was 1.0; half of that is demanded."""
     rows, run_dir = sorting_rows(80), tmp_path / "run"
-    config = config_of(chat_model, run_dir, "total_steps=20", *lora)
-    DPOTrainer(config).fit(rows[:64], batch_size=16, held_out=rows[64:])
+    config = config_of(chat_model, run_dir, "total_steps=20", *settings)
+    DPOTrainer(config).fit(rows[:64], batch_size=16, held_out=rows[64:], **form)
     history = History.read(RunFolder(run_dir).metrics_path)
     before, after = (
         next(it for it in history.evaluations if it.name == name) for name in ("before", "after")

@@ -32,12 +32,14 @@ class CodeBlock:
 def last_program(completion: str, languages: Collection[str] = ()) -> CodeBlock | None:
     """The last code block that is Python or has one of these names; None: there is none."""
     known = PYTHON.union(languages)
-    blocks = [block for block in _blocks(without_reasoning(completion)) if block.language in known]
+    blocks = [
+        block for block in code_blocks(without_reasoning(completion)) if block.language in known
+    ]
     named = [block for block in blocks if block.language]  # others may be sample outputs
     return next(reversed(named or blocks), None)
 
 
-def _blocks(text: str) -> Iterator[CodeBlock]:
+def code_blocks(text: str) -> Iterator[CodeBlock]:
     """The closed blocks with code, in order; a fence in a longer one's block is a line of it."""
     fence, language, lines = "", "", list[str]()
     for line in text.split("\n"):

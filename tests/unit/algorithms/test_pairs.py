@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from loss_rows import made_tokens
 
 from areal_sc.algorithms.loss_tokens import LossTokens
 from areal_sc.algorithms.pairs import bradley_terry, dpo, pairs_of
+from areal_sc.trainer.pair_trainer import pair_metrics
 
 LENGTHS = st.lists(st.integers(1, 6), min_size=2, max_size=8).filter(lambda x: len(x) % 2 == 0)
 
@@ -60,6 +62,46 @@ def test_dpo_and_its_gradient(lengths: list[int], seed: int, smoothing: float) -
     assert gradient.tolist() == pytest.approx([of_rows[row] for row in rows], rel=1e-6, abs=1e-12)
     assert metrics["pair_accuracy"].value == right
     assert metrics["pair_accuracy"].weight == len(lengths) // 2
+
+
+@given(
+    lengths=LENGTHS,
+    seed=st.integers(0, 10_000),
+    of_margin=st.sampled_from(["sigmoid", "square", "hinge"]),
+    of_row=st.sampled_from(["sum", "mean"]),
+    share=st.sampled_from([0.0, 0.7]),
+)
+def test_other_forms_of_dpo(
+    lengths: list[int], seed: int, of_margin: str, of_row: str, share: float
+) -> None:
+    tokens = pairs(lengths, seed)
+    forms = {"of_margin": of_margin, "of_row": of_row, "cross_entropy": share}
+    loss, metrics = dpo(tokens, beta=0.3, **forms)  # type: ignore[arg-type]
+    rows = tokens.rows.of_token.tolist()
+
+    def of_answer(values: list[float], row: int, is_mean: bool) -> float:
+        whole = math.fsum(value for value, own in zip(values, rows, strict=True) if own == row)
+        return whole / lengths[row] if is_mean else whole
+
+    gains = (tokens.logprobs - tokens.fields["reference_logprobs"]).tolist()
+    losses, margins, crosses = [], [], []
+    for answers in chosen_of(tokens):
+        chosen, rejected = (of_answer(gains, row, of_row == "mean") for row in answers)
+        margin = 0.3 * (chosen - rejected)
+        losses.append(
+            {
+                "sigmoid": -math.log(sigmoid(margin)),
+                "square": (chosen - rejected - 1 / (2 * 0.3)) ** 2,
+                "hinge": max(0.0, 1 - margin),
+            }[of_margin]
+        )
+        margins.append(margin)
+        crosses.append(-of_answer(tokens.logprobs.tolist(), answers[0], True))
+    expected = statistics.fmean(losses)
+    assert loss.item() == pytest.approx(expected + share * statistics.fmean(crosses), rel=1e-6)
+    assert pair_metrics(margins, of_margin=of_margin, beta=0.3)["loss"] == pytest.approx(expected)
+    if share:
+        assert metrics["chosen_cross_entropy"].value == pytest.approx(math.fsum(crosses), rel=1e-6)
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 10_000))

@@ -173,3 +173,35 @@ def test_votes_are_what_equal_answers_share() -> None:
     assert words.vote("the Nile") is None
     assert ExactMatch().vote("...") is None
     assert choice.vote("The answer is (B).") == "B"
+
+
+CITIES = ["Paris", "The Hague", "Paris, Texas", "Oslo"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "chosen"),
+    [
+        ("The answer is Paris.", "A"),
+        ("The answer is (B) Paris", "B"),  # a letter is stronger
+        ("<answer>paris texas</answer>", "C"),
+        (r"So \boxed{\text{Hague}}", "B"),
+        ("It could be Paris.\nOslo", "D"),
+        ("<think>Paris</think>\nOslo", "D"),
+        ("The answer is Rome.", None),
+        ("It is Paris or Oslo", None),
+        ("", None),
+    ],
+)
+def test_a_choice_may_be_named_by_its_text(completion: str, chosen: str | None) -> None:
+    choice = MultipleChoice(texts="choices")
+    for letter in "ABCD":
+        row = {"answer": letter, "choices": CITIES}
+        assert choice(row, completion) == float(letter == chosen)
+
+
+def test_texts_of_choices_are_checked() -> None:
+    choice = MultipleChoice(texts="choices")
+    with pytest.raises(ValueError, match="column 'choices': expected a list"):
+        choice({"answer": "A"}, "Paris")
+    twice = {"answer": "A", "choices": ["Oslo", "Oslo"]}
+    assert choice(twice, "Oslo") == 0.0

@@ -187,6 +187,14 @@ async def test_the_majority_is_the_label(votes: list[str | None], rewards: list[
     assert await label({}, [row(0.5, vote=vote) for vote in votes]) == rewards
 
 
+async def test_a_majority_may_have_to_be_large() -> None:
+    rows = [row(vote=vote) for vote in ("4", "5", "4", None)]
+    assert await MajorityLabel(numeric_match, min_share=0.5)({}, rows) == [1.0, 0.0, 1.0, 0.0]
+    assert await MajorityLabel(numeric_match, min_share=0.6)({}, rows) == [0.0] * 4
+    with pytest.raises(ValueError, match="min_share=2"):
+        MajorityLabel(numeric_match, min_share=2)
+
+
 def test_a_majority_needs_votes() -> None:
     with pytest.raises(ValueError, match="a reward with a method vote"):
         MajorityLabel(exact_match)
