@@ -184,7 +184,7 @@ async def _serve(folder: RunFolder, interface: str, port: str) -> None:
         bind=f"{interface}:{port}",
         security=CurveServer(keys.workers, callers, "files"),
     )
-    address = await server.start(at_any_port=True)
+    address = await server.start()
     tell_starter(address.encode())
     try:
         while await is_told():
@@ -196,7 +196,7 @@ async def _serve(folder: RunFolder, interface: str, port: str) -> None:
 def main() -> None:
     """The process: `server.py RUN_DIR INTERFACE PORT`; its address is its only line of output.
 
-    If another process has the port, any other one will do, as for port 0.
+    Port 0 is any free one.
     """
     run_dir, interface, port = sys.argv[1:]
     leave_signals_to_script()
