@@ -35,7 +35,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -113,7 +113,6 @@ class Agent:
         self._interface = Interface.of(config.transport.bind, script_host)
         self._memory: ArenaFolder | None = None
         self._incarnation = random_id()
-        self._callers = KnownCallers(controller_key)
         self._server = RpcServer(
             [
                 spec.DESCRIBE.served_by(self.describe),
@@ -124,12 +123,11 @@ class Agent:
                 spec.STOP_RUN.served_by(self.stop_run),
                 spec.END.served_by(self.end),
                 spec.WELCOME.served_by(self.welcome),
-                *node.methods(),
             ],
             node_id="agent",
             incarnation=self._incarnation,
             bind=self._interface.bind,
-            security=CurveServer(self._keys, self._callers, "agent"),
+            security=CurveServer(keys, KnownCallers(controller_key), "agent"),
         )
         term = self._server.newest_term
         self._processes = WorkerProcesses(fork_server, self._folder, term, node.shown)
@@ -209,11 +207,8 @@ class Agent:
     async def _launch(self, launch: spec.Launch, term: int) -> spec.Launched:
         self._script.note_contact()
         started = time.monotonic()
-        self._note_replaced(launch.replaced)
-        assert self._facts is not None
-        if not self._node.is_shared and launch.keys:  # other nodes ask in the name of workers
-            self._callers.take_passes(launch.keys[0].authority)
-        shipped = await self._node.bring_first(launch, self._facts)
+        self._processes.note_replaced(launch.replaced)
+        shipped = await self._node.bring_first(launch)
         orders = zip(launch.orders, launch.keys, strict=True)
         specs = [(self._worker_spec(order, shipped, term), keys) for order, keys in orders]
         try:
@@ -228,7 +223,7 @@ class Agent:
         """News of the workers of a role, at once when one has ended."""
         self._script.note_contact()
         processes = self._processes
-        self._note_replaced(watch.replaced)
+        processes.note_replaced(watch.replaced)
         known = watch.num_ended, watch.num_wishes
         if known == (processes.num_ended, len(self._wishes)):
             with suppress(TimeoutError):
@@ -252,10 +247,6 @@ class Agent:
             num_wishes=len(self._wishes),
             warnings=take_warnings(),
         )
-
-    def _note_replaced(self, replaced: Mapping[str, int]) -> None:
-        self._processes.note_replaced(replaced)
-        self._callers.note_replaced(replaced)
 
     async def stop(self, stop: spec.Stop) -> None:
         """Waits for the end of workers, and kills those that take too long."""

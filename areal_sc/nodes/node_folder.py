@@ -16,10 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.nodes.spec import Launch, NodeFacts, Shipped, Welcome, WorkerOrder
+from areal_sc.nodes.spec import Launch, Shipped, Welcome, WorkerOrder
 from areal_sc.records.record_files import FilesOfProcess, RecordStore
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.transport.rpc.method import Served
 
 
 def sees_folder(config: SchedulerConfig, nonce: str) -> bool:
@@ -49,15 +48,9 @@ class NodeFolder:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = self.script_config = config
 
-    def methods(self) -> list[Served]:
-        """What other nodes may ask this one for."""
-        return []
-
-    async def bring_first(self, launch: Launch, facts: NodeFacts) -> Shipped | None:
+    async def bring_first(self, launch: Launch) -> Shipped | None:
         """Returns when what workers begin with is here: model and code.
 
-        Args:
-            facts: where `methods` are served.
         Raises: ConfigError: they are too large, or weights would go by a folder that is not shared.
             TransportError. WaitTimeout.
         """

@@ -1,9 +1,8 @@
-"""What this machine allows: processes and files, shared memory, and the disk of the run folder."""
+"""What this machine has room for: shared memory, and the disk of the run folder."""
 
 from __future__ import annotations
 
 import os
-import resource
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from areal_sc.preflight.plan import plan_ranks
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.sizing.model_context import num_parameters
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, format_bytes
-from areal_sc.system.process import max_more_tasks, open_files_advice
 from areal_sc.transport.shards.memory_folder import (
     OFF,
     folder_on_node,
@@ -50,22 +48,6 @@ _LESS: Final = {
 """What each part of a disk needs less by."""
 
 
-def check_limits(config: GRPOConfig, *, generates: bool = True) -> None:
-    """Checks what a process would else meet inside of a library: limits of the kernel.
-
-    The numbers of processes and files are what a small run takes; a large one takes more. Not for a
-    worker that reads its settings again: the run has taken its part by then.
-
-    Args:
-        generates: as of `check_config`.
-    Raises: ConfigError: this machine's limits are too low for workers on it.
-    """
-    if config.scheduler.type == SchedulerType.local:
-        _check_kernel(config, generates=generates)
-        if generates:
-            _check_named_memory(config)
-
-
 def check_disk(config: GRPOConfig, *, generates: bool = True) -> list[str]:
     """Checks the disk of the run folder. With `--dry-run` that was done, and the folder is another.
 
@@ -79,36 +61,16 @@ def check_disk(config: GRPOConfig, *, generates: bool = True) -> list[str]:
     return [disk.line()] if disk.is_short else []
 
 
-def _check_kernel(config: GRPOConfig, *, generates: bool) -> None:
-    """Raises: ConfigError."""
-    rollout = config.rollout
-    models = (config.actor, *further_models(config).values())
-    num_ranks = sum(model.parallel.num_ranks for model in models)
-    num_workers = rollout.num_workers if generates else 0
-    num_tasks = 12 + 7 * num_ranks + (7 + rollout.num_reward_processes) * num_workers
-    left, num_files = max_more_tasks(), 64 + 4 * (num_ranks + num_workers)
-    if left < num_tasks:
-        raise ConfigError(
-            f"ulimit -u: expected room for {num_tasks} more processes and threads of this user, "
-            f"which this run takes at least, got {max(left, 0):g}; raise the limit (`nproc` in "
-            "/etc/security/limits.conf, docker run --ulimit nproc=65536 --pids-limit=-1), end "
-            "other processes, or use fewer workers"
-        )
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < num_files:
-        raise ConfigError(
-            f"ulimit -n: expected at least {num_files} for this run, got {hard}: "
-            f"{open_files_advice()}"
-        )
-
-
-def _check_named_memory(config: GRPOConfig) -> None:
+def check_named_memory(config: GRPOConfig) -> None:
     """`auto` chooses a folder with enough room; one that is named may have too little.
 
-    Raises: ConfigError: the second version of the weights would find no room.
+    Not for a worker that reads its settings again: the run has taken its part by then.
+
+    Raises: ConfigError: workers are on this machine, and the second version of the weights would
+        find no room.
     """
     wanted = config.transport.shared_memory
-    if wanted in (AUTO, OFF):
+    if wanted in (AUTO, OFF) or config.scheduler.type != SchedulerType.local:
         return
     root = Path(wanted).expanduser()
     needed = sum(rank.store_bytes for rank in plan_ranks(config.actor))

@@ -14,10 +14,12 @@ from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.preflight.plan import PlannedNode, plan, unchecked_plans
 from areal_sc.sizing.machine import Machine
-from areal_sc.sizing.worker_plan import RunPlan, format_bytes
 
-MOVED_BYTES_PER_S: Final = 10 << 30
-"""Between a GPU and pinned host memory; PCIe 4 has about twice as much, older machines half."""
+_PRICES: Final = {
+    Placement.beside: "each side has less memory",
+    Placement.turns: "generation stands still while a step is trained",
+}
+"""What it costs to share a GPU in this way."""
 
 
 def check_turns(config: GRPOConfig, count_devices: Callable[[], int]) -> None:
@@ -57,12 +59,10 @@ class PlacementChoice:
 
     Attributes:
         why_not: why it cannot be; "": it can.
-        price: what it costs.
     """
 
     placement: Placement
     why_not: str
-    price: str
 
 
 def choices(config: GRPOConfig, machine: Machine) -> list[PlacementChoice]:
@@ -74,31 +74,9 @@ def choices(config: GRPOConfig, machine: Machine) -> list[PlacementChoice]:
     shared = unchecked_plans(apart, [PlannedNode("", machine)])[""].shared_places
     if not shared:
         return []
-    turns = _placed(config, Placement.turns)
-    try:
-        in_turns: RunPlan | None = plan(turns, lambda: machine)
-        why_not = ""
-    except ConfigError as error:
-        in_turns, why_not = None, _first_line(error)
-    try:
-        check_turns(turns, lambda: machine.num_cuda_devices)
-    except ConfigError as error:
-        why_not = why_not or _first_line(error)
-    price = "generation stands still while a step is trained"
-    if in_turns is not None:
-        num_bytes = in_turns.moved_bytes
-        price += (
-            f"; a step takes about {num_bytes / MOVED_BYTES_PER_S:.1f} s longer, in which "
-            f"{format_bytes(num_bytes)} are moved"
-        )
     return [
-        PlacementChoice(
-            Placement.apart, f"both sides need {', '.join(shared)}", "GPUs for each side"
-        ),
-        PlacementChoice(
-            Placement.beside, _why_not_beside(config, machine), "each side has less memory"
-        ),
-        PlacementChoice(Placement.turns, why_not, price),
+        PlacementChoice(Placement.apart, f"both sides need {', '.join(shared)}"),
+        *(PlacementChoice(way, _why_not(config, machine, way)) for way in _PRICES),
     ]
 
 
@@ -136,7 +114,7 @@ def placement_lines(config: GRPOConfig, found: list[PlacementChoice]) -> Iterato
         taken = Placement.beside
     for choice in found:
         mark = "*" if choice.placement is taken else " "
-        fits = f"no: {choice.why_not}" if choice.why_not else f"yes: {choice.price}"
+        fits = f"no: {choice.why_not}" if choice.why_not else f"yes: {_PRICES[choice.placement]}"
         yield f"placement {mark} {choice.placement:<8}{fits}"
 
 
@@ -146,13 +124,13 @@ def _placed(config: GRPOConfig, placement: Placement) -> GRPOConfig:
     )
 
 
-def _why_not_beside(config: GRPOConfig, machine: Machine) -> str:
+def _why_not(config: GRPOConfig, machine: Machine, placement: Placement) -> str:
+    """Why both sides cannot share the machine in this way; "": they can."""
+    placed = _placed(config, placement)
     try:
-        plan(_placed(config, Placement.beside), lambda: machine)
+        plan(placed, lambda: machine)
+        if placement is Placement.turns:
+            check_turns(placed, lambda: machine.num_cuda_devices)
     except ConfigError as error:
-        return _first_line(error)
+        return str(error).partition("\n")[0].partition(";")[0]
     return ""
-
-
-def _first_line(error: ConfigError) -> str:
-    return str(error).partition("\n")[0].partition(";")[0]

@@ -4,8 +4,7 @@ It is started when the first such node joins, so most runs have none, and ends w
 
 consumes     nodes that join; new passes of workers, which void those before; the end of the process
 waits for    its address, `START_LIMIT_S` at most
-unblocked by the process, which is started again if it dies: where it was, as nodes know, or where
-             there is a port by then, which nodes are told
+unblocked by the process, which is started again if it dies, at the address that nodes know
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -45,20 +43,12 @@ class FilesBeside:
         folder: of the run; the keys are in it when a node asks.
         interface: where nodes reach it.
         passes: of the run's workers.
-        on_moved: gets a further address, at which the process serves after a death; blocks.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        interface: Interface,
-        passes: Passes,
-        on_moved: Callable[[str], None] = lambda address: None,
-    ) -> None:
+    def __init__(self, folder: RunFolder, interface: Interface, passes: Passes) -> None:
         self._folder = folder
         self._interface = interface
         self._passes = passes
-        self._on_moved = on_moved
         self._process: subprocess.Popen[bytes] | None = None
         self._address = ""
         self._one_starts = threading.Lock()
@@ -95,12 +85,13 @@ class FilesBeside:
             )
             self._end()
             pause_s = self._deaths.note_death()
-        if pause_s is None or self._closed.wait(pause_s):
-            return
-        try:
-            self.address()
-        except WorkerStartError as error:
-            logger.error("%s", error)
+        while pause_s is not None and not self._closed.wait(pause_s):
+            try:
+                self.address()
+                return
+            except WorkerStartError as error:  # another process has its port, say
+                logger.error("%s", error)
+                pause_s = self._deaths.note_death()
 
     def _tell(self, process: subprocess.Popen[bytes], news: threading.Event) -> None:
         """Which passes are void: before it serves, and whenever there are more; until its end.
@@ -119,8 +110,7 @@ class FilesBeside:
                 news.clear()
 
     def _start(self) -> None:
-        before, path = self._address, self._folder.log_path(_LOG)
-        port = before.rpartition(":")[2] or "0"
+        path, port = self._folder.log_path(_LOG), self._address.rpartition(":")[2] or "0"
         words = str(self._folder.path), self._interface.bind, port
         command = [sys.executable, "-P", "-m", "areal_sc.shipping.server", *words]
         env = os.environ | agent_environment(os.environ)
@@ -138,9 +128,6 @@ class FilesBeside:
             raise WorkerStartError.with_log(what, path, log_tail(path))
         self._address = self._interface.reachable(line)
         watch.start()
-        if before not in ("", self._address):
-            logger.warning("files are served at %s: %s is another process's", self._address, before)
-            self._on_moved(self._address)
 
     def _end(self) -> None:
         process, self._process = self._process, None

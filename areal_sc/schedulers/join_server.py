@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from areal_sc.errors import NotPermitted, StaleTerm
+from areal_sc.errors import NotPermitted
 from areal_sc.ids import random_id
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.spec import JOIN, STOP_RUN, WELCOME, Joining, NodeFacts, Welcome
@@ -108,7 +108,7 @@ class JoinServer:
         # whoever reads it in the folder sees that; as secret as the invitations, and as lasting
         self._nonce = hmac.digest(keys.controller.secret, _NONCE, "sha256").hex()
         folder.write_atomic(folder.nonce_path, self._nonce.encode())
-        self.files = FilesBeside(folder, interface, passes, self._tell_of_files)
+        self.files = FilesBeside(folder, interface, passes)
         self._one_notes = asyncio.Lock()
         self._noted: list[Joining] = []
         self._folder = folder
@@ -240,22 +240,6 @@ class JoinServer:
         agents = self.agents()
         note_unseen(self._folder, agents)
         self._noted = agents
-
-    def _tell_of_files(self, address: str) -> None:
-        """Agents know where files were served before. Blocks, but not for long."""
-        unseen = {
-            AgentAddress.of(it.facts): it.node
-            for it in self.agents()
-            if isinstance(it.facts, NodeFacts) and not it.shares_folder
-        }
-        try:
-            told = self._tell(unseen, address)
-        except StaleTerm as error:
-            logger.error("no node is told where files are served: %s", error)
-            return
-        if silent := [node for agent, node in unseen.items() if agent not in told]:
-            what = "nodes=%s do not hear where files are served until their agents join again"
-            logger.warning(what, ",".join(silent))
 
     def _tell(self, agents: Collection[AgentAddress], files: str) -> set[AgentAddress]:
         """Which of these have heard where this start of the script is. Raises: StaleTerm."""

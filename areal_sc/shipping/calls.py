@@ -69,41 +69,6 @@ class FilePiece:
 
 
 @dataclass(frozen=True)
-class TreePiece:
-    """A part of a file of a tree, on any node that has it.
-
-    Attributes:
-        digest: of the tree; see `trees.digest_of`.
-        name, offset, num_bytes: see `FilePiece`.
-    """
-
-    digest: str
-    name: str
-    offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class TreeHolder:
-    """Where a node serves the trees that it has.
-
-    Attributes:
-        key: public key of the server, its agent's.
-    """
-
-    address: str
-    key: str
-
-
-@dataclass(frozen=True)
-class HeldTree:
-    """A node has a tree."""
-
-    digest: str
-    holder: TreeHolder
-
-
-@dataclass(frozen=True)
 class WrittenPiece:
     """A part of a file that comes back to the run folder; the first one is empty.
 
@@ -155,13 +120,6 @@ LIST_PATH: Final = Method("list_path", str, Listing, callers=WORKERS)
 LIST_RUN: Final = Method("list_run", str, Listing, callers=WORKERS)
 """A folder below the run folder."""
 READ_PIECE: Final = Method("read_piece", FilePiece, bytes, callers=WORKERS)
-HOLDERS: Final = Method("holders", str, list[TreeHolder], callers=WORKERS)
-"""Some nodes that have the tree of this digest."""
-HOLD: Final = Method("hold", HeldTree, NoneType, callers=WORKERS)
-TAKE_TURN: Final = Method("take_turn", NoneType, bool, callers=WORKERS)
-"""The script's process and nodes serve it: whether the caller may read a large file there now."""
-READ_TREE_PIECE: Final = Method("read_tree_piece", TreePiece, bytes, callers=WORKERS)
-"""A piece of a file in a tree that a node has; nodes serve it."""
 WRITE_PIECE: Final = Method("write_piece", WrittenPiece, NoneType, callers=_TRAINERS)
 END_FILE: Final = Method("end_file", WrittenFile, NoneType, callers=_TRAINERS)
 WRITE_LOG_PIECE: Final = Method("write_log_piece", WrittenPiece, NoneType, callers=WORKERS)

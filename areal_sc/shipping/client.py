@@ -29,8 +29,6 @@ NUM_AT_ONCE: Final = 8
 """Pieces on their way: enough for a network with some delay."""
 
 RETRY_S: Final = 0.5
-TURN_LIMIT_S: Final = 10.0
-"""A node that does not answer by then is cut off, or busy with others."""
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -74,14 +72,10 @@ class ScriptFiles:
 
     Args:
         connection: to the process beside the script.
-        transport: for others, to nodes.
     """
 
-    def __init__(self, connection: Connection, transport: Transport) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._transport = transport
-        self._last: calls.TreeHolder | None = None  # that a file was read from
-        self._failed: set[calls.TreeHolder] = set()
 
     @classmethod
     @asynccontextmanager
@@ -89,7 +83,7 @@ class ScriptFiles:
         """Args: address: of the process beside the script."""
         connection = transport.connect(address, "files", ANY_INCARNATION)
         try:
-            yield cls(connection, transport)
+            yield cls(connection)
         finally:
             await connection.close()
 
@@ -120,63 +114,23 @@ class ScriptFiles:
         Raises: TransportError: it cannot be had, or is another one by now. OSError.
         """
 
-        async def read(offset: int, size: int) -> bytes:
-            piece = calls.FilePiece(path, fact.name, offset, size)
-            return await self._call(calls.READ_PIECE, piece)
-
-        await _read_file(path, fact, target, read)
-
-    async def read_large_file(
-        self, digest: str, path: str, fact: calls.FileFact, target: Path
-    ) -> None:
-        """Reads a file like `read_file`, but from nodes that have its tree, or from the script in
-        turn.
-
-        What comes from another node has the hash that the script's process has told, too.
-
-        Args:
-            digest: of the tree.
-        """
-        while True:
-            told = await self._call(calls.HOLDERS, digest)
-            usable = [holder for holder in told if holder not in self._failed]
-            for holder in sorted(usable, key=lambda holder: holder != self._last):
-                if await self._has_read(holder, digest, fact, target):
-                    return
-            if await self._call(calls.TAKE_TURN, None):
-                return await self.read_file(path, fact, target)
-            await asyncio.sleep(RETRY_S)
-
-    async def _has_read(
-        self, holder: calls.TreeHolder, digest: str, fact: calls.FileFact, target: Path
-    ) -> bool:
-        """Whether the holder had a turn for this node, and has given the file."""
-        place = holder.address, "agent", ANY_INCARNATION
-
-        async def read(offset: int, size: int) -> bytes:
-            piece = calls.TreePiece(digest, fact.name, offset, size)
-            return await connection.call(
-                calls.READ_TREE_PIECE, piece, timeout_s=calls.PIECE_LIMIT_S
-            )
-
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(target, flags, 0o600)
         try:
-            connection = self._transport.connect(*place, server_key=holder.key)
-            try:
-                if not await connection.call(calls.TAKE_TURN, None, timeout_s=TURN_LIMIT_S):
-                    return False
-                await _read_file(digest, fact, target, read)
-            finally:
-                await connection.close()
-        except TransportError as error:  # a worker says where it is: that may be no address
-            logger.warning("address=%s does not serve %s: %s", holder.address, fact.name, error)
-            self._failed.add(holder)
-            return False
-        self._last = holder
-        return True
 
-    async def note_held(self, held: calls.HeldTree) -> None:
-        """Other nodes may read it there. Raises: TransportError."""
-        await self._call(calls.HOLD, held)
+            async def bring(offset: int) -> None:
+                size = min(calls.PIECE_BYTES, fact.num_bytes - offset)
+                piece = calls.FilePiece(path, fact.name, offset, size)
+                got = await self._call(calls.READ_PIECE, piece)
+                if len(got) != size:
+                    raise _changed(path, fact)
+                await asyncio.to_thread(os.pwrite, fd, got, offset)
+
+            await _some_at_once(bring, fact.num_bytes)
+            if fact.sha256 and await asyncio.to_thread(_digest, fd) != fact.sha256:
+                raise _changed(path, fact)
+        finally:
+            os.close(fd)
 
     async def write_file(self, source: Path, name: str, *, is_log: bool = False) -> None:
         """Brings a file back to the run folder.
@@ -210,28 +164,6 @@ def _checked(listing: calls.Listing) -> calls.Listing:
     for fact in listing.files:
         checked_name(fact.name)
     return listing
-
-
-async def _read_file(
-    path: str, fact: calls.FileFact, target: Path, read: Callable[[int, int], Awaitable[bytes]]
-) -> None:
-    """Makes a file of the pieces that `read` gives, by offset and size. Raises: see `read_file`."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(target, flags, 0o600)
-    try:
-
-        async def bring(offset: int) -> None:
-            size = min(calls.PIECE_BYTES, fact.num_bytes - offset)
-            got = await read(offset, size)
-            if len(got) != size:
-                raise _changed(path, fact)
-            await asyncio.to_thread(os.pwrite, fd, got, offset)
-
-        await _some_at_once(bring, fact.num_bytes)
-        if fact.sha256 and await asyncio.to_thread(_digest, fd) != fact.sha256:
-            raise _changed(path, fact)
-    finally:
-        os.close(fd)
 
 
 def _changed(path: str, fact: calls.FileFact) -> TransportError:

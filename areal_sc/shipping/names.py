@@ -25,18 +25,12 @@ _WRITABLE: Final = re.compile(
     rf"checkpoints/\.step-[0-9]+\.partial/{_ENGINE}/{_PART}"
     rf"|exports/[a-z0-9_-]{{1,32}}/[0-9a-f]{{4,64}}/{_PART}"
 )
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _LOG: Final = re.compile(rf"logs/{_PART}/{_PART}")
 
 
 def checked_name(name: str) -> str:
     """The name, if it is one of a file below a folder. Raises: NotPermitted."""
     return _matched(_NAME, name, "no name of a file below a folder")
-
-
-def checked_digest(digest: str) -> str:
-    """The digest, if it is one of a tree. Raises: NotPermitted."""
-    return _matched(_DIGEST, digest, "no digest of a tree")
 
 
 def readable(run_dir: Path, name: str) -> Path:

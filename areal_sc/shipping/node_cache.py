@@ -29,20 +29,14 @@ from typing import Final
 from areal_sc.errors import ConfigError, RunFolderError, WaitTimeout
 from areal_sc.ids import random_id
 from areal_sc.run.private_folder import make_private
-from areal_sc.shipping import calls, names
-from areal_sc.shipping.calls import HeldTree, Listing, TreeHolder, TreePiece
+from areal_sc.shipping.calls import Listing
 from areal_sc.shipping.client import ScriptFiles
-from areal_sc.shipping.pieces import read_piece
-from areal_sc.shipping.tree_turns import TreeTurns
 from areal_sc.shipping.trees import digest_of
 from areal_sc.system.durable import commit_folder, remove
 from areal_sc.system.file_lock import HeldLock, take_lock
 from areal_sc.system.waiting import polled
-from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.memory_folder import folder_on_node
 
-LARGE_BYTES: Final = 64 << 20
-"""Trees of this size come from other nodes, too, and from the script's machine in turn."""
 KEEP_S: Final = 14 * 86400.0
 _OWNER_ONLY: Final = 0o700
 _POLL_S: Final = 0.2
@@ -99,14 +93,11 @@ class NodeCache:
             remove(path)
             lock.close()
 
-    async def bring(
-        self, files: ScriptFiles, path: str, limit_s: float, holder: TreeHolder | None = None
-    ) -> Path | None:
+    async def bring(self, files: ScriptFiles, path: str, limit_s: float) -> Path | None:
         """Where a path of the script's machine is on this node; None: there is no such path.
 
         Args:
             limit_s: for another process of this node that brings it already.
-            holder: serves it to other nodes, if it is large.
         Raises: ConfigError: it is too large. TransportError. WaitTimeout. OSError: the disk of
             this node has failed.
         """
@@ -121,27 +112,7 @@ class NodeCache:
                 if not tree.is_dir():
                     await self._fetch(files, path, listing, tree)
         os.utime(tree)
-        if holder is not None and _num_bytes(listing) >= LARGE_BYTES:
-            await files.note_held(HeldTree(digest, holder))
         return tree / listing.files[0].name if listing.is_file else tree
-
-    def methods(self) -> list[Served]:
-        """What serves trees to other nodes."""
-        turns = TreeTurns()
-
-        async def read(piece: TreePiece, reader: str) -> bytes:
-            turns.note_read(reader)
-            return await asyncio.to_thread(self._read, piece)
-
-        return [
-            calls.TAKE_TURN.served_to(lambda _, reader: turns.take_turn(reader)),
-            calls.READ_TREE_PIECE.served_to(read),
-        ]
-
-    def _read(self, piece: TreePiece) -> bytes:
-        """Raises: NotPermitted, TransportError: it cannot be read."""
-        path = self._trees / names.checked_digest(piece.digest) / names.checked_name(piece.name)
-        return read_piece(path, piece.offset, piece.num_bytes, os.O_NOFOLLOW)
 
     async def _use(self, digest: str) -> None:
         """The tree of this digest stays as long as this object lives."""
@@ -152,7 +123,7 @@ class NodeCache:
                 await asyncio.sleep(_POLL_S)
 
     async def _fetch(self, files: ScriptFiles, path: str, listing: Listing, tree: Path) -> None:
-        num_bytes = _num_bytes(listing)
+        num_bytes = sum(fact.num_bytes for fact in listing.files)
         free_bytes = shutil.disk_usage(self._trees).free
         if num_bytes > free_bytes:
             raise ConfigError(
@@ -165,10 +136,7 @@ class NodeCache:
             for fact in listing.files:
                 target = partial / fact.name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                if num_bytes >= LARGE_BYTES:
-                    await files.read_large_file(tree.name, path, fact, target)
-                else:
-                    await files.read_file(path, fact, target)
+                await files.read_file(path, fact, target)
             await asyncio.to_thread(commit_folder, partial, tree)
         except BaseException:
             remove(partial)
@@ -249,10 +217,6 @@ class RunHere:
         """The run has ended here."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
-
-
-def _num_bytes(listing: Listing) -> int:
-    return sum(fact.num_bytes for fact in listing.files)
 
 
 def _age_s(path: Path) -> float:

@@ -20,15 +20,13 @@ from areal_sc.config.schema import SchedulerConfig, WeightUpdateMethod
 from areal_sc.errors import ArealError, ConfigError, NotPermitted, TransportError, WaitTimeout
 from areal_sc.nodes.joining import JOIN_LIMIT_S, read_address
 from areal_sc.nodes.node_folder import NodeFolder
-from areal_sc.nodes.spec import Launch, NodeFacts, Shipped, Welcome, WorkerOrder
+from areal_sc.nodes.spec import Launch, Shipped, Welcome, WorkerOrder
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.shipping.calls import TreeHolder
 from areal_sc.shipping.client import ScriptFiles, until_there
 from areal_sc.shipping.node_cache import NodeCache, RunHere
 from areal_sc.system.durable import write_atomic
 from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.process import machine_id
-from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.passes import WorkerKeys
@@ -60,10 +58,7 @@ class FolderInPlace(NodeFolder):
         logger.info("run_dir=%s is not seen here: path=%s", config.run_dir, self._run.path)
         self.config = replace(config, run_dir=str(self._run.path))
 
-    def methods(self) -> list[Served]:
-        return self._cache.methods()  # trees that it has got
-
-    async def bring_first(self, launch: Launch, facts: NodeFacts) -> Shipped | None:
+    async def bring_first(self, launch: Launch) -> Shipped | None:
         if not launch.orders:
             return None
         await self._wait_until_told()
@@ -71,7 +66,6 @@ class FolderInPlace(NodeFolder):
             _check_weights_folder(order, self.script_config.run_dir)
         # the files are asked for in the name of the workers
         self._keys |= {it.name: keys for it, keys in zip(launch.orders, launch.keys, strict=True)}
-        holder = TreeHolder(facts.address, facts.key)
         transport = ZmqTransport(client=CurveClient.of_worker(launch.keys[0]))
         paths = set[str]().union(*map(_model_of, launch.orders))
         places: dict[str, str] = {}
@@ -79,7 +73,7 @@ class FolderInPlace(NodeFolder):
         async def bring() -> None:
             async with ScriptFiles.opened(transport, self._files_address) as files:
                 for path in paths:
-                    await self._cache_path(files, path, places, holder)
+                    await self._cache_path(files, path, places)
 
         try:
             await until_there("model and code", bring, self.config.shipping_timeout_s)
@@ -110,12 +104,10 @@ class FolderInPlace(NodeFolder):
     def _files_address(self) -> str:
         return read_address(RunFolder(self.config.run_dir).files_path)
 
-    async def _cache_path(
-        self, files: ScriptFiles, path: str, places: dict[str, str], holder: TreeHolder
-    ) -> None:
+    async def _cache_path(self, files: ScriptFiles, path: str, places: dict[str, str]) -> None:
         limit_s = self.config.shipping_timeout_s
         try:
-            place = await self._cache.bring(files, path, limit_s, holder)
+            place = await self._cache.bring(files, path, limit_s)
         except (TransportError, WaitTimeout):
             raise  # some are errors of the system, too
         except OSError as error:

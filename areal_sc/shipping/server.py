@@ -16,22 +16,19 @@ import asyncio
 import hashlib
 import hmac
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Final
 
 from msgspec import json
 
-from areal_sc.errors import CheckpointError, NotPermitted, StaleCall, TransportError
+from areal_sc.errors import CheckpointError, StaleCall, TransportError
 from areal_sc.log import setup_logging
 from areal_sc.run.named_paths import find_named_path
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping import calls, names
-from areal_sc.shipping.pieces import read_piece
 from areal_sc.shipping.sent_records import ReceivedRecords
-from areal_sc.shipping.tree_turns import TreeTurns
-from areal_sc.shipping.trees import Trees, digest_of
+from areal_sc.shipping.trees import Trees
 from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.process import (
     allow_open_files,
@@ -45,8 +42,6 @@ from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import KnownCallers
 
-MAX_HOLDERS: Final = 4
-"""Most holders that a node is told of at a time."""
 _MAX_LINE_BYTES: Final = 16 << 20
 _OPEN: int = os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -60,19 +55,13 @@ class FileServer:
         self._trees = Trees()
         self._listed: dict[str, calls.Listing] = {}
         self._one_lists: dict[str, asyncio.Lock] = {}
-        self._turns = TreeTurns()
-        # by the digest of what was listed, and with who has told of it first
-        self._holders: dict[str, dict[calls.TreeHolder, str]] = {}
 
     def methods(self) -> list[Served]:
         in_thread = asyncio.to_thread
         return [
             calls.LIST_PATH.served_by(self.list_path),
             calls.LIST_RUN.served_by(self.list_run),
-            calls.READ_PIECE.served_to(self.read_piece),
-            calls.TAKE_TURN.served_to(lambda _, reader: self._turns.take_turn(reader)),
-            calls.HOLDERS.served_by(self.holders),
-            calls.HOLD.served_to(self.hold),
+            calls.READ_PIECE.served_by(lambda it: in_thread(self._read, it)),
             calls.WRITE_PIECE.served_by(lambda it: in_thread(self._write, it)),
             calls.END_FILE.served_by(lambda it: in_thread(self._end, it)),
             calls.WRITE_LOG_PIECE.served_by(lambda it: in_thread(self._write, it, is_log=True)),
@@ -88,30 +77,7 @@ class FileServer:
         async with self._one_lists.setdefault(path, asyncio.Lock()):  # nodes come all at once
             listing = await asyncio.to_thread(self._trees.list, named)
             self._listed[path] = listing
-            self._holders.setdefault(digest_of(listing), {})
             return listing
-
-    async def read_piece(self, piece: calls.FilePiece, reader: str) -> bytes:
-        """Raises: the errors of `_read`."""
-        self._turns.note_read(reader)
-        return await asyncio.to_thread(self._read, piece)
-
-    def holders(self, digest: str) -> list[calls.TreeHolder]:
-        found = list(self._holders.get(digest, ()))
-        return random.sample(found, min(len(found), MAX_HOLDERS))
-
-    def hold(self, held: calls.HeldTree, reader: str) -> None:
-        """The reader has got all of a tree, and its node serves it.
-
-        Raises: NotPermitted: it has told of another node before, and is on one only.
-        """
-        self._turns.end(reader)
-        holders = self._holders.get(held.digest, {})
-        if held.holder not in holders and reader in holders.values():
-            raise NotPermitted(
-                f"a worker is on one node: it has told of another one that has {held.digest[:12]}"
-            )
-        holders.setdefault(held.holder, reader)
 
     async def list_run(self, name: str) -> calls.Listing:
         """Raises: NotPermitted."""
@@ -126,7 +92,15 @@ class FileServer:
     def _read(self, piece: calls.FilePiece) -> bytes:
         """Raises: NotPermitted. TransportError: it cannot be read."""
         path, flags = self._place_of(piece)
-        return read_piece(path, piece.offset, piece.num_bytes, flags)
+        num_bytes = piece.num_bytes
+        if not 0 <= num_bytes <= calls.PIECE_BYTES or piece.offset < 0:
+            raise TransportError(f"a piece has 0 to {calls.PIECE_BYTES} bytes, not {num_bytes}")
+        with os_errors_as(TransportError, f"{path} cannot be read"):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+            try:
+                return os.pread(fd, num_bytes, piece.offset)
+            finally:
+                os.close(fd)
 
     def _place_of(self, piece: calls.FilePiece) -> tuple[Path, int]:
         if not piece.path:
@@ -210,7 +184,7 @@ async def _serve(folder: RunFolder, interface: str, port: str) -> None:
         bind=f"{interface}:{port}",
         security=CurveServer(keys.workers, callers, "files"),
     )
-    address = await server.start(at_any_port=True)
+    address = await server.start()
     tell_starter(address.encode())
     try:
         while await is_told():
@@ -222,7 +196,7 @@ async def _serve(folder: RunFolder, interface: str, port: str) -> None:
 def main() -> None:
     """The process: `server.py RUN_DIR INTERFACE PORT`; its address is its only line of output.
 
-    If another process has the port, any other one will do, as for port 0.
+    Port 0 is any free one.
     """
     run_dir, interface, port = sys.argv[1:]
     leave_signals_to_script()

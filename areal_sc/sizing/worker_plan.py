@@ -133,12 +133,6 @@ class RunPlan:
         return sorted((training.keys() & generation.keys()) - {HOST})
 
     @property
-    def moved_bytes(self) -> int:
-        """What takes its way between GPUs and host memory in a step, where both take turns."""
-        weights = sum(it.parameter_bytes for it in self.workers if it.generates and it.is_on_gpu)
-        return 2 * self._stowed_bytes + weights
-
-    @property
     def _stowed_bytes(self) -> int:
         """What training has on GPUs, and in host memory while generation has its turn."""
         return sum(it.held_bytes for it in self.workers if not it.generates and it.is_on_gpu)

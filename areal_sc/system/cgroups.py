@@ -1,4 +1,4 @@
-"""What the control groups of this process leave to it: memory, cores and tasks of its container.
+"""What the control groups of this process leave to it: memory and cores of its container.
 
 A limit of any group above counts, too: of a container's own, a SLURM job's, or a slice of systemd.
 Both versions of control groups are read, and both at one time: a hybrid system has each
@@ -7,7 +7,6 @@ controller in one of them.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,7 +24,7 @@ def groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
     """The folders of this process's groups that may limit something, each before those above it.
 
     Args:
-        controller: `memory`, `cpu` or `pids`.
+        controller: `memory` or `cpu`.
     """
     base = root / "sys/fs/cgroup"
     paths = dict[str, str]()
@@ -73,15 +72,6 @@ def num_cores(root: Path = ROOT) -> int:
         if len(quota) == 2 and quota[0] > 0:  # version 1 says -1 where there is none
             cores = min(cores, -(-quota[0] // quota[1]))
     return cores
-
-
-def tasks_left(root: Path = ROOT) -> float:
-    """Processes and threads that may still begin under every limit."""
-    rooms = [math.inf]
-    for folder in groups("pids", root):
-        for limit in _numbers(folder, "pids.max"):
-            rooms += [limit - used for used in _numbers(folder, "pids.current")]
-    return min(rooms)
 
 
 def _reclaimed_bytes(folder: Path) -> int:

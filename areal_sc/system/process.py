@@ -22,7 +22,6 @@ from types import FrameType
 from typing import IO, Final, Self
 
 from areal_sc.errors import ConfigError
-from areal_sc.system.cgroups import tasks_left
 from areal_sc.system.waiting import polled
 
 MAX_OPEN_FILES: Final = 1 << 20
@@ -49,8 +48,6 @@ SAYS: Final = b"areal_sc says: "
 """Begins what a child tells: a `sitecustomize`, say, may print to the same standard output."""
 
 _POLL_S: Final = 0.02
-_ABOVE_LIMITS: Final = 1 << 21 | 1 << 24
-"""CAP_SYS_ADMIN and CAP_SYS_RESOURCE: processes are not counted for who has one of them."""
 _PR_SET_PDEATHSIG: Final = 1
 _MAX_NAME_CHARS: Final = 15
 
@@ -336,29 +333,6 @@ def allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError) as error:  # forbidden, in a sandbox say
             logger.warning("the limit of open files stays at %d: %s", soft, error)
-
-
-def max_more_tasks() -> float:
-    """How many more processes and threads this user may have, as far as is seen from here.
-
-    Root obeys the limits of a container, too.
-    """
-    return min(tasks_left(), _more_tasks_of_user())
-
-
-def _more_tasks_of_user() -> float:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if limit == resource.RLIM_INFINITY or os.getuid() == 0:
-        return math.inf
-    powers = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if powers and int(powers[1], 16) & _ABOVE_LIMITS:  # some sandboxes do not tell
-        return math.inf
-    num = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            if process.stat().st_uid == os.getuid():
-                num += len(os.listdir(process / "task"))
-    return limit - num
 
 
 def open_files_advice() -> str:

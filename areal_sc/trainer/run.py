@@ -34,7 +34,7 @@ from areal_sc.errors import RunFolderError, StepsLost
 from areal_sc.fleet.events import FleetEvent, PauseWished, Scaled
 from areal_sc.log import Screen
 from areal_sc.preflight.checks import check_models
-from areal_sc.preflight.machine_limits import check_disk, check_limits
+from areal_sc.preflight.machine_limits import check_disk, check_named_memory
 from areal_sc.preflight.sizes import complete_config
 from areal_sc.records.learning_curve import plot_learning_curve
 from areal_sc.records.metrics import StepMetrics, Summary, summarize
@@ -115,7 +115,8 @@ class Run:
     def __enter__(self) -> Self:
         self.config = typed(self.config)
         warnings = complete_config(self.config, generates=self.generates)
-        check_limits(self.config, generates=self.generates)
+        if self.generates:
+            check_named_memory(self.config)
         warnings += check_disk(self.config, generates=self.generates)
         trackers = [*map(make_tracker, self.config.trackers), *self._given_trackers]
         with ExitStack() as stack:  # nothing stays open when something of this fails

@@ -25,7 +25,6 @@ from areal_sc.log import setup_logging
 from areal_sc.nodes import agent
 from areal_sc.nodes.beats import Beats
 from areal_sc.nodes.spec import WorkerReport, WorkerSpec
-from areal_sc.shipping import node_cache
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
@@ -103,5 +102,4 @@ async def serve(spec: WorkerSpec, keys: WorkerKeys, agent_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    node_cache.LARGE_BYTES = 1  # any tree goes from node to node
     sys.exit(agent.main(target="integration.beating_agent:run_worker", preload=()))

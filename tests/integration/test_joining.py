@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -32,11 +30,9 @@ from areal_sc.nodes.spec import (
     DESCRIBE,
     END,
     JOIN,
-    WELCOME,
     Joining,
     NodeDescription,
     NodeFacts,
-    Welcome,
 )
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.found_agents import UnseenAgents, note_unseen
@@ -152,36 +148,6 @@ async def test_an_agent_is_noted_that_does_not_see_the_folder_though_it_fails_at
     written = folder.joined_path.stat().st_ino
     await come(joins, keys, own, secret, monkeypatch, facts=unseen)
     assert folder.joined_path.stat().st_ino == written, "nothing is new"
-
-
-async def test_agents_are_told_where_files_are_served_once_another_process_has_the_port(
-    joins: JoinServer, keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, own, told = RunFolder(tmp_path), KeyPair.create(), asyncio.Queue[Welcome]()
-    folder.logs.mkdir()
-    keys.write(folder.keys_path)
-    security = CurveServer(own, KnownCallers(keys.controller.public), "agent")
-    parts = {"node_id": "agent", "incarnation": "1", "bind": LOOPBACK.bind, "security": security}
-    agent = RpcServer([WELCOME.served_by(told.put_nowait)], **parts)
-    unseen = replace(facts_of_a_blind_agent(own), address=await agent.start())
-    await come(joins, keys, own, secret_of(joins, 1), monkeypatch, facts=unseen)
-    before, process = await asyncio.to_thread(joins.files.address), joins.files._process
-    assert process is not None
-    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
-        with joins.files._one_starts:  # so it is not started again before the port is taken
-            process.kill()
-            port = int(before.rpartition(":")[2])
-            while True:
-                with suppress(OSError):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-                    break
-                await asyncio.sleep(0.05)
-        welcome = await told.get()
-    assert welcome.address == joins.address
-    assert welcome.files.startswith("tcp://127.0.0.1:")
-    assert welcome.files != before
-    assert await asyncio.to_thread(joins.files.address) == welcome.files
-    await agent.close()
 
 
 async def test_a_job_that_slurm_starts_again_is_invited_again(

@@ -19,8 +19,7 @@ from msgspec import json
 from waiting import is_running, until
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.errors import ConfigError, NotPermitted, StaleTerm, TransportError, WorkerStartError
-from areal_sc.nodes.joining import read_address
+from areal_sc.errors import ConfigError, StaleTerm, WorkerStartError
 from areal_sc.nodes.spec import (
     DESCRIBE,
     LAUNCH,
@@ -39,12 +38,10 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.local import LocalScheduler
-from areal_sc.shipping.calls import HOLDERS, READ_TREE_PIECE, TAKE_TURN, TreeHolder, TreePiece
-from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import Connection, ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
-from areal_sc.transport.security.keys import KeyPair, RunKeys
-from areal_sc.transport.security.passes import Caller, Passes
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.passes import Passes
 from areal_sc.transport.sockets.interface import Interface, host_of
 
 PROGRAM = Path(__file__).with_name("beating_agent.py")
@@ -311,53 +308,6 @@ def named_model(run_dir: Path) -> tuple[RunKeys, Path]:
     (model / "weights").write_text("w")
     name_path(folder.sources, model, Contents.all)
     return keys, model
-
-
-async def test_a_node_that_has_a_large_tree_serves_it_to_workers_of_the_run(tmp_path: Path) -> None:
-    """Another one, whose pass is void, gets nothing there; nor does who has none."""
-    keys, model = named_model(tmp_path)
-    passes = Passes(keys)
-    of_script = ZmqTransport(client=CurveClient.of_controller(keys))
-    puller = passes.issue("rollout/9", Caller.rollout)
-    of_worker = ZmqTransport(client=CurveClient.of_worker(puller))
-    stranger = ZmqTransport(client=CurveClient(KeyPair.create(), keys.workers.public))
-    async with agent_elsewhere(
-        tmp_path, "127.0.0.1", orphan_timeout_s=1000.0, sees_folder=False, passes=passes
-    ) as (joins, _):
-        await until(lambda: joins.joined(""))
-        [joining] = joins.joined("").values()
-        assert isinstance(joining.facts, NodeFacts)
-        agent = Agent(connect_agent(of_script, joining.facts), passes)
-        its_order = replace(order(0), engine_config={"path": str(model)})
-        assert (await launch(agent, its_order)).failure == ""
-        [tree] = (tmp_path / "node").glob("*/trees/*/weights")
-        [address_path] = (tmp_path / "node").glob("*/runs/*/.files")
-        files = of_worker.connect(read_address(address_path), "files", ANY_INCARNATION)
-        piece = TreePiece(tree.parent.name, "weights", 0, 1)
-        [holder] = await files.call(HOLDERS, piece.digest, timeout_s=LIMIT_S)
-        assert holder == TreeHolder(joining.facts.address, joining.facts.key)
-        place = holder.address, "agent", ANY_INCARNATION
-        node = of_worker.connect(*place, server_key=holder.key)
-        assert await node.call(TAKE_TURN, None, timeout_s=LIMIT_S)
-        assert await node.call(READ_TREE_PIECE, piece, timeout_s=LIMIT_S) == b"w"
-        for name in ("../../x", "/etc/passwd", ""):
-            with pytest.raises(NotPermitted):
-                await node.call(READ_TREE_PIECE, replace(piece, name=name), timeout_s=LIMIT_S)
-        for digest in ("..", piece.digest[1:], ""):
-            with pytest.raises(NotPermitted):
-                await node.call(READ_TREE_PIECE, replace(piece, digest=digest), timeout_s=LIMIT_S)
-        with pytest.raises(NotPermitted):
-            await node.call(STOP, Stop([], 0.0), timeout_s=LIMIT_S)
-        nobody = stranger.connect(*place, server_key=holder.key)
-        with pytest.raises(TransportError):
-            await nobody.call(READ_TREE_PIECE, piece, timeout_s=1.0)
-        passes.issue("rollout/9", Caller.rollout)
-        watch = Watch("rollout", 0, 0.0, replaced=passes.replaced)
-        await agent.connection.call(WATCH, watch, timeout_s=LIMIT_S)
-        with pytest.raises(NotPermitted, match="of an earlier life of rollout/9"):
-            await node.call(READ_TREE_PIECE, piece, timeout_s=LIMIT_S)
-        for transport in (of_script, of_worker, stranger):
-            await transport.close()
 
 
 async def test_what_an_earlier_script_asked_for_is_not_started_behind_the_back_of_the_next(

@@ -18,7 +18,6 @@ from areal_sc.engines.handles import make_generator
 from areal_sc.errors import CommandError
 from areal_sc.log import Screen, logging_to
 from areal_sc.preflight.checks import check_models
-from areal_sc.preflight.machine_limits import check_limits
 from areal_sc.records.estimates import Difference, mean_of, paired_difference
 from areal_sc.records.metrics import EvaluationResult
 from areal_sc.run.run_folder import RunFolder
@@ -75,7 +74,6 @@ class ModelEvaluation:
             return
         config, names = self._config, list(self._sets)
         check_models(config)
-        check_limits(config)
         folder = RunFolder(config.run_dir)
         with ExitStack() as stack:
             folder.lock(overwrite=True)

@@ -162,13 +162,9 @@ class KnownCallers:
         self._takes_newcomers = takes_newcomers
         self._authority: Ed25519PublicKey | None = None
         if authority:
-            self.take_passes(authority)
+            self._authority = Ed25519PublicKey.from_public_bytes(z85.decode(authority))
         self._newest: dict[str, tuple[int, str]] = {}  # number and key of a pass, by name
         self._names: dict[str, str] = {}  # by key
-
-    def take_passes(self, authority: bytes) -> None:
-        """From now on passes are taken that the owner of this key has issued."""
-        self._authority = Ed25519PublicKey.from_public_bytes(z85.decode(authority))
 
     def may_connect(self, key: str) -> bool:
         """Whether a connection with this key is made, on which its caller may show more."""

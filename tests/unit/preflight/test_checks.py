@@ -444,10 +444,6 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
         ),
         ("evaluation.every_steps=11", "evaluation.every_steps=11 has no effect with total_steps"),
         ("checkpoint.every_steps=11", "checkpoint.every_steps=11 has no effect with total_steps"),
-        (
-            "actor.parallel.data=2 rollout.train_batch_groups=1 rollout.group_size=4",
-            "actor.parallel.data=2: a minibatch has 1 rows, so some ranks are idle in it",
-        ),
     ],
 )
 def test_warnings(load: Load, override: str, warning: str) -> None:

@@ -1,9 +1,8 @@
-"""Limits of the kernel, and what a run keeps on the disk, counted by hand."""
+"""Room for shared memory, and what a run keeps on the disk, counted by hand."""
 
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,7 @@ import pytest
 
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
-from areal_sc.preflight import machine_limits
-from areal_sc.preflight.machine_limits import DiskPlan, check_disk, check_limits
+from areal_sc.preflight.machine_limits import DiskPlan, check_disk, check_named_memory
 from areal_sc.preflight.plan import plan_ranks
 
 Load = Callable[..., GRPOConfig]
@@ -22,29 +20,6 @@ SIZES = (
     *("generation.max_new_tokens=50", "total_steps=60", "evaluation.every_steps=0"),
 )
 RECORDED = int(3.5 * 60 * 8 * 100)
-
-
-@pytest.mark.parametrize(
-    ("num_tasks", "num_files", "said"),
-    [
-        (20, 4096, r"ulimit -u: expected room for 27 more processes .* got 20"),
-        (27, 70, r"ulimit -n: expected at least 72 .* got 70: .*docker run --ulimit nofile"),
-        (27, 72, None),
-    ],
-)
-def test_limits_of_the_kernel_are_met_before_anything_starts(
-    load: Load, monkeypatch: pytest.MonkeyPatch, num_tasks: int, num_files: int, said: str | None
-) -> None:
-    monkeypatch.setattr(machine_limits, "max_more_tasks", lambda: num_tasks)
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (num_files, num_files))
-    config = load()
-    if said is None:
-        check_limits(config)
-        return
-    with pytest.raises(ConfigError, match=said):
-        check_limits(config)
-    config.scheduler.type = "slurm"  # this machine runs no worker
-    check_limits(config)
 
 
 @pytest.fixture
@@ -153,9 +128,10 @@ def test_named_shared_memory_has_to_hold_two_versions(
     config = load(*words, f"transport.shared_memory={tmp_path / 'memory'}")
     needed = sum(rank.store_bytes for rank in plan_ranks(config.actor))
     free(needed)
-    check_limits(config)
+    check_named_memory(config)
     free(needed - 1)
     with pytest.raises(ConfigError, match=r"transport\.shared_memory: .* two versions of the"):
-        check_limits(config)
-    check_limits(config, generates=False)
-    check_limits(load(*words))  # auto: the agent chooses
+        check_named_memory(config)
+    check_named_memory(load(*words))  # auto: the agent chooses
+    config.scheduler.type = "slurm"  # this machine runs no worker
+    check_named_memory(config)

@@ -16,7 +16,7 @@ from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import ConfigError, TransportError
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.node_folder import NodeFolder, sees_folder
-from areal_sc.nodes.spec import Launch, NodeFacts, Shipped, Welcome, WorkerOrder
+from areal_sc.nodes.spec import Launch, Shipped, Welcome, WorkerOrder
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping import node_cache
 from areal_sc.shipping.node_side import FolderInPlace
@@ -25,7 +25,6 @@ from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Caller, Passes
 
 NONCE = "0123"
-FACTS = NodeFacts("node", "token", 0, "/memory", "", "incarnation")
 
 
 def config_of(tmp_path: Path) -> SchedulerConfig:
@@ -130,7 +129,7 @@ async def test_weights_do_not_go_by_a_folder_that_only_one_node_sees(
     launch = Launch(orders, keys, timeout_s=1.0)
     if is_refused:
         with pytest.raises(ConfigError, match="set that to a folder that all nodes see"):
-            await node.bring_first(launch, FACTS)
+            await node.bring_first(launch)
     else:
-        assert await node.bring_first(launch, FACTS) == Shipped("/r")
+        assert await node.bring_first(launch) == Shipped("/r")
     await node.close()

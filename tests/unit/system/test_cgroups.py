@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
 import pytest
 
-from areal_sc.system.cgroups import memory_left, num_cores, tasks_left
+from areal_sc.system.cgroups import memory_left, num_cores
 
 GIB = 1 << 30
 JOB = "system.slice/slurmstepd.scope/job_7"
@@ -35,7 +34,6 @@ def below(group: str, files: dict[str, str]) -> dict[str, str]:
 
 def test_no_limit(tmp_path: Path) -> None:
     assert memory_left(tmp_path) is None, "nothing is there"
-    assert tasks_left(tmp_path) == math.inf
     root = make_tree(tmp_path, "0::/", memory("max", GIB))
     assert memory_left(root) is None
 
@@ -87,13 +85,10 @@ def test_version_1(tmp_path: Path) -> None:
         "cpu,cpuacct/slurm/cpu.cfs_period_us": "100000",
         "cpu,cpuacct/slurm/job_7/cpu.cfs_quota_us": "-1",
         "cpu,cpuacct/slurm/job_7/cpu.cfs_period_us": "100000",
-        "pids/slurm/pids.max": "100",
-        "pids/slurm/pids.current": "63",
     }
-    own = "12:memory:/slurm/uid_1000/job_7\n4:cpu,cpuacct:/slurm/job_7\n3:pids:/slurm\n0::/"
+    own = "12:memory:/slurm/uid_1000/job_7\n4:cpu,cpuacct:/slurm/job_7\n0::/"
     root = make_tree(tmp_path, own, files)
     assert memory_left(root) == 28 * GIB
-    assert tasks_left(root) == 37
 
 
 @pytest.mark.parametrize("own", ["/docker/4f2a", "/", "/../../docker/4f2a"])

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import math
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +15,6 @@ from areal_sc.system.process import (
     children_of,
     environment_of_workers,
     heard_from,
-    max_more_tasks,
     process_state,
     refuse_in_worker,
     start_ticks,
@@ -38,23 +35,6 @@ def test_the_limit_is_raised_as_far_as_is_allowed() -> None:
         [sys.executable, "-c", RAISE], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "512 512\n"
-
-
-def test_processes_and_threads_are_counted_where_the_user_has_a_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not for root, nor for who may do more than other users."""
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1000, 1000))
-    monkeypatch.setattr("areal_sc.system.process._ABOVE_LIMITS", 0)
-    monkeypatch.setattr(os, "getuid", lambda: 0)
-    assert max_more_tasks() == math.inf
-    user = os.stat("/proc/self").st_uid + 1
-    monkeypatch.setattr(os, "getuid", lambda: user)
-    assert 0 <= max_more_tasks() <= 1000
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
-    assert max_more_tasks() == math.inf
-    monkeypatch.setattr("areal_sc.system.process.tasks_left", lambda: 37)
-    assert max_more_tasks() == 37
 
 
 def test_the_dead_that_nobody_waits_for_are_reaped_at_the_second_look() -> None:
