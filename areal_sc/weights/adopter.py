@@ -73,9 +73,7 @@ class Adopter:
             methods.JOIN_WEIGHT_GROUP.served_by(
                 lambda args: self._engine().join_group(args.group, args.first_rank)
             ),
-            methods.LEAVE_WEIGHT_GROUP.served_by(
-                lambda group: self._engine().leave_group(group)
-            ),
+            methods.LEAVE_WEIGHT_GROUP.served_by(lambda group: self._engine().leave_group(group)),
         ]
 
     async def adopt(self, weights: WeightsReference) -> None:

@@ -167,7 +167,9 @@ class RankWeights:
     async def layouts(self, _: None) -> tuple[BucketLayout, ...]:
         """The broadcasts of one publication."""
         return tuple(
-            await self._rank.compute(lambda: self._rank.engine.weight_layouts(self._config.bucket_bytes))
+            await self._rank.compute(
+                lambda: self._rank.engine.weight_layouts(self._config.bucket_bytes)
+            )
         )
 
     async def broadcast(self, _: None) -> methods.SentWeights:

@@ -95,7 +95,9 @@ class BegunWrites:
         await self._rank.operations.join(operation, keep)
 
     async def drop_memory_snapshots(self, _: None) -> None:
-        await Worker.compute(self._rank, self._rank.engine.forget_states)  # it need not wake for that
+        await Worker.compute(
+            self._rank, self._rank.engine.forget_states
+        )  # it need not wake for that
         await asyncio.to_thread(shutil.rmtree, self._memory, ignore_errors=True)
         self._kept.clear()
 

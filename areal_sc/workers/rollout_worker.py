@@ -247,7 +247,12 @@ class RolloutWorker(Worker):
         if self._engine is None:
             return {}
         late = {"late_rewards": self._rewards.num_late}
-        return {**self._engine.stats(), **self._group_counters, **self._weights.held.counters, **late}
+        return {
+            **self._engine.stats(),
+            **self._group_counters,
+            **self._weights.held.counters,
+            **late,
+        }
 
     async def _end_with_rewards(self) -> None:
         """Without rewards no episode can end, so the worker does: it will be started again."""

@@ -108,7 +108,7 @@ async def test_another_process_reads_what_was_written() -> None:
         nonlocal found
         assert reader.stdin
         assert reader.stdout
-        reader.stdin.write(_pickle(flat, layout, num_readers=1).encode() + b"\n")
+        reader.stdin.write(_pickle(flat, layout).encode() + b"\n")
         await reader.stdin.drain()
         found |= json.loads(await reader.stdout.readline())
 
