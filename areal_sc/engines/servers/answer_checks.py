@@ -49,7 +49,7 @@ def version_number(name: object) -> int | None:
 
 
 def version_of(name: object, program: str) -> int:
-    """The same of weights that have sampled tokens. Raises: ProtocolError: nobody has named them."""
+    """The same of weights that sampled tokens. Raises: ProtocolError: nobody has named them."""
     if not str(name).isdecimal():
         raise ProtocolError(
             f"an answer of {program} cannot be read: weights {name!r} are no policy version"
