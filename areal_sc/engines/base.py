@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
 
 from areal_sc.config.schema import ModelHead
-from areal_sc.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -82,10 +80,7 @@ class Completion:
 
 
 class GenerationEngine(Protocol):
-    """What every engine that generates has. Coroutines run on the worker's event loop.
-
-    What else a worker asks of it stands in the protocols below, each of which is a subject of its
-    own. An engine has those that a run needs: `able` refuses the others by name.
+    """What episodes ask of an engine. Coroutines run on the worker's event loop.
 
     Attributes:
         end_token_ids: that end a completion, beside those of its `GenerationConfig`.
@@ -114,9 +109,15 @@ class GenerationEngine(Protocol):
         """
 
 
-@runtime_checkable
-class RunsBesideWorker(Protocol):
-    """An engine that computes, or has processes, beside the worker's event loop."""
+class FollowingEngine(GenerationEngine, Protocol):
+    """What a rollout worker asks of its engine: it generates, and follows a policy that is trained.
+
+    Attributes:
+        is_cuda: whether its ranks in a weight group compute on GPUs.
+    """
+
+    @property
+    def is_cuda(self) -> bool: ...
 
     async def start(self) -> None:
         """Loads the model; returns when it can generate."""
@@ -130,19 +131,6 @@ class RunsBesideWorker(Protocol):
     async def resume(self) -> None:
         """Goes on after `pause`."""
 
-
-@runtime_checkable
-class EndsWithServer(Protocol):
-    """An engine that is of no use without a process that it has started."""
-
-    async def wait_until_lost(self) -> str:
-        """Returns why the process is lost, when nothing of it is left. After `start`."""
-
-
-@runtime_checkable
-class CountsRequests(Protocol):
-    """An engine that tells what it does."""
-
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a place, as all are taken."""
@@ -150,20 +138,10 @@ class CountsRequests(Protocol):
     def stats(self) -> Mapping[str, float]:
         """Counters since start, `generated_tokens` and `cancelled_tokens` (lost) among them."""
 
-
-@runtime_checkable
-class SleepsUntilWeights(Protocol):
-    """An engine that gives its memory up while others need it (`placement: turns`)."""
-
     async def sleep(self) -> None:
         """Drops weights and KV cache. Running requests keep their tokens, and nothing is sampled
         before the next weights have come; their update takes the memory again.
         """
-
-
-@runtime_checkable
-class FollowsWeights(Protocol):
-    """An engine whose weights are those of a policy that is trained."""
 
     @property
     def version(self) -> int:
@@ -177,11 +155,6 @@ class FollowsWeights(Protocol):
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
         """The same, by a Hugging Face folder, which stays until the next publication is done."""
-
-
-@runtime_checkable
-class JoinsWeightGroup(Protocol):
-    """An engine that receives broadcast weights (`weight_update.method: collective`)."""
 
     async def update_weights_from_group(
         self,
@@ -212,9 +185,13 @@ class JoinsWeightGroup(Protocol):
     def count_ranks(self) -> int:
         """Ranks that the engine needs in a weight group."""
 
-    @property
-    def is_cuda(self) -> bool:
-        """Whether these ranks compute on GPUs."""
+
+@runtime_checkable
+class EndsWithServer(Protocol):
+    """An engine that is of no use without a process that it has started."""
+
+    async def wait_until_lost(self) -> str:
+        """Returns why the process is lost, when nothing of it is left. After `start`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +211,26 @@ class TrainEngine(Protocol):
     """What every rank of a trained model has. Called from one thread; every rank gets the same
     calls.
 
-    What else a worker asks of it stands in the protocols below; an engine has those that a run
-    needs.
+    Attributes:
+        shares_files: whether every rank sees the folders that it is told to write to; set before
+            `initialize`. Otherwise a machine may have its own, each with a part of a snapshot, and
+            the one of rank 0 with an export.
+        node: names the machine whose memory this rank sees; set before `initialize`.
+        is_cuda: whether this rank computes on a GPU.
     """
+
+    shares_files: bool
+    node: str
+
+    @property
+    def is_cuda(self) -> bool: ...
+
+    def create_rendezvous(self, host: str) -> str:
+        """On rank 0: opens the ranks' meeting point; returns the `init_method` of all ranks.
+
+        Args:
+            host: address of this machine that the other ranks can reach.
+        """
 
     def initialize(
         self, rank: int | None = None, world_size: int = 1, init_method: str = "env://"
@@ -280,36 +274,6 @@ class TrainEngine(Protocol):
             trace: gets what the forward gives of some rows.
         """
 
-
-@runtime_checkable
-class ManyRanks(Protocol):
-    """An engine whose ranks compute together.
-
-    Attributes:
-        shares_files: whether every rank sees the folders that it is told to write to; set before
-            `initialize`. Otherwise a machine may have its own, each with a part of a snapshot, and
-            the one of rank 0 with an export.
-        node: names the machine whose memory this rank sees; set before `initialize`.
-    """
-
-    shares_files: bool
-    node: str
-
-    def create_rendezvous(self, host: str) -> str:
-        """On rank 0: opens the ranks' meeting point; returns the `init_method` of all ranks.
-
-        Args:
-            host: address of this machine that the other ranks can reach.
-        """
-
-    def close(self) -> None:
-        """Leaves the other ranks; what is being written is finished first."""
-
-
-@runtime_checkable
-class PublishesParts(Protocol):
-    """An engine whose weights are sealed in the stores of its ranks."""
-
     def published_parts(self) -> tuple[dict[str, torch.Tensor], Iterator[torch.Tensor]]:
         """What this rank publishes of the parameters: without values, and then the values.
 
@@ -317,15 +281,6 @@ class PublishesParts(Protocol):
         one after the other in their order, are the values of the whole parameter. The values may
         be live; all ranks must go through all of them together.
         """
-
-
-@runtime_checkable
-class PublishesWhole(Protocol):
-    """An engine whose weights are broadcast (`weight_update.method: collective`)."""
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether this rank computes on a GPU."""
 
     def gather_weights(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
         """Every whole parameter under its Hugging Face name, a bucket at a time; tied ones once.
@@ -336,11 +291,6 @@ class PublishesWhole(Protocol):
 
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         """What `gather_weights` gives, without the values; on any rank by itself."""
-
-
-@runtime_checkable
-class SavesState(Protocol):
-    """An engine that writes its model and its state, and goes on from them."""
 
     def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
         """Takes the weights as they are now. The future: when the folder has been written.
@@ -355,11 +305,6 @@ class SavesState(Protocol):
 
     def load_snapshot(self, folder: Path) -> None:
         """Becomes what `begin_snapshot` wrote, maybe by another number of ranks."""
-
-
-@runtime_checkable
-class KeepsState(Protocol):
-    """An engine that keeps its state in the memory of its node, for its next life there."""
 
     def keep_state(self, folder: Path, name: str, *, beside: str) -> None:
         """Copies the whole state into one of two buffers.
@@ -376,27 +321,11 @@ class KeepsState(Protocol):
     def forget_states(self) -> None:
         """Lets go of the buffers, whose files are deleted then."""
 
-
-@runtime_checkable
-class StowsState(Protocol):
-    """A rank that gives its device's memory up while others need it (`placement: turns`)."""
-
     def sleep(self) -> None:
-        """Moves all that it holds on its device to host memory."""
+        """Moves all that it holds on its device to host memory: of an engine that `can_sleep`."""
 
     def wake(self) -> None:
         """Moves it back; before that it cannot be asked for anything."""
 
-
-T = TypeVar("T")
-
-
-def able(engine: object, what: type[T]) -> T:
-    """The engine, if it has the members of a protocol.
-
-    Raises: ConfigError: it has not, so the run cannot use what needs them.
-    """
-    if isinstance(engine, what):
-        return engine
-    needs = (inspect.getdoc(what) or "").partition("\n")[0]
-    raise ConfigError(f"{type(engine).__name__} is no {what.__name__}: {needs}")
+    def close(self) -> None:
+        """Leaves the other ranks; what is being written is finished first."""

@@ -35,6 +35,25 @@ def check_prompt(input_ids: Sequence[int], *, vocab_size: int, max_context_token
         )
 
 
+def check_request(
+    input_ids: Sequence[int],
+    sampling: GenerationConfig,
+    *,
+    vocab_size: int,
+    max_context_tokens: int,
+) -> tuple[int, str]:
+    """Checks a request; returns the most tokens of its answer, and the reason to end with these.
+
+    Raises: WorkflowError: see `check_prompt`. ConfigError: see `check_sampling`.
+    """
+    check_prompt(input_ids, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
+    check_sampling(sampling)
+    room = max_context_tokens - len(input_ids)
+    if sampling.max_new_tokens <= room:
+        return sampling.max_new_tokens, "length"
+    return room, "context"
+
+
 def check_sampling(sampling: GenerationConfig) -> None:
     """Raises ConfigError for a setting that no distribution has."""
     for name, is_possible, allowed in (

@@ -19,18 +19,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
 
-from areal_sc.engines.base import (
-    FollowsWeights,
-    GenerationEngine,
-    JoinsWeightGroup,
-    SleepsUntilWeights,
-    able,
-)
+from areal_sc.engines.base import FollowingEngine
 from areal_sc.errors import StoreFull, TransportError
 from areal_sc.hub import local_model
 from areal_sc.transport.bulk.copies import NUM_COPY_THREADS
@@ -47,8 +40,6 @@ from areal_sc.workers.descriptions import NO_POLICY
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 class Adopter:
     """Brings each version to the engine of a worker.
@@ -64,7 +55,7 @@ class Adopter:
     """
 
     def __init__(
-        self, worker: Worker, engine: Callable[[], GenerationEngine], clock: EpisodeClock
+        self, worker: Worker, engine: Callable[[], FollowingEngine], clock: EpisodeClock
     ) -> None:
         self.policy: tuple[int, int] | None = None
         self.held = HeldWeights(worker.plane)
@@ -80,11 +71,9 @@ class Adopter:
             methods.COPY_WEIGHTS.served_by(self.copy),
             methods.WEIGHT_RANKS.served_by(self.weight_ranks),
             methods.JOIN_WEIGHT_GROUP.served_by(
-                lambda args: self._as(JoinsWeightGroup).join_group(args.group, args.first_rank)
+                lambda args: self._engine().join_group(args.group, args.first_rank)
             ),
-            methods.LEAVE_WEIGHT_GROUP.served_by(
-                lambda group: self._as(JoinsWeightGroup).leave_group(group)
-            ),
+            methods.LEAVE_WEIGHT_GROUP.served_by(lambda group: self._engine().leave_group(group)),
         ]
 
     async def adopt(self, weights: WeightsReference) -> None:
@@ -110,9 +99,9 @@ class Adopter:
         if weights.folder or weights.is_of_model_folder:
             config = self._worker.handle.config
             folder = Path(weights.folder or local_model(config.path, config.revision))
-            await self._as(FollowsWeights).update_weights_from_disk(weights.version, folder)
+            await self._engine().update_weights_from_disk(weights.version, folder)
         elif sent := weights.broadcast:
-            await self._as(JoinsWeightGroup).update_weights_from_group(
+            await self._engine().update_weights_from_group(
                 weights.version,
                 sent.group,
                 sent.buckets,
@@ -120,7 +109,7 @@ class Adopter:
                 give_up=lambda: cancel_broadcast(self._worker.transport, sent),
             )
         else:
-            await self._as(FollowsWeights).update_weights(weights.version, read)
+            await self._engine().update_weights(weights.version, read)
 
     async def copy(self, wanted: methods.CopyWeights) -> tuple[ShardReference, ...]:
         """Keeps a copy that others read; see `COPY_WEIGHTS`."""
@@ -133,23 +122,19 @@ class Adopter:
     async def sleep(self) -> None:
         """The engine gives up the memory of its device until it adopts weights."""
         async with self._one_at_a_time:
-            await self._as(SleepsUntilWeights).sleep()
+            await self._engine().sleep()
             self._clock.stop()
             self.policy = NO_POLICY
 
     async def weight_ranks(self, group: str) -> methods.WeightRanks:
         """What the engine needs in a weight group."""
-        engine = self._as(JoinsWeightGroup)
+        engine = self._engine()
         return methods.WeightRanks(
             num_ranks=engine.count_ranks(),
             is_cuda=engine.is_cuda,
             devices=tuple(own_devices(self._worker.node)) if engine.is_cuda else (),
             is_member=engine.has_whole_group(group),
         )
-
-    def _as(self, what: type[T]) -> T:
-        """The engine with the members of a protocol. Raises: ConfigError: it has not got them."""
-        return able(self._engine(), what)
 
 
 class HeldWeights:

@@ -22,7 +22,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from areal_sc.engines.base import PublishesParts, PublishesWhole, SavesState, able
 from areal_sc.errors import ConfigError, EngineFailed, StaleCall, TransportError
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.transport import ZmqTransport
@@ -104,7 +103,7 @@ class RankWeights:
 
     def _put_whole(self) -> str:
         """Seals this rank's part; all ranks do so together. Returns the shard's id."""
-        unfilled, values = able(self._rank.engine, PublishesParts).published_parts()
+        unfilled, values = self._rank.engine.published_parts()
         lengths = {name: [len(part)] for name, part in unfilled.items()}
         try:
             return self._rank.plane.store.put(unfilled, lengths, values=values)
@@ -123,7 +122,7 @@ class RankWeights:
     async def save(self, args: methods.SaveWeights) -> methods.SavedWeights:
         """Writes the weights to a folder of their policy below `weight_update.folder`."""
         rank, lineage = self._rank, args.operation.lineage
-        engine, root = able(rank.engine, SavesState), self._folder
+        engine, root = rank.engine, self._folder
         # other runs may have the same `weight_update.folder`
         prefix = f"{_FOLDER_PREFIX}{digest([args.run])}-"
         folder = root / f"{prefix}{lineage}-{args.version}"
@@ -144,7 +143,7 @@ class RankWeights:
         Raises: ConfigError: a generating rank has this rank's GPU, which NCCL does not allow.
         """
         self.close()
-        backend: Backend = NCCL if wanted.is_cuda and self._whole.is_cuda else GLOO
+        backend: Backend = NCCL if wanted.is_cuda and self._rank.engine.is_cuda else GLOO
         if backend == NCCL and (shared := set(wanted.devices) & set(own_devices(self._rank.node))):
             raise ConfigError(
                 f"weight_update.method: collective needs GPUs of their own for training and "
@@ -168,7 +167,9 @@ class RankWeights:
     async def layouts(self, _: None) -> tuple[BucketLayout, ...]:
         """The broadcasts of one publication."""
         return tuple(
-            await self._rank.compute(lambda: self._whole.weight_layouts(self._config.bucket_bytes))
+            await self._rank.compute(
+                lambda: self._rank.engine.weight_layouts(self._config.bucket_bytes)
+            )
         )
 
     async def broadcast(self, _: None) -> methods.SentWeights:
@@ -181,7 +182,7 @@ class RankWeights:
 
         def send() -> methods.SentWeights:
             num_bytes, failure = 0, ""
-            for bucket in self._whole.gather_weights(self._config.bucket_bytes):
+            for bucket in self._rank.engine.gather_weights(self._config.bucket_bytes):
                 if broadcaster is None or failure:
                     continue
                 try:
@@ -206,10 +207,6 @@ class RankWeights:
             self._broadcaster.close()
             self._broadcaster = None
             self._group = ""
-
-    @property
-    def _whole(self) -> PublishesWhole:
-        return able(self._rank.engine, PublishesWhole)
 
     def _require_group(self) -> WeightBroadcaster:
         if self._broadcaster is None:

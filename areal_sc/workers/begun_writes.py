@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_sc.engines.base import KeepsState, SavesState, able
 from areal_sc.engines.training.snapshot_index import INDEX_NAME, file_name
 from areal_sc.errors import StaleCall
 from areal_sc.nodes.spec import snapshot_name
@@ -52,7 +51,7 @@ class BegunWrites:
 
     async def begin(self, write: rank_methods.Write) -> str:
         """The folder of what is written, as the script names it."""
-        operation, engine = write.operation, able(self._rank.engine, SavesState)
+        operation, engine = write.operation, self._rank.engine
         match operation.kind:
             case Kind.snapshot:
                 place = self._run_folder.snapshot_path(operation.version)
@@ -85,7 +84,7 @@ class BegunWrites:
 
     async def keep_state(self, args: rank_methods.KeepState) -> None:
         """Raises: CheckpointError: there is no room, say."""
-        operation, engine = args.operation, able(self._rank.engine, KeepsState)
+        operation, engine = args.operation, self._rank.engine
         name, beside = _name(operation), f"{operation.lineage}-{args.beside}"
 
         async def keep() -> None:
@@ -96,8 +95,9 @@ class BegunWrites:
         await self._rank.operations.join(operation, keep)
 
     async def drop_memory_snapshots(self, _: None) -> None:
-        engine = able(self._rank.engine, KeepsState)
-        await Worker.compute(self._rank, engine.forget_states)  # it need not wake for that
+        await Worker.compute(
+            self._rank, self._rank.engine.forget_states
+        )  # it need not wake for that
         await asyncio.to_thread(shutil.rmtree, self._memory, ignore_errors=True)
         self._kept.clear()
 
@@ -106,18 +106,16 @@ class BegunWrites:
 
         Raises: CheckpointError: it cannot be read.
         """
-        operation, rank = args.operation, self._rank
+        operation, rank, engine = args.operation, self._rank, self._rank.engine
         folder = self._run_folder.snapshot_path(operation.version) / snapshot_name(self._role)
 
         async def load() -> None:
             match args.place:
                 case SnapshotPlace.disk:
                     await rank.files.bring_snapshot(folder)
-                    saves = able(rank.engine, SavesState)
-                    await rank.compute(lambda: saves.load_snapshot(folder))
+                    await rank.compute(lambda: engine.load_snapshot(folder))
                 case SnapshotPlace.memory:
-                    keeps = able(rank.engine, KeepsState)
-                    await rank.compute(lambda: keeps.load_state(self._memory, _name(operation)))
+                    await rank.compute(lambda: engine.load_state(self._memory, _name(operation)))
                     self._kept = [operation]
 
         await rank.operations.join(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from areal_sc.engines.base import ManyRanks, RankPosition, StowsState, TrainEngine, able
+from areal_sc.engines.base import RankPosition, TrainEngine
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.records.spans import START_UP
@@ -39,9 +39,8 @@ class Rank(Worker):
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
         super().__init__(spec, agent)
         self.engine: TrainEngine = self.handle.build()
-        if isinstance(self.engine, ManyRanks):
-            self.engine.shares_files = self.files.are_shared
-            self.engine.node = self.node
+        self.engine.shares_files = self.files.are_shared
+        self.engine.node = self.node
         self.operations = Operations(spec.name)
         self.position = RankPosition(0, is_head=True)
         self.number = self.world_size = 0
@@ -54,7 +53,7 @@ class Rank(Worker):
 
         def awake() -> T:
             if self._is_asleep:
-                able(self.engine, StowsState).wake()
+                self.engine.wake()
                 self._is_asleep = False
             return function()
 
@@ -70,7 +69,7 @@ class Rank(Worker):
 
         def sleep() -> None:
             if self.world_size and not self._is_asleep:
-                able(self.engine, StowsState).sleep()
+                self.engine.sleep()
                 self._is_asleep = True
 
         await super().compute(sleep)

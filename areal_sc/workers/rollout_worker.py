@@ -25,13 +25,7 @@ import torch
 from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.engines.base import (
-    CountsRequests,
-    EndsWithServer,
-    GenerationEngine,
-    RunsBesideWorker,
-    able,
-)
+from areal_sc.engines.base import EndsWithServer, FollowingEngine
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.engines.tokenizer import check_ends
 from areal_sc.errors import ConfigError, EngineFailed, WorkerLost
@@ -78,7 +72,7 @@ def _context(episode: Episode) -> list[int]:
 
 
 class RolloutWorker(Worker):
-    """Serves a `GenerationEngine` to workflows."""
+    """Serves a `FollowingEngine` to workflows."""
 
     handle: GeneratorHandle
 
@@ -106,7 +100,7 @@ class RolloutWorker(Worker):
         own = self._reward_server, self._agents, config.agents
         self._agent_pool = AgentPool(*own, log_path=log, **apart)
         self._watches: list[asyncio.Task[None]] = []
-        self._engine: GenerationEngine | None = None
+        self._engine: FollowingEngine | None = None
         self._all_episodes = Episodes(self.recorder)
         self._texts: dict[int, PromptTexts] = {}  # of each dataset
         self._judged: set[tuple[int, int]] = set()  # its rows
@@ -117,7 +111,7 @@ class RolloutWorker(Worker):
         self._group_counters = {"finished_groups": 0, "group_s": 0.0}
 
     @property
-    def engine(self) -> GenerationEngine:
+    def engine(self) -> FollowingEngine:
         assert self._engine, "the controller calls initialize first"
         return self._engine
 
@@ -143,7 +137,7 @@ class RolloutWorker(Worker):
         await self._runs.close()
         await self._agent_pool.close()
         await self._agents.close()
-        if isinstance(self._engine, RunsBesideWorker):
+        if self._engine is not None:
             await self._engine.close()
         await self._rewards.close()
         await self._run_code.close()
@@ -158,11 +152,10 @@ class RolloutWorker(Worker):
         torch.set_num_threads(self.handle.config.num_threads)
         logs, handle = self.spec.log_path, self.handle.in_life(self.spec.term, self.order.life)
         with self.recorder.span(START_UP):
-            engine: GenerationEngine = await self.compute(
+            engine: FollowingEngine = await self.compute(
                 lambda: handle.build(log_folder=logs.parent, name=logs.stem)
             )
-            if isinstance(engine, RunsBesideWorker):
-                await engine.start()
+            await engine.start()
         if isinstance(engine, EndsWithServer):
             self._watches.append(asyncio.create_task(self._end_with(engine), name="engine watch"))
         config = self.handle.config
@@ -214,8 +207,7 @@ class RolloutWorker(Worker):
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
         causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
         warning = self._warning(group.prompt, kept)
-        num_waiting = self.engine.num_waiting if isinstance(self.engine, CountsRequests) else 0
-        return calls.GroupReply(run, batch, causes, sums, warning, num_waiting)
+        return calls.GroupReply(run, batch, causes, sums, warning, self.engine.num_waiting)
 
     async def run_evaluation(self, wanted: calls.RunEvaluation) -> calls.EvaluationReply:
         """One episode, of which nothing is stored."""
@@ -242,19 +234,23 @@ class RolloutWorker(Worker):
             self.recorder.add_event("sleep")
 
     async def pause(self, _: None) -> None:
-        await able(self.engine, RunsBesideWorker).pause()
+        await self.engine.pause()
         self.recorder.add_event("pause")
 
     async def resume(self, _: None) -> None:
-        await able(self.engine, RunsBesideWorker).resume()
+        await self.engine.resume()
         self.recorder.add_event("resume")
 
     def engine_stats(self) -> dict[str, float]:
         if self._engine is None:
             return {}
-        own = self._engine.stats() if isinstance(self._engine, CountsRequests) else {}
         late = {"late_rewards": self._rewards.num_late}
-        return {**own, **self._group_counters, **self._weights.held.counters, **late}
+        return {
+            **self._engine.stats(),
+            **self._group_counters,
+            **self._weights.held.counters,
+            **late,
+        }
 
     async def _end_with_rewards(self) -> None:
         """Without rewards no episode can end, so the worker does: it will be started again."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from areal_sc.engines.base import ManyRanks, able
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.sockets.interface import host_of
@@ -48,12 +47,10 @@ class TrainWorker(Rank):
         await self.operations.close()
         await self._writes.close()
         self._weights.close()
-        if isinstance(self.engine, ManyRanks):
-            await Worker.compute(self, self.engine.close)  # it need not wake for that
+        await Worker.compute(self, self.engine.close)  # it need not wake for that
 
     async def create_rendezvous(self, _: None) -> str:
-        engine = able(self.engine, ManyRanks)
-        return await self.compute(lambda: engine.create_rendezvous(host_of(self.address)))
+        return await self.compute(lambda: self.engine.create_rendezvous(host_of(self.address)))
 
     async def describe(self, _: None) -> RankDescription:
         operations = self.operations

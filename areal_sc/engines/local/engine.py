@@ -31,7 +31,7 @@ from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.partial_answers import hand_over
-from areal_sc.engines.request_checks import check_prompt, check_sampling
+from areal_sc.engines.request_checks import check_request
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.tokenizer import end_token_ids
 from areal_sc.errors import EngineFailed
@@ -226,15 +226,17 @@ class LocalEngine(GenerationThread):
     def _make_request(
         self, input_ids: Sequence[int], sampling: GenerationConfig, prefix_group: str | None
     ) -> SlotRequest:
-        num_prompt_tokens, limit = len(input_ids), self.max_context_tokens
-        check_prompt(input_ids, vocab_size=self._vocab_size, max_context_tokens=limit)
-        check_sampling(sampling)
-        wanted = num_prompt_tokens + sampling.max_new_tokens
+        num_tokens, reason = check_request(
+            input_ids,
+            sampling,
+            vocab_size=self._vocab_size,
+            max_context_tokens=self.max_context_tokens,
+        )
         return SlotRequest(
             request_id=next(self._request_ids),
             prompt=np.asarray(input_ids, dtype=np.int64),
-            max_length=min(wanted, limit),
-            length_reason="length" if wanted <= limit else "context",
+            max_length=len(input_ids) + num_tokens,
+            length_reason=reason,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

@@ -30,6 +30,7 @@ from areal_sc.engines.local.attention import (
     attention_forward,
 )
 from areal_sc.engines.rotary import rope_limits
+from areal_sc.engines.shape_checks import check_shapes
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.engines.training.causal_lm import check_all_used
 from areal_sc.errors import ConfigError, ModelError
@@ -191,36 +192,22 @@ class LocalModel:
 
         Args:
             named_tensors: every parameter, of its shape or flat.
-        Raises: ModelError: a name is unknown, a parameter is missing or a size differs; nothing
+        Raises: ModelError: a name is unknown, a parameter is missing or a shape differs; nothing
             has been changed then.
         """
-        targets = self._model.state_dict(keep_vars=True)  # buffers may be left out
-        parameters = {n: p for n, p in targets.items() if isinstance(p, torch.nn.Parameter)}
+        targets = self._model.state_dict(keep_vars=True)
         given = dict(named_tensors)
-        unknown = sorted(set(given) - set(targets))
-        if unknown:
-            raise ModelError(
-                f"weight update refused: the model has no parameter {unknown[0]} "
-                f"({len(unknown)} unknown of {len(given)} given)"
-            )
-        covered = {id(targets[name]) for name in given}
-        missing = sorted(name for name, p in parameters.items() if id(p) not in covered)
-        if missing:
-            raise ModelError(
-                f"weight update refused: {len(missing)} of {len(parameters)} parameters are "
-                f"missing, the first is {missing[0]}"
-            )
-        for name, tensor in given.items():
-            shape = targets[name].shape
-            if tensor.shape not in (shape, torch.Size([shape.numel()])):
-                raise ModelError(
-                    f"weight update refused: {name} has shape {list(shape)}, "
-                    f"got {list(tensor.shape)}"
-                )
-            if tensor.is_floating_point() != targets[name].is_floating_point():
-                raise ModelError(
-                    f"weight update refused: {name} is {targets[name].dtype}, got {tensor.dtype}"
-                )
+        first = {id(target): name for name, target in reversed(targets.items())}  # of tied ones
+        shapes = {
+            first[id(targets[name])] if name in targets else name: tuple(tensor.shape)
+            for name, tensor in given.items()
+        }
+        expected = {
+            name: tuple(targets[name].shape)
+            for name in first.values()
+            if name in shapes or isinstance(targets[name], torch.nn.Parameter)
+        }  # buffers may be left out
+        check_shapes(shapes, expected, "the weights")
         for name, tensor in given.items():
             targets[name].copy_(tensor.reshape(targets[name].shape))
 

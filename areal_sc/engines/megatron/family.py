@@ -117,16 +117,14 @@ class ModelSizes:
                 f"actor.engine=megatron cannot map this {name} model, which has "
                 f"{', and '.join(reasons)}; {_OTHERWISE}"
             )
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         window, layers = _window(config, family), _layers(config, family)
         experts: dict[str, Any] = {}
         if any(layer.has_experts for layer in layers):
             experts = {
-                "expert_width": int(
-                    config.get("moe_intermediate_size") or config["intermediate_size"]
-                ),
+                "expert_width": _size(config, "moe_intermediate_size", "intermediate_size"),
                 "num_experts": _num_experts(config),
-                "experts_per_token": int(config["num_experts_per_tok"]),
+                "experts_per_token": _size(config, "num_experts_per_tok"),
                 "normalizes_experts": bool(config.get("norm_topk_prob", True)),
             }
         return cls(
@@ -134,40 +132,15 @@ class ModelSizes:
             layers=layers,
             hidden=hidden,
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
+            kv_heads=_size(config, "num_key_value_heads", "num_attention_heads"),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            feed_forward=int(config["intermediate_size"]),
-            vocabulary=int(config["vocab_size"]),
+            feed_forward=_size(config, "intermediate_size"),
+            vocabulary=_size(config, "vocab_size"),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             is_tied=bool(config.get("tie_word_embeddings", False)),
             window=window,
             **experts,
         )
-
-    def __post_init__(self) -> None:
-        sizes = {
-            "num_hidden_layers": self.num_layers,
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.feed_forward,
-            "vocab_size": self.vocabulary,
-        }
-        if any(layer.has_experts for layer in self.layers):
-            sizes |= {
-                "the number of experts": self.num_experts,
-                "moe_intermediate_size": self.expert_width,
-                "num_experts_per_tok": self.experts_per_token,
-            }
-        wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
-        if wrong:
-            raise ValueError(f"expected at least 1, got {', '.join(wrong)}")
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"expected num_experts_per_tok of at most {self.num_experts} experts, got "
-                f"{self.experts_per_token}"
-            )
 
     @property
     def num_layers(self) -> int:
@@ -234,6 +207,15 @@ def check_ranks(parallel: ParallelConfig) -> None:
         )
 
 
+def _size(config: Mapping[str, Any], *names: str) -> int:
+    """The first of these settings that is there. Raises: ValueError: it is no size."""
+    name = next((name for name in names if config.get(name) is not None), names[-1])
+    size = int(config[name])
+    if size < 1:
+        raise ValueError(f"expected at least 1, got {name}={size}")
+    return size
+
+
 def _window(config: Mapping[str, Any], family: Family) -> int:
     """0: no layer has a window."""
     # Mistral and Mixtral have no switch beside the length
@@ -242,7 +224,7 @@ def _window(config: Mapping[str, Any], family: Family) -> int:
 
 
 def _layers(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
-    number = int(config["num_hidden_layers"])
+    number = _size(config, "num_hidden_layers")
     types = config.get("layer_types") if family.types_layers else None
     with_window = [
         _window(config, family) > 0 and (types is None or types[index] == "sliding_attention")

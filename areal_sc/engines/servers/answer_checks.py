@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
-from msgspec import ValidationError, convert
+from msgspec import Struct, ValidationError, convert
 
 from areal_sc.errors import EngineFailed, ProtocolError
 
@@ -16,15 +16,16 @@ ABORTED: Final = "abort"
 _FINISHES: Final = ("stop", "length", ABORTED)
 
 
-class Span(Protocol):
-    """Tokens `start .. end` of an answer, sampled by one version of the weights."""
+INITIAL_VERSION: Final = "default"
+"""Name of the weights of a server that was given no version yet."""
 
-    @property
-    def version(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
+
+class VersionSpan(Struct):
+    """Tokens `start .. end` of an answer, sampled by one version of the weights, by its name."""
+
+    version: str | int
+    start: int
+    end: int
 
 
 def read_as(kind: type[T], answer: Mapping[str, Any], program: str) -> T:
@@ -41,16 +42,32 @@ def check_finish(finish: str, program: str) -> None:
         raise ProtocolError(f"an answer of {program} ended for an unknown reason: {finish!r}")
 
 
-def versions_of(spans: Sequence[Span], num_tokens: int, program: str) -> list[int]:
+def version_number(name: object) -> int | None:
+    """Policy version that a server knows its weights by; None: they are no run's."""
+    text = str(name)
+    return int(text) if text.isdecimal() else {INITIAL_VERSION: 0}.get(text)
+
+
+def version_of(name: object, program: str) -> int:
+    """The same of weights that sampled tokens. Raises: ProtocolError: nobody has named them."""
+    if not str(name).isdecimal():
+        raise ProtocolError(
+            f"an answer of {program} cannot be read: weights {name!r} are no policy version"
+        )
+    return int(str(name))
+
+
+def versions_of(spans: Sequence[VersionSpan], num_tokens: int, program: str) -> list[int]:
     """[num_tokens] policy version that sampled each token.
 
-    Raises: ProtocolError: the spans do not join, or do not cover the tokens.
+    Raises: ProtocolError: the spans do not join, or do not cover the tokens, or are of weights that
+        are no run's.
     """
     versions: list[int] = []
     for span in spans:
         if span.start != len(versions) or span.end < span.start:
             raise ProtocolError(f"the version spans of an answer of {program} do not join")
-        versions += [span.version] * (span.end - span.start)
+        versions += [version_of(span.version, program)] * (span.end - span.start)
     if len(versions) != num_tokens:
         raise ProtocolError(
             f"the version spans of an answer of {program} cover not {num_tokens} tokens but "

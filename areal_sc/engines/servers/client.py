@@ -60,7 +60,6 @@ class ServerAbilities:
     Attributes:
         version: of its program.
         model_type: and `architectures`, as in the model's config.json; empty when not told.
-        vocab_size: None when the server does not tell.
         max_context_tokens: longest prompt and completion that it takes.
         tp_size: ranks that hold the weights.
         has_version_spans: it tells the version of every token, so that weights may be replaced
@@ -70,7 +69,6 @@ class ServerAbilities:
     version: str
     model_type: str
     architectures: tuple[str, ...]
-    vocab_size: int | None
     max_context_tokens: int
     tp_size: int
     has_version_spans: bool
@@ -84,7 +82,6 @@ class ServerAbilities:
         for name, found in (
             ("model_type", self.model_type),
             ("architectures", list(self.architectures)),
-            ("vocab_size", self.vocab_size),
         ):
             wanted = expected.get(name)
             if found and wanted and found != wanted:
@@ -201,9 +198,7 @@ class ServerClient:
         """Policy version, None when it is no run's, and the folder that the server was given."""
         raise NotImplementedError
 
-    async def generate(
-        self, request: CompletionRequest, request_id: str, max_support: int | None
-    ) -> AnswerPart:
+    async def answer(self, request: CompletionRequest, max_support: int | None) -> AnswerPart:
         """Goes on with the request; waits as long as it takes.
 
         Args:
@@ -212,10 +207,10 @@ class ServerClient:
         """
         raise NotImplementedError
 
-    def stream(
-        self, request: CompletionRequest, request_id: str, max_support: int | None
+    def stream_answer(
+        self, request: CompletionRequest, max_support: int | None
     ) -> AsyncGenerator[AnswerPart]:
-        """Like `generate`, but gives the answer in parts while it is sampled.
+        """Like `answer`, but gives it in parts while it is sampled.
 
         Only the last part has a reason to end. It also has the versions of all tokens of the
         answer, which the others do not know.

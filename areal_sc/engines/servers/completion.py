@@ -141,7 +141,8 @@ class Completer:
                 max_support = min(await server.max_support(request.sampling), self._vocab_size)
             while True:
                 if request.on_tokens is None:
-                    whole = await server.generate(request, request.request_id, max_support)
+                    async with server.asking() as client:
+                        whole = await client.answer(request, max_support)
                     part = request.extend(whole)
                     self._count(whole, part)
                 else:
@@ -162,7 +163,10 @@ class Completer:
         server, start = self._server, len(request.token_ids)
         has_stopped = is_whole = False
         try:
-            async with aclosing(server.stream(request, request.request_id, max_support)) as parts:
+            async with (
+                server.asking() as client,
+                aclosing(client.stream_answer(request, max_support)) as parts,
+            ):
                 async for told in parts:
                     whole = replace(told, versions=[server.version] * len(told.token_ids))
                     part = whole.cut(0) if has_stopped else request.extend(whole)

@@ -25,14 +25,13 @@ import torch
 from areal_sc.config.schema import Device, GenerationConfig, WeightUpdateMethod
 from areal_sc.engines.base import Completion
 from areal_sc.engines.partial_answers import hand_over
-from areal_sc.engines.request_checks import check_prompt, check_sampling
+from areal_sc.engines.request_checks import check_request
 from areal_sc.engines.servers.adapters import AdapterFolders, AdapterWeights
 from areal_sc.engines.servers.completion import Completer
 from areal_sc.engines.servers.handle import ServersHandle
 from areal_sc.engines.servers.model import (
     ServedModel,
     as_served,
-    check_shapes,
     check_weights_folder,
 )
 from areal_sc.engines.servers.requests import CompletionRequest
@@ -47,6 +46,7 @@ from areal_sc.engines.servers.weights import (
     WrittenWeights,
     update_server,
 )
+from areal_sc.engines.shape_checks import check_shapes
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import ConfigError, EngineFailed, ModelError, PeerLost, RpcTimeout, WorkerError
 from areal_sc.sizing.machine import resolved_device
@@ -323,18 +323,19 @@ class ServerEngine:
         self, input_ids: Sequence[int], sampling: GenerationConfig
     ) -> CompletionRequest:
         prompt, model = [int(token) for token in input_ids], self._model
-        check_prompt(
-            prompt, vocab_size=model.vocab_size, max_context_tokens=self.max_context_tokens
+        max_new_tokens, reason = check_request(
+            prompt,
+            sampling,
+            vocab_size=model.vocab_size,
+            max_context_tokens=self.max_context_tokens,
         )
-        check_sampling(sampling)
-        room = self.max_context_tokens - len(prompt)
         ends = dict.fromkeys((*model.end_token_ids, *sampling.stop_token_ids))
         keeps_few = sampling.top_p < 1 or 0 < sampling.top_k < model.vocab_size
         return CompletionRequest(
             prompt=prompt,
             sampling=sampling,
-            max_new_tokens=min(sampling.max_new_tokens, room),
-            length_reason="length" if sampling.max_new_tokens <= room else "context",
+            max_new_tokens=max_new_tokens,
+            length_reason=reason,
             # servers may refuse others; the model cannot sample them
             stop_token_ids=tuple(token for token in ends if 0 <= token < model.vocab_size),
             is_truncated=sampling.temperature > 0 and keeps_few,

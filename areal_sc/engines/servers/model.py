@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from areal_sc.engines.rotary import DYNAMIC, LONGROPE, rope_limits
 from areal_sc.engines.servers.stored_names import StoredNames
+from areal_sc.engines.shape_checks import check_shapes
 from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 from areal_sc.errors import ModelError
 from areal_sc.sizing.model_folder import check_model_folder, read_model_config, read_stored_shapes
@@ -120,32 +120,6 @@ def check_weights_folder(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> 
     if stored := read_stored_shapes(Path(folder)):
         given = {name: shape for name, shape in stored.items() if name in shapes}
         check_shapes(given, shapes, f"the weights in {folder}")
-
-
-def check_shapes(
-    given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], whose: str
-) -> None:
-    """Compares parameters by name and number of elements; a server would load what it knows.
-
-    Args:
-        expected: of the model; when empty, nothing is known or compared.
-        whose: for the message.
-    Raises: ModelError: a parameter is missing, unknown, or of another size.
-    """
-    if not expected:
-        return
-    if given.keys() != expected.keys():
-        missing, unknown = sorted(expected.keys() - given), sorted(given.keys() - expected)
-        raise ModelError(
-            f"{whose} do not fit the model: {len(missing)} parameters are missing "
-            f"({', '.join(missing[:3])}), {len(unknown)} unknown ({', '.join(unknown[:3])})"
-        )
-    for name, shape in given.items():
-        if prod(shape) != prod(expected[name]):
-            raise ModelError(
-                f"{whose} do not fit the model: {name} has {prod(shape)} elements, expected shape "
-                f"{expected[name]}"
-            )
 
 
 def as_served(

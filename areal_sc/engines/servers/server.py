@@ -17,8 +17,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from areal_sc.config.schema import GenerationConfig, WeightUpdateMethod
@@ -26,7 +26,6 @@ from areal_sc.engines.servers.client import ServedAdapter, ServerClient
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.places import Places
 from areal_sc.engines.servers.process import ServerProcess, free_port
-from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.watch import ServerWatch
 from areal_sc.errors import (
     ArealError,
@@ -131,6 +130,7 @@ class ServerLife:
             undo.push_async_callback(client.close)
             await process.wait_ready(client, handle.servers.start_timeout_s)
             await self._ask_abilities(client)
+            await client.set_version(0)
             if handle.config.lora.is_published_alone:
                 client.adapter = ServedAdapter("", 0)
             undo.pop_all()
@@ -272,48 +272,23 @@ class ServerLife:
                 raise lost from error
             raise
 
-    async def generate(
-        self, request: CompletionRequest, request_id: str, max_support: int | None
-    ) -> AnswerPart:
-        """Generates like `ServerClient.generate`. Raises: PeerLost: the request is lost."""
-        client = self.client
-        async with self._noting_losses(client):
-            return await client.generate(request, request_id, max_support)
-
-    async def stream(
-        self, request: CompletionRequest, request_id: str, max_support: int | None
-    ) -> AsyncGenerator[AnswerPart]:
-        """Gives parts like `ServerClient.stream`. Raises: PeerLost: the rest is lost."""
-        client = self.client
-        async with (
-            self._noting_losses(client),
-            aclosing(client.stream(request, request_id, max_support)) as parts,
-        ):
-            async for part in parts:
-                yield part
-
     @asynccontextmanager
-    async def _noting_losses(self, client: ServerClient) -> AsyncIterator[None]:
+    async def asking(self) -> AsyncIterator[ServerClient]:
+        """The client, for one request. A server that loses it is doubted, and asked at once.
+
+        Raises: PeerLost: the request is lost: with its connection, or as the server refuses it and
+            its computing process is gone.
+        """
+        client = self.client
         try:
-            async with self._finding_losses(client):
-                yield
-        except PeerLost:
+            yield client
+        except (EngineFailed, PeerLost) as error:
+            if isinstance(error, EngineFailed) and await _answers(client):
+                raise
             if self._watch is not None and self._client is client:  # it is not known to be lost
                 self._doubt()
                 self._watch.suspect()
-            raise
-
-    @asynccontextmanager
-    async def _finding_losses(self, client: ServerClient) -> AsyncIterator[None]:
-        """A server that refuses, and whose computing process is gone, is lost."""
-        try:
-            yield
-        except EngineFailed as error:
-            try:
-                await client.probe(timeout_s=_PROBE_TIMEOUT_S)
-            except (ArealError, TimeoutError):
-                raise PeerLost(f"{self.name} has failed: {error}") from error
-            raise
+            raise PeerLost(f"{self.name} has failed: {error}") from error
 
     async def max_support(self, sampling: GenerationConfig) -> int:
         """Largest number of tokens that a truncated distribution of a request may have.
@@ -441,6 +416,15 @@ class ServerLife:
             )
         await client.set_version(0)
         return 0
+
+
+async def _answers(client: ServerClient) -> bool:
+    """Whether the process that computes does."""
+    try:
+        await client.probe(timeout_s=_PROBE_TIMEOUT_S)
+    except (ArealError, TimeoutError):
+        return False
+    return True
 
 
 def _is_same_folder(one: str, other: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from integration.sglang.policies import MAX_CONTEXT, SIZES, Policies
-from transformers import Qwen2Config
+from transformers import LlamaConfig
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig, WeightUpdateConfig
 from areal_sc.config.server_settings import ServersConfig, SGLangConfig
@@ -127,9 +127,9 @@ async def test_a_server_of_another_model(
     make_engine: EngineFactory, engine: ServerEngine, tmp_path: Path
 ) -> None:
     folder = tmp_path / "other"
-    Policies(folder, Qwen2Config(**SIZES | {"vocab_size": 500}))
+    Policies(folder, LlamaConfig(**SIZES))
     other = make_engine(servers=running_server(engine), path=str(folder))
-    with pytest.raises(ModelError, match=r"another model.*vocab_size is 512, expected 500"):
+    with pytest.raises(ModelError, match=r"another model.*model_type is 'qwen2', expected 'llama'"):
         await other.start()
     await other.close()
 

@@ -201,7 +201,7 @@ async def test_weights_that_do_not_fit_change_nothing(
     with pytest.raises(ModelError, match=r"1 parameters are missing \(model\.norm\.weight\)"):
         await engine.update_weights(99, at_hand(t for t in tensors if t[0] != "model.norm.weight"))
     wrong = [(n, torch.zeros(3) if n == "lm_head.weight" else t) for n, t in tensors]
-    with pytest.raises(ModelError, match=r"lm_head\.weight has 3 elements, expected shape"):
+    with pytest.raises(ModelError, match=r"lm_head\.weight has shape"):
         await engine.update_weights(99, at_hand(wrong))
     folder = policies.save(version, tmp_path / "cut")
     weights = folder / "model.safetensors"

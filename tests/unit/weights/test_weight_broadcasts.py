@@ -15,7 +15,7 @@ from areal_sc.weights.rank_weights import RankWeights
 
 
 class Engine:
-    """Has all that `PublishesWhole` names, and one bucket."""
+    """Has one bucket of weights."""
 
     is_cuda = False
 

@@ -8,9 +8,11 @@ from typing import Any
 from msgspec import Struct
 
 from areal_sc.engines.servers.answer_checks import (
+    VersionSpan,
     check_finish,
     finite_logprobs,
     read_as,
+    version_of,
     versions_of,
 )
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
@@ -23,12 +25,6 @@ class _FinishReason(Struct):
     type: str
     message: str | None = None
     status_code: int | None = None
-
-
-class _SGLangSpan(Struct):
-    version: int
-    start: int
-    end: int
 
 
 class _MetaInfo(Struct):
@@ -48,7 +44,7 @@ class _MetaInfo(Struct):
 
     finish_reason: _FinishReason | None = None
     weight_version: str = ""
-    weight_versions: list[_SGLangSpan] | None = None
+    weight_versions: list[VersionSpan] | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     input_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     output_token_sampling_logprobs: list[float | None] | None = None
@@ -61,10 +57,8 @@ class _SGLangAnswer(Struct):
     meta_info: _MetaInfo
 
 
-def request_body(
-    request: CompletionRequest, request_id: str, max_support: int | None
-) -> dict[str, Any]:
-    """The body of `/generate`; see `ServerClient.generate`."""
+def request_body(request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
+    """The body of `/generate`; see `ServerClient.answer`."""
     sampling = request.sampling
     parameters: dict[str, Any] = {
         "max_new_tokens": request.num_asked_tokens,
@@ -73,7 +67,7 @@ def request_body(
         "skip_special_tokens": False,
     }
     body: dict[str, Any] = {
-        "rid": request_id,
+        "rid": request.request_id,
         "input_ids": [*request.prompt, *request.token_ids],
         "sampling_params": parameters,
         "return_logprob": True,
@@ -99,7 +93,7 @@ def read_answer(answer: dict[str, Any], *, is_truncated: bool) -> AnswerPart:
 
 
 def read_part(answer: dict[str, Any], num_known: int, *, is_truncated: bool) -> AnswerPart:
-    """The same with a part of a stream; see `ServerClient.stream`.
+    """The same with a part of a stream; see `ServerClient.stream_answer`.
 
     Args:
         num_known: tokens of the parts before it.
@@ -169,9 +163,4 @@ def _versions(meta: _MetaInfo, num_tokens: int) -> list[int]:
         return []
     if meta.weight_versions is not None:
         return versions_of(meta.weight_versions, num_tokens, "SGLang")
-    if not meta.weight_version.isdecimal():
-        raise ProtocolError(
-            f"an answer of SGLang cannot be read: weights {meta.weight_version!r} are no policy "
-            "version"
-        )
-    return [int(meta.weight_version)] * num_tokens
+    return [version_of(meta.weight_version, "SGLang")] * num_tokens

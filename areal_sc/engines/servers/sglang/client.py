@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import logging
 import math
-import pickle
-import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from http import HTTPStatus
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.multiprocessing.reductions import (
-    rebuild_storage_filename,
-    rebuild_tensor,
-    rebuild_typed_storage,
-)
+from torch import multiprocessing
 
-from areal_sc.engines.servers.answer_checks import ABORTED
+from areal_sc.engines.servers.answer_checks import ABORTED, version_number
 from areal_sc.engines.servers.client import ServerAbilities, ServerClient, reason_of
 from areal_sc.engines.servers.command_line import check_version
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
@@ -43,11 +37,7 @@ logger = logging.getLogger(__name__)
 
 _METHOD_NOT_ALLOWED = 405
 _PROBE_TOKEN = 0
-_NO_TOKEN = 1 << 31  # outside every vocabulary
-_VOCABULARY_RANGE = re.compile(r"in \[0, (\d+)\]")
 _IDLE_POLL_S = 0.1
-_INITIAL_VERSIONS = {"default": 0}
-"""Names of weights that a server has before any were given to it."""
 
 
 class SGLangClient(ServerClient):
@@ -74,7 +64,6 @@ class SGLangClient(ServerClient):
                 version=version,
                 model_type=str(model.get("model_type") or ""),
                 architectures=tuple(model.get("architectures") or ()),
-                vocab_size=await self._ask_vocab_size(),
                 max_context_tokens=int(info["max_req_input_len"]),
                 tp_size=int(info["tp_size"]),
                 has_version_spans="weight_versions" in plain["meta_info"],
@@ -84,28 +73,18 @@ class SGLangClient(ServerClient):
 
     async def served_weights(self) -> tuple[int | None, str]:
         info = await self._get("/model_info")
-        name = str(info.get("weight_version"))
-        version = int(name) if name.isdecimal() else _INITIAL_VERSIONS.get(name)
-        return version, str(info.get("model_path"))
+        return version_number(info.get("weight_version")), str(info.get("model_path"))
 
-    async def generate(
-        self, request: CompletionRequest, request_id: str, max_support: int | None
-    ) -> AnswerPart:
-        body, adapter = request_body(request, request_id, max_support), self.adapter
-        if adapter is None:
-            answer = await self.request("POST", "/generate", body, None)
-            return read_answer(answer, is_truncated=request.is_truncated)
-        body |= {"lora_path": adapter.name or None}
+    async def answer(self, request: CompletionRequest, max_support: int | None) -> AnswerPart:
+        body, adapter = self._body(request, max_support), self.adapter
         answer = await self.request("POST", "/generate", body, None)
-        return adapter.note_in(read_answer(answer, is_truncated=request.is_truncated))
+        part = read_answer(answer, is_truncated=request.is_truncated)
+        return part if adapter is None else adapter.note_in(part)
 
-    async def stream(
-        self, request: CompletionRequest, request_id: str, max_support: int | None
+    async def stream_answer(
+        self, request: CompletionRequest, max_support: int | None
     ) -> AsyncGenerator[AnswerPart]:
-        body, adapter = request_body(request, request_id, max_support), self.adapter
-        body |= {"stream": True}
-        if adapter is not None:
-            body |= {"lora_path": adapter.name or None}
+        body, adapter = self._body(request, max_support) | {"stream": True}, self.adapter
         num_known = 0
         async with aclosing(self.events("/generate", body)) as answers:
             async for answer in answers:
@@ -119,6 +98,10 @@ class SGLangClient(ServerClient):
                     part = adapter.note_in(part, num_known)
                 num_known += len(part.token_ids)
                 yield part
+
+    def _body(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
+        body = request_body(request, max_support)
+        return body if self.adapter is None else body | {"lora_path": self.adapter.name or None}
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_request", {"rid": request_id})
@@ -185,9 +168,9 @@ class SGLangClient(ServerClient):
     async def load_tensors(
         self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool
     ) -> None:
-        num_readers = self.abilities.tp_size
+        ranks = range(self.abilities.tp_size)
         body = {
-            "serialized_named_tensors": [_pickle(flat, layout, num_readers)] * num_readers,
+            "serialized_named_tensors": [_pickle(flat, layout) for _ in ranks],
             "load_format": "flattened_bucket",
             "flush_cache": drops_cache,
         }
@@ -230,17 +213,6 @@ class SGLangClient(ServerClient):
         if answer.get("success") is not True:
             raise EngineFailed(f"{self.url}{path} did not succeed: {reason_of(answer)}")
 
-    async def _ask_vocab_size(self) -> int | None:
-        """From the refusal of a token that no vocabulary has; it never reaches the model."""
-        body = _probe(sampling_params={"logit_bias": {str(_NO_TOKEN): 0.0}})
-        try:
-            await self._post("/generate", body)
-        except EngineFailed as refusal:
-            if found := _VOCABULARY_RANGE.search(str(refusal)):
-                return int(found[1]) + 1
-        logger.warning("server=%s does not tell its vocabulary: it is not checked", self.url)
-        return None
-
     async def _ask_max_support(self) -> int:
         info = await self._server_info(self._control_timeout_s)
         body = _probe(
@@ -279,33 +251,11 @@ def _probe(**more: Any) -> dict[str, Any]:
     }
 
 
-class _SharedPickler(pickle.Pickler):
-    """Names the shared memory of a tensor instead of copying it.
+def _pickle(flat: torch.Tensor, layout: BucketLayout) -> str:
+    """The form that SGLang loads buckets in, base64: it names the memory and what lies where.
 
-    As torch's own with the sharing strategy `file_system`, which is a setting of the whole process
-    and would change what others do. Every reader gives back one count of references.
+    One reader gives back the count of references that this adds to the memory.
     """
-
-    def __init__(self, file: io.BytesIO, num_readers: int) -> None:
-        super().__init__(file, protocol=4)
-        self._num_readers = num_readers
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            place = (value.storage_offset(), tuple(value.shape), value.stride(), False)
-            return rebuild_tensor, (torch.Tensor, _typed_storage(value), place)
-        if isinstance(value, torch.TypedStorage):
-            return rebuild_typed_storage, (value._untyped_storage, value.dtype)
-        if isinstance(value, torch.UntypedStorage):
-            for _ in range(self._num_readers):
-                value._shared_incref()  # type: ignore[no-untyped-call]
-            shared = value._share_filename_cpu_()
-            return rebuild_storage_filename, (torch.UntypedStorage, *shared)
-        return NotImplemented
-
-
-def _pickle(flat: torch.Tensor, layout: BucketLayout, num_readers: int) -> str:
-    """The form that SGLang loads buckets in, base64: it names the memory and what lies where."""
     parts, start = [], 0
     for name, dtype_name, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
         dtype = getattr(torch, dtype_name)
@@ -313,10 +263,10 @@ def _pickle(flat: torch.Tensor, layout: BucketLayout, num_readers: int) -> str:
         part = {"name": name, "shape": shape, "dtype": dtype, "numel": size}  # of bytes
         parts.append(SimpleNamespace(**part, start_idx=start, end_idx=start + size))
         start += size
-    file = io.BytesIO()
-    _SharedPickler(file, num_readers).dump({"flattened_tensor": flat, "metadata": parts})
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def _typed_storage(tensor: torch.Tensor) -> Any:
-    return tensor._typed_storage()  # type: ignore[no-untyped-call]
+    strategy = multiprocessing.get_sharing_strategy()
+    multiprocessing.set_sharing_strategy("file_system")  # which names memory, and sends no files
+    try:
+        pickled = ForkingPickler.dumps({"flattened_tensor": flat, "metadata": parts}, protocol=4)
+    finally:
+        multiprocessing.set_sharing_strategy(strategy)
+    return base64.b64encode(pickled).decode()

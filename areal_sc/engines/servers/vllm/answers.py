@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct
 
 from areal_sc.engines.servers.answer_checks import (
+    VersionSpan,
     check_finish,
     finite_logprobs,
     read_as,
@@ -16,9 +17,6 @@ from areal_sc.engines.servers.answer_checks import (
 )
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import ConfigError, ProtocolError
-
-INITIAL_VERSION = "default"
-"""Name of weights that a server has before any were given to it."""
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM takes this one for every lower temperature that is not 0."""
@@ -38,18 +36,6 @@ class _LogProbs(Struct):
     content: list[_LogprobEntry] | None = None
 
 
-class _NamedSpan(Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _VLLMSpan(NamedTuple):
-    version: int
-    start: int
-    end: int
-
-
 class _Choice(Struct):
     """A choice in an answer of `/inference/v1/generate`.
 
@@ -61,7 +47,7 @@ class _Choice(Struct):
     finish_reason: str | None
     token_ids: list[int] | None = None
     logprobs: _LogProbs | None = None
-    weight_versions: list[_NamedSpan] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 class _Details(Struct):
@@ -78,19 +64,14 @@ class _PromptLogprob(Struct):
 
 
 class _VLLMAnswer(Struct):
-    choices: list[_Choice]
-    usage: _Usage
-    prompt_logprobs: list[dict[int, _PromptLogprob] | None] | None = None
-
-
-class _VLLMPart(Struct):
-    """A part of a stream: of the answer, or behind it what was used."""
+    """A whole answer; or a part of a stream: of the answer, or behind it what was used."""
 
     choices: list[_Choice]
     usage: _Usage | None = None
+    prompt_logprobs: list[dict[int, _PromptLogprob] | None] | None = None
 
 
-def request_body(request: CompletionRequest, request_id: str) -> dict[str, Any]:
+def request_body(request: CompletionRequest) -> dict[str, Any]:
     """The body of `/inference/v1/generate`.
 
     Raises: ConfigError: vLLM would sample at another temperature.
@@ -112,7 +93,7 @@ def request_body(request: CompletionRequest, request_id: str) -> dict[str, Any]:
     if request.is_truncated:
         parameters |= {"top_p": sampling.top_p, "top_k": sampling.top_k or -1}
     return {
-        "request_id": request_id,
+        "request_id": request.request_id,
         "token_ids": [*request.prompt, *request.token_ids],
         "sampling_params": parameters,
     }
@@ -131,7 +112,7 @@ def read_answer(answer: dict[str, Any]) -> AnswerPart:
         raise ProtocolError(f"an answer of vLLM cannot be read: {error}") from error
     if choice.finish_reason is None:
         raise ProtocolError("an answer of vLLM cannot be read: it does not tell why it ended")
-    return _with_usage(_part_of(choice, 0), whole.usage)
+    return _with_usage(_part_of(choice, 0), whole.usage or _Usage())
 
 
 class StreamReader:
@@ -146,7 +127,7 @@ class StreamReader:
 
         Raises: as `read_answer`.
         """
-        part = read_as(_VLLMPart, answer, "vLLM")
+        part = read_as(_VLLMAnswer, answer, "vLLM")
         for choice in part.choices:
             read = _part_of(choice, self._num_known)
             self._num_known += len(read.token_ids)
@@ -170,8 +151,7 @@ def _part_of(choice: _Choice, num_known: int) -> AnswerPart:
     finish, versions = choice.finish_reason or "", list[int]()
     if finish:
         check_finish(finish, "vLLM")
-        spans = [_numbered(span) for span in choice.weight_versions or ()]
-        versions = versions_of(spans, num_known + len(token_ids), "vLLM")
+        versions = versions_of(choice.weight_versions or (), num_known + len(token_ids), "vLLM")
     told = [entry.logprob if entry.logprob > _NOT_FINITE else None for entry in entries]
     return AnswerPart(token_ids, finite_logprobs(told, versions), versions, finish, "", 0, 0)
 
@@ -196,19 +176,3 @@ def read_prompt_logprobs(answer: dict[str, Any], token_ids: list[int]) -> list[f
     except (ValueError, KeyError, TypeError) as error:
         raise ProtocolError(f"an answer of vLLM cannot be read: {error!r}") from error
     return [value if value > _NOT_FINITE else math.nan for value in told]
-
-
-def version_number(name: str) -> int | None:
-    """Policy version that vLLM knows weights by; None when they are no run's."""
-    if name == INITIAL_VERSION:
-        return 0
-    return int(name) if name.isdecimal() else None
-
-
-def _numbered(span: _NamedSpan) -> _VLLMSpan:
-    version = version_number(span.version)
-    if version is None:
-        raise ProtocolError(
-            f"an answer of vLLM cannot be read: weights {span.version!r} are no policy version"
-        )
-    return _VLLMSpan(version, span.start, span.end)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from areal_sc.engines.servers.answer_checks import version_number
 from areal_sc.engines.servers.client import ServerAbilities, ServerClient
 from areal_sc.engines.servers.command_line import check_version
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
@@ -18,7 +19,6 @@ from areal_sc.engines.servers.vllm.answers import (
     read_answer,
     read_prompt_logprobs,
     request_body,
-    version_number,
 )
 from areal_sc.engines.servers.vllm.arguments import OLDEST_VERSION
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError
@@ -63,7 +63,6 @@ class VLLMClient(ServerClient):
                 version=version,
                 model_type="",  # it does not tell
                 architectures=(),
-                vocab_size=None,
                 max_context_tokens=int(models["data"][0]["max_model_len"]),
                 tp_size=int(ranks["world_size"]),
                 has_version_spans=True,
@@ -77,26 +76,20 @@ class VLLMClient(ServerClient):
     async def served_weights(self) -> tuple[int | None, str]:
         weights, models = await self._get("/weight_info"), await self._get("/v1/models")
         try:
-            return version_number(str(weights["weight_version"])), str(models["data"][0]["root"])
+            return version_number(weights["weight_version"]), str(models["data"][0]["root"])
         except (KeyError, IndexError, TypeError) as error:
             raise ProtocolError(f"{self.url} does not tell what it serves: {error!r}") from error
 
-    async def generate(
-        self, request: CompletionRequest, request_id: str, max_support: int | None
-    ) -> AnswerPart:
-        body, adapter = request_body(request, request_id), self.adapter
-        if adapter is None:
-            return read_answer(await self.request("POST", _GENERATE, body, None))
-        body |= {"model": adapter.name or None}
-        return adapter.note_in(read_answer(await self.request("POST", _GENERATE, body, None)))
+    async def answer(self, request: CompletionRequest, max_support: int | None) -> AnswerPart:
+        body, adapter = self._body(request), self.adapter
+        part = read_answer(await self.request("POST", _GENERATE, body, None))
+        return part if adapter is None else adapter.note_in(part)
 
-    async def stream(
-        self, request: CompletionRequest, request_id: str, max_support: int | None
+    async def stream_answer(
+        self, request: CompletionRequest, max_support: int | None
     ) -> AsyncGenerator[AnswerPart]:
-        body, adapter = request_body(request, request_id), self.adapter
+        body, adapter = self._body(request), self.adapter
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if adapter is not None:
-            body |= {"model": adapter.name or None}
         reader, num_known = StreamReader(), 0
         async with aclosing(self.events(_GENERATE, body)) as answers:
             async for answer in answers:
@@ -105,6 +98,10 @@ class VLLMClient(ServerClient):
                         part = adapter.note_in(part, num_known)
                     num_known += len(part.token_ids)
                     yield part
+
+    def _body(self, request: CompletionRequest) -> dict[str, Any]:
+        body = request_body(request)
+        return body if self.adapter is None else body | {"model": self.adapter.name or None}
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_requests", {"request_ids": [_ID_PREFIX + request_id]})

@@ -111,7 +111,7 @@ async def parts_of(
 ) -> tuple[list[AnswerPart], Any]:
     bodies: list[Any] = []
     async with serving(kind, streaming(content, piece_bytes, bodies, breaks=breaks)) as client:
-        parts = [part async for part in client.stream(request(), "id", None)]
+        parts = [part async for part in client.stream_answer(request(), None)]
     return parts, bodies[0]
 
 
@@ -145,7 +145,7 @@ async def test_a_stream_of_an_adapter_has_the_version_of_that(
     content = b"".join(map(event, events)) + DONE
     async with serving(kind, streaming(content, 1 << 20, bodies, breaks=False)) as client:
         client.adapter = ServedAdapter("policy-6", 6)
-        parts = [part async for part in client.stream(request(), "id", None)]
+        parts = [part async for part in client.stream_answer(request(), None)]
     assert bodies[0][field] == "policy-6"
     assert [part.versions for part in parts] == [[], [], [6, 6, 6, 6]]
 
@@ -178,7 +178,7 @@ async def test_streams_that_fail_after_their_first_part(
     ):
         handler = streaming(event(first) + content, 1 << 20, [], breaks=breaks)
         async with serving(kind, handler) as client:
-            parts = aiter(client.stream(request(), "id", None))
+            parts = aiter(client.stream_answer(request(), None))
             if not breaks:
                 assert (await anext(parts)).token_ids == [7]
             with pytest.raises(error, match=message):
@@ -199,12 +199,12 @@ async def test_a_client_that_is_given_up_in_the_middle_of_an_answer(is_streamed:
         return response
 
     async with serving(SGLangClient, answer_slowly) as client:
-        parts = aiter(client.stream(request(), "id", None))
+        parts = aiter(client.stream_answer(request(), None))
         if is_streamed:
             assert (await anext(parts)).token_ids == [7]
             reading: Any = asyncio.create_task(anext(parts))  # type: ignore[arg-type]
         else:
-            reading = asyncio.create_task(client.generate(request(), "id", None))
+            reading = asyncio.create_task(client.answer(request(), None))
         await has_begun.wait()
         for _ in range(9):
             await asyncio.sleep(0)
@@ -223,7 +223,7 @@ async def test_a_request_that_is_refused() -> None:
 
         async with serving(SGLangClient, refuse) as client:
             with pytest.raises(error):
-                await anext(client.stream(request(), "id", None))
+                await anext(client.stream_answer(request(), None))
     for status, error in ((503, ServerBusy), (400, EngineFailed)):
         reason = {"type": "abort", "message": "the queue is full", "status_code": status}
         with pytest.raises(error, match=r"no request now|the queue is full"):
@@ -238,7 +238,7 @@ async def test_an_answer_that_was_held_and_is_aborted_tells_its_logprobs_no_more
         content = b"".join(map(event, events)) + DONE
         handler = streaming(content, 1 << 20, [], breaks=False)
         async with serving(SGLangClient, handler) as client:
-            asked = client.stream(request(top_k=2), "id", 2)
+            asked = client.stream_answer(request(top_k=2), 2)
             parts = [part async for part in asked]
         assert [part.token_ids for part in parts] == [TOKENS[:3], []]
         assert (parts[1].versions, parts[1].finish) == ([1, 1, 1], "abort")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
@@ -36,10 +37,14 @@ class Server:
         self.asked: list[int] = []
         self.ids: list[str] = []
 
-    async def generate(self, request: CompletionRequest, request_id: str, _: None) -> AnswerPart:
+    @asynccontextmanager
+    async def asking(self) -> AsyncIterator[Server]:
+        yield self
+
+    async def answer(self, request: CompletionRequest, _: None) -> AnswerPart:
         start, num_tokens = len(request.token_ids), request.num_asked_tokens
         self.asked.append(num_tokens)
-        self.ids.append(request_id)
+        self.ids.append(request.request_id)
         self.before(len(self.asked))
         await asyncio.sleep(0)
         tokens = list(range(start, start + num_tokens))
@@ -145,9 +150,9 @@ async def test_what_a_lost_server_gave_stays_and_a_short_piece_is_refused() -> N
 
     short = Asked(Server(), 500, "x")
 
-    async def generate(*_: object) -> AnswerPart:
+    async def answer(*_: object) -> AnswerPart:
         return AnswerPart([1], [0.0], [4], "length", "", 1, 0)
 
-    short.server.generate = generate  # type: ignore[method-assign]
+    short.server.answer = answer  # type: ignore[method-assign]
     with pytest.raises(EngineFailed, match="ended an answer 499 tokens before its limit"):
         await short.answer()

@@ -41,17 +41,18 @@ def serving(folder: Path, model: Path, client: Any, **settings: Any) -> tuple[An
 async def test_a_request_is_lost_with_a_server_whose_engine_is_gone(
     tmp_path: Path, tiny_model_folder: Path, probe: Exception | None, raised: type[Exception]
 ) -> None:
-    async def generate(*_: object) -> None:
+    async def refuse() -> None:
         raise EngineFailed("refused (HTTP 500): None")
 
     async def answer(*, timeout_s: float) -> None:
         if probe is not None:
             raise probe
 
-    client = SimpleNamespace(generate=generate, probe=answer)
+    client = SimpleNamespace(answer=refuse, probe=answer)
     server, told = serving(tmp_path, tiny_model_folder, client)
     with pytest.raises(raised):
-        await server.generate(None, "id", None)
+        async with server.asking() as client:
+            await client.answer()
     is_lost = raised is PeerLost
     assert told == (["suspected"] if is_lost else [])
     assert server.places.is_open is not is_lost

@@ -108,7 +108,7 @@ async def test_another_process_reads_what_was_written() -> None:
         nonlocal found
         assert reader.stdin
         assert reader.stdout
-        reader.stdin.write(_pickle(flat, layout, num_readers=1).encode() + b"\n")
+        reader.stdin.write(_pickle(flat, layout).encode() + b"\n")
         await reader.stdin.drain()
         found |= json.loads(await reader.stdout.readline())
 
@@ -235,7 +235,7 @@ def test_flat_tensors_get_the_model_s_shapes() -> None:
     [
         ({"a": 6}, r"1 parameters are missing \(b\), 0 unknown"),
         ({"a": 6, "b": 4, "c": 1}, r"0 parameters are missing \(\), 1 unknown \(c\)"),
-        ({"a": 6, "b": 5}, r"b has 5 elements, expected shape \(4,\)"),
+        ({"a": 6, "b": 5}, r"b has shape \(5,\), expected \(4,\)"),
     ],
 )
 def test_tensors_of_another_model(given: dict[str, int], message: str) -> None:
@@ -252,5 +252,5 @@ def test_a_folder_is_compared_with_the_model(tiny_model_folder: Path, tmp_path: 
         check_weights_folder(str(tmp_path / "none"), shapes)
     with pytest.raises(ModelError, match="1 parameters are missing"):
         check_weights_folder(str(tiny_model_folder), {**shapes, "more": (1,)})
-    with pytest.raises(ModelError, match=r"norm\.weight has 32 elements, expected shape \(48,\)"):
+    with pytest.raises(ModelError, match=r"norm\.weight has shape \(32,\), expected \(48,\)"):
         check_weights_folder(str(tiny_model_folder), {**shapes, "model.norm.weight": (48,)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,9 +44,11 @@ class StreamingServer:
         self.num_parts = 0
         self.is_aborted = False
 
-    async def stream(
-        self, request: CompletionRequest, request_id: str, _: None
-    ) -> AsyncIterator[AnswerPart]:
+    @asynccontextmanager
+    async def asking(self) -> AsyncIterator[StreamingServer]:
+        yield self
+
+    async def stream_answer(self, request: CompletionRequest, _: None) -> AsyncIterator[AnswerPart]:
         start, num_tokens = len(request.token_ids), request.num_asked_tokens
         self.asked.append(num_tokens)
         given: list[int] = []
@@ -161,7 +164,7 @@ async def test_a_whole_answer_stays_whole_when_its_stream_breaks_off(
             yield AnswerPart(tokens, [-1.0] * len(tokens), exact, finish, "", 0, 0)
         raise PeerLost("gone")
 
-    server.stream = stream
+    server.stream_answer = stream
     asked = Asked(server, max_new_tokens, "9,10")
     asked.request.stop_token_ids = (2,)
     answer = await asked.answer()
@@ -218,12 +221,12 @@ async def test_an_answer_is_given_up_in_the_middle(how: str) -> None:
 
 async def test_a_stream_without_a_reason_to_end_is_refused() -> None:
     server: Any = StreamingServer()
-    whole = server.stream
+    whole = server.stream_answer
 
     async def stream(*arguments: Any) -> AsyncIterator[AnswerPart]:
         async for part in whole(*arguments):
             yield replace(part, finish="")
 
-    server.stream = stream
+    server.stream_answer = stream
     with pytest.raises(ProtocolError, match="does not tell why an answer ended"):
         await Asked(server, 5).answer()

@@ -108,8 +108,9 @@ def body(sampling: GenerationConfig, max_support: int | None) -> dict[str, Any]:
         stop_token_ids=(9,),
         is_truncated=max_support is not None,
         token_ids=[2],  # sampled before
+        request_id="id",
     )
-    return request_body(request, "id", max_support)
+    return request_body(request, max_support)
 
 
 async def test_the_whole_distribution_is_asked_for_without_filters() -> None:

@@ -246,7 +246,6 @@ async def test_a_server_that_can_less() -> None:
         await client.begin_update()  # it has no such route, and is not asked
         assert await client.max_support() == 0
     assert not abilities.has_version_spans
-    assert abilities.vocab_size is None
     assert (abilities.tp_size, abilities.max_context_tokens) == (2, 50)
     assert abilities.architectures == ()
 

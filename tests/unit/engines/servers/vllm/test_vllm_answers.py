@@ -25,7 +25,7 @@ def answer(**changed: Any) -> dict[str, Any]:
             ]
         },
         "weight_versions": [
-            {"version": "default", "start": 0, "end": 2},
+            {"version": "0", "start": 0, "end": 2},
             {"version": "12", "start": 2, "end": 3},
         ],
         **changed,
@@ -46,6 +46,7 @@ def request(**settings: Any) -> CompletionRequest:
         token_ids=[3],
         logprobs=[-1.0],
         versions=[0],
+        request_id="abc",
     )
 
 
@@ -72,7 +73,7 @@ def test_an_aborted_answer_may_be_empty() -> None:
         ({"token_ids": [7, 8, 8]}, "which are not those"),
         ({"weight_versions": None}, "cover not 3 tokens but 0"),
         ({"weight_versions": [{"version": "1", "start": 1, "end": 3}]}, "do not join"),
-        ({"weight_versions": [{"version": "mine", "start": 0, "end": 3}]}, "cannot be read"),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 3}]}, "cannot be read"),
         ({"token_ids": ["a"]}, "cannot be read"),
     ],
 )
@@ -94,7 +95,7 @@ def test_a_logprob_that_is_not_finite() -> None:
 
 
 def test_a_request_goes_on_from_what_was_sampled() -> None:
-    body = request_body(request(temperature=0.5, stop_token_ids=[6]), "abc")
+    body = request_body(request(temperature=0.5, stop_token_ids=[6]))
     assert body["request_id"] == "abc"
     assert body["token_ids"] == [1, 2, 3]
     parameters = body["sampling_params"]
@@ -106,12 +107,12 @@ def test_a_request_goes_on_from_what_was_sampled() -> None:
 
 
 def test_truncation_is_asked_for() -> None:
-    assert request_body(request(top_k=7), "x")["sampling_params"]["top_k"] == 7
-    parameters = request_body(request(top_p=0.25), "x")["sampling_params"]
+    assert request_body(request(top_k=7))["sampling_params"]["top_k"] == 7
+    parameters = request_body(request(top_p=0.25))["sampling_params"]
     assert (parameters["top_p"], parameters["top_k"]) == (0.25, -1)
 
 
 def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected 0, or at least 0\.01 with vLLM, got 0\.001"):
-        request_body(request(temperature=0.001), "x")
-    assert request_body(request(temperature=0.0), "x")["sampling_params"]["temperature"] == 0
+        request_body(request(temperature=0.001))
+    assert request_body(request(temperature=0.0))["sampling_params"]["temperature"] == 0
