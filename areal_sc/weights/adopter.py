@@ -109,7 +109,7 @@ class Adopter:
 
         if weights.folder or weights.is_of_model_folder:
             config = self._worker.handle.config
-            folder = Path(weights.folder or local_model(config.path, config.revision))
+            folder = Path(weights.folder or local_model(config.path))
             await self._as(FollowsWeights).update_weights_from_disk(weights.version, folder)
         elif sent := weights.broadcast:
             await self._as(JoinsWeightGroup).update_weights_from_group(
