@@ -17,36 +17,37 @@ from areal_sc.errors import ModelError
 MODEL_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What engines read of a model; a repository may also hold the same weights in other formats."""
 
-_HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME: Final = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+"""Owner and model; behind an @ may stand a branch, a tag or a commit."""
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a model is named as the hub does, `owner/model`, and is no path on this machine."""
+    """Whether a model is named as the hub does, `owner/model` or `owner/model@revision`, and is no
+    path on this machine."""
     folder = Path(path)
     return bool(_HUB_NAME.fullmatch(path)) and not folder.exists() and not folder.parent.is_dir()
 
 
-def cached_model(path: str, revision: str = "") -> Path | None:
+def cached_model(path: str) -> Path | None:
     """The folder of a model; None: it is one of the hub that was not downloaded yet.
 
     Args:
-        path: a folder, or a name of the hub.
-        revision: branch, tag or commit; "": the newest of the main branch.
+        path: a folder, or a name of the hub; without a revision, the newest of the main branch.
     """
     if not is_hub_name(path):
         return Path(os.path.expanduser(path))
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return _snapshot(path, revision, is_offline=True)
+        return _snapshot(path, is_offline=True)
     except LocalEntryNotFoundError:
         return None
 
 
-def fetch_model(path: str, revision: str = "") -> Path:
+def fetch_model(path: str) -> Path:
     """The folder of a model, which is downloaded if it is not there; shows how far it is.
 
-    Arguments are those of `cached_model`. Several processes of a machine download it once.
+    The path is that of `cached_model`. Several processes of a machine download it once.
 
     Raises: ModelError: there is no such model, or it cannot be had; says what to do.
     """
@@ -54,12 +55,11 @@ def fetch_model(path: str, revision: str = "") -> Path:
         return Path(os.path.expanduser(path))
     from huggingface_hub import errors
 
-    what = f"model {path}" + (f" at revision {revision}" if revision else "")
     try:
-        return _snapshot(path, revision)
+        return _snapshot(path)
     except Exception as error:  # those of whichever HTTP library the hub's library is built on
         cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error
-        raise ModelError(f"{what}: {why_not_had(cause, path)}") from None
+        raise ModelError(f"model {path}: {why_not_had(cause, path)}") from None
 
 
 def why_not_had(cause: BaseException | None, path: str, kind: str = "model") -> str:
@@ -71,8 +71,8 @@ def why_not_had(cause: BaseException | None, path: str, kind: str = "model") -> 
     """
     from huggingface_hub import constants, errors
 
-    hub = constants.ENDPOINT
-    page = f"{hub}/{path}" if kind == "model" else f"{hub}/{kind}s/{path}"
+    hub, name = constants.ENDPOINT, path.partition("@")[0]
+    page = f"{hub}/{name}" if kind == "model" else f"{hub}/{kind}s/{name}"
     match cause:
         case errors.GatedRepoError():
             return (
@@ -99,17 +99,18 @@ def why_not_had(cause: BaseException | None, path: str, kind: str = "model") -> 
     return f"there is no such folder, and {hub} gives no answer that helps: {cause!r:.300}"
 
 
-def local_model(path: str, revision: str = "") -> Path:
+def local_model(path: str) -> Path:
     """The folder of a model: an earlier download, without asking for a newer one, or else
     `fetch_model`'s."""
-    return cached_model(path, revision) or fetch_model(path, revision)
+    return cached_model(path) or fetch_model(path)
 
 
-def _snapshot(path: str, revision: str, *, is_offline: bool = False) -> Path:
+def _snapshot(path: str, *, is_offline: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
+    name, _, revision = path.partition("@")
     folder = snapshot_download(
-        path,
+        name,
         revision=revision or None,
         allow_patterns=list(MODEL_FILES),
         local_files_only=is_offline,

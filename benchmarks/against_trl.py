@@ -182,7 +182,6 @@ def our_command(workload: Workload, run: Run) -> list[str]:
         "actor.optimizer.lr": workload.lr,
         "actor.ppo.num_minibatches": workload.num_minibatches,
         "actor.ppo.advantage_deviation": "sample",  # as TRL
-        "actor.ppo.advantage_eps": 1e-4,
         "actor.num_threads": 1,
         "rollout.num_threads": 1,
         "rollout.train_batch_groups": workload.groups,

@@ -38,7 +38,6 @@ def advantage_of(ppo: PPOConfig) -> AdvantageFunction:
                 mean=name,
                 std="none" if is_unknown else ppo.advantage_std,
                 deviation=ppo.advantage_deviation,
-                eps=ppo.advantage_eps,
                 judged=rows.judged,
             )
 

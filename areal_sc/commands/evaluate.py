@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces one setting")
     parser.add_argument("--config", metavar="FILE.yaml", help="the settings of a run")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where all lies")
-    parser.add_argument("--revision", default="", help="branch, tag or commit of a hub's model")
     parser.add_argument(
         "--set",
         metavar="SET",
@@ -144,7 +143,6 @@ def _config(arguments: argparse.Namespace, out: Path) -> GRPOConfig:
         "evaluation.stop_after": 0,
         **{f"{role}.path": "" for role in FURTHER_MODELS},
         "actor.path": model,
-        "actor.revision": arguments.revision,
         "actor.random_init": False,
     }
     flags = ["--config", arguments.config] if arguments.config else []
@@ -218,7 +216,7 @@ def _prepare(out: Path, config: GRPOConfig, arguments: argparse.Namespace) -> di
     if arguments.overwrite:
         for name in (ANSWERS, SETTINGS, SUMMARY):
             remove(out / name)
-    folder = local_model(config.rollout.path, config.rollout.revision)
+    folder = local_model(config.rollout.path)
     generation = asdict(config.generation)
     cut_answers = generation.pop("cut_answers")  # is applied to kept answers, but for their rewards
     settings: dict[str, Any] = {
@@ -246,7 +244,7 @@ def _limited(one: EvaluationSet, limit: int) -> EvaluationSet:
 
 
 def _has_chat_template(config: GRPOConfig) -> bool:
-    folder = local_model(config.rollout.path, config.rollout.revision)
+    folder = local_model(config.rollout.path)
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     path = folder / "tokenizer_config.json"

@@ -94,7 +94,7 @@ def _first_model(folder: RunFolder, actor: ActorConfig) -> Path:
     """The model that the run began with; warns if it is not the same any more."""
     begin, name = RunBegin(folder.begun_path), f"model {actor.path}"
     if begin.noted(name) is None:  # it is one of the hub, or an older areal_sc began the run
-        return local_model(actor.path, actor.revision)
+        return local_model(actor.path)
     path = Path(actor.path)
     if not path.is_dir():
         raise ModelError(

@@ -80,7 +80,7 @@ class Gain(StrEnum):
     clip: PPO's: it is cut beyond clip_low and clip_high.
     stop_gradient_clip: it only weighs the log-probability, within these bounds.
     soft_gate: it counts less the further away it is.
-    divergence: not at all where the token's divergence is above max_divergence.
+    divergence: not at all where the token's probabilities differ by more than max_divergence.
     none: always.
     """
 
@@ -89,13 +89,6 @@ class Gain(StrEnum):
     soft_gate = "soft_gate"
     divergence = "divergence"
     none = "none"
-
-
-class Divergence(StrEnum):
-    """The distance of two policies at a token: total variation, or Kullback-Leibler."""
-
-    tv = "tv"
-    kl = "kl"
 
 
 class ClipCenter(StrEnum):
@@ -179,9 +172,6 @@ class PPOConfig(Section):
         NormScope.group, idle=(*_OF_ADVANTAGE, f"advantage!={','.join((*BASELINES, GAE))}")
     )
     advantage_deviation: Deviation = setting(Deviation.population, idle=_OF_DEVIATION)
-    advantage_eps: float = setting(
-        1e-6, "added to the standard deviation", gt=0, idle=_OF_DEVIATION
-    )
     discount: float = setting(1.0, "gamma, a token; with advantage gae", ge=0, le=1, idle=_OF_GAE)
     gae_lambda: float = setting(1.0, "lambda of GAE; with advantage gae", ge=0, le=1, idle=_OF_GAE)
     ratio: Level = setting(Level.token, idle=_OF_RATIO)
@@ -207,22 +197,9 @@ class PPOConfig(Section):
         infinite=True,
         idle=(*_OF_RATIO, "gain!=clip"),
     )
-    gate_positive: float = setting(
-        1.0,
-        "of soft_gate, where the advantage is positive",
-        gt=0,
-        idle=(*_OF_RATIO, "gain!=soft_gate"),
-    )
-    gate_negative: float = setting(
-        1.05,
-        "of soft_gate, where the advantage is negative",
-        gt=0,
-        idle=(*_OF_RATIO, "gain!=soft_gate"),
-    )
-    divergence: Divergence = setting(Divergence.tv, idle=(*_OF_RATIO, "gain!=divergence"))
     max_divergence: float = setting(
         math.inf,
-        "of gain divergence; in nats, or for tv of [0, 1]",
+        "of gain divergence: of the token's two probabilities",
         gt=0,
         infinite=True,
         idle=(*_OF_RATIO, "gain!=divergence"),

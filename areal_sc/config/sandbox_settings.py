@@ -28,9 +28,6 @@ class SandboxConfig:
     """How code is kept apart; docs/rewards.md, "Code that a model wrote"."""
 
     isolation: Isolation = setting(Isolation.auto)
-    num_processes: int = setting(
-        0, "programs of a model that a worker runs at a time; 0: as many as it may use cores", ge=0
-    )
     environment: list[str] = setting(
         lambda: ["PATH", "LANG"], "variables of a worker that a model's programs get"
     )

@@ -159,7 +159,6 @@ class GenerationConfig:
 
 
 _ON_ROWS = ("in a run on rows of a data set",)
-_LOCAL = ("with a path of this machine",)
 
 
 @dataclass
@@ -172,8 +171,7 @@ class ActorConfig(Section):
             room.
     """
 
-    path: str = setting(MISSING, "model folder, or its name on the Hugging Face hub")
-    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest", idle=_LOCAL)
+    path: str = setting(MISSING, "model folder, or a name of the hub: owner/model[@revision]")
     random_init: bool = setting(
         False, "draw weights from seed; the folder needs config.json and tokenizer only"
     )
@@ -248,7 +246,6 @@ class ModelBesideConfig(Section):
     is_frozen: ClassVar[bool] = True
     head: ClassVar[ModelHead] = ModelHead.lm
     path: str = setting("", "model folder, or its name on the hub; empty: there is none")
-    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest", idle=_LOCAL)
     engine: TrainEngineKind = apart("${actor.engine}", TrainEngineKind.fsdp)
     parallel: ParallelConfig = apart("${actor.parallel}", ParallelConfig)
     device: Device = apart("${actor.device}", Device.auto)
@@ -302,7 +299,6 @@ class RolloutConfig(Section):
 
     engine: RolloutEngine = setting(RolloutEngine.local)
     path: str = shared("${actor.path}", MISSING, "model folder, or its name on the hub")
-    revision: str = shared("${actor.revision}", "", "branch, tag or commit on the hub")
     random_init: bool = shared(
         "${actor.random_init}", False, "the folder needs no weights: the trainer's come first"
     )
@@ -310,7 +306,9 @@ class RolloutConfig(Section):
     generation: GenerationConfig = shared("${generation}", GenerationConfig)
     num_workers: int = setting(1, "processes, one engine each", ge=1)
     autoscale: AutoscaleConfig = setting(AutoscaleConfig)
-    device: Device = setting(Device.auto, idle=("engine!=local and servers.urls!=",))
+    device: Device = apart(
+        "${actor.device}", Device.auto, idle=("engine!=local and servers.urls!=",)
+    )
     placement: Placement = shared("${placement}", Placement.auto)
     dtype: Dtype = apart("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
     float32_output_layer: bool = setting(
@@ -356,7 +354,6 @@ class RolloutConfig(Section):
         ge=1,
         idle=("max_rejection_rate=1: no share of rejections ends the run",),
     )
-    max_lost_s: float = setting(300.0, "the run ends if so long all episodes are rejected", gt=0)
     agents: AgentsConfig = shared("${agents}", AgentsConfig)
     servers: ServersConfig = shared("${servers}", ServersConfig)
     sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
@@ -390,6 +387,7 @@ class SchedulerConfig(KnowsRunOnly):
     """Where and how worker processes run.
 
     Attributes:
+        shipping_timeout_s: limit until files of the script are on a node that shares no folder.
         max_log_bytes: of each log, and of its earlier part.
         shutdown_timeout_s: between asking a worker to end and killing it.
     """
@@ -418,12 +416,7 @@ class SchedulerConfig(KnowsRunOnly):
     node_folder: str = setting(
         "/var/tmp", "for the script's files, on nodes that share no folder with it"
     )
-    shipping_timeout_s: float = setting(
-        3600.0,
-        "limit until files of the script are on a node that shares no folder",
-        gt=0,
-        idle=("type=local",),
-    )
+    shipping_timeout_s: float = in_code(3600.0)
     max_log_bytes: int = in_code(50 << 20)
     shutdown_timeout_s: float = in_code(10.0)
 

@@ -21,6 +21,7 @@ class ServersConfig:
             `shutdown_timeout_s` of its worker.
         probe_interval_s: between two looks at a server.
         hung_after_s: an idle server that is silent for so long is lost.
+        busy_limit_s: one that is silent for so long, busy or not, is lost.
     """
 
     tp_size: int = setting(1, "tensor parallel: GPUs a server", ge=1, idle=_RUN_ALREADY)
@@ -38,9 +39,7 @@ class ServersConfig:
     stop_timeout_s: float = in_code(3.0)
     probe_interval_s: float = in_code(1.0)
     hung_after_s: float = in_code(7.0)
-    busy_limit_s: float = setting(
-        120.0, "a server that is silent for so long, busy or not, is lost", gt=0, idle=_RUN_ALREADY
-    )
+    busy_limit_s: float = in_code(120.0)
 
 
 @dataclass

@@ -27,7 +27,6 @@ class NodeRequest:
     time_limit: str = ""
     partition: str = ""
     account: str = ""
-    qos: str = ""
     constraint: str = ""
     extra_flags: tuple[str, ...] = ()
 

@@ -62,7 +62,6 @@ def _wish_lines(config: SchedulerConfig, plan: JobPlan) -> list[str]:
         "time": request.time_limit,
         "partition": request.partition,
         "account": request.account,
-        "qos": request.qos,
         "constraint": request.constraint,
         # a node may have neither the run folder nor the folder that the script was started in
         "output": "/dev/null",

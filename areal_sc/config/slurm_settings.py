@@ -36,7 +36,6 @@ class RoleNodes(Section):
     time_limit: str = apart("${scheduler.slurm.time_limit}", "", "most time of the job")
     partition: str = apart("${scheduler.slurm.partition}", "", "partition of the nodes")
     account: str = shared("${scheduler.slurm.account}", "", "who pays")
-    qos: str = shared("${scheduler.slurm.qos}", "", "quality of service")
     constraint: str = apart("${scheduler.slurm.constraint}", "", "features that nodes need")
     extra_flags: list[str] = apart("${scheduler.slurm.extra_flags}", list, "flags of sbatch")
 
@@ -86,7 +85,6 @@ class SlurmConfig(Section):
     time_limit: str = setting("", "most time of a job: 12:00:00")
     partition: str = setting("", "partition that the nodes are of")
     account: str = setting("", "who pays")
-    qos: str = setting("", "quality of service")
     constraint: str = setting("", "features that the nodes need to have")
     extra_flags: list[str] = setting(list, "further flags of sbatch: [--exclusive]")
     gang: bool = setting(

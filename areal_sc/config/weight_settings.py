@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_sc.config.fields import apart, setting
+from areal_sc.config.fields import apart, in_code, setting
 from areal_sc.config.sharing import Section
 
 
@@ -35,7 +35,12 @@ class WeightUpdateMethod(StrEnum):
 
 @dataclass
 class WeightUpdateConfig(Section):
-    """The way of new weights from the trainers to generation."""
+    """The way of new weights from the trainers to generation.
+
+    Attributes:
+        bucket_bytes: weights sent at one time; at most two such buckets exist.
+        step_timeout_s: limit of one bucket, load or meeting of ranks.
+    """
 
     method: WeightUpdateMethod = setting(WeightUpdateMethod.pull)
     folder: str = apart(
@@ -44,13 +49,8 @@ class WeightUpdateConfig(Section):
         "for method disk; all processes see it",
         idle=("method!=disk",),
     )
-    bucket_bytes: int = setting(
-        256 << 20,
-        "weights sent at one time; at most two such buckets exist",
-        ge=1,
-        idle=("method=disk", "method=pull and rollout.engine=local"),
-    )
-    step_timeout_s: float = setting(600.0, "limit of one bucket, load or meeting of ranks", gt=0)
+    bucket_bytes: int = in_code(256 << 20)
+    step_timeout_s: float = in_code(600.0)
     whole_every_steps: int = setting(
         1,
         "steps between versions that other nodes pull whole, not as what has changed",

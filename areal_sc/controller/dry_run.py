@@ -89,7 +89,7 @@ def look_at_model(
 
         try_loss(loss, handle.config.head)
         tell(f"loss {loss.name}: tried on two rows")
-    folder = cached_model(handle.config.path, handle.config.revision)
+    folder = cached_model(handle.config.path)
     if folder and handle.config.has_adapter:
         from areal_sc.engines.training.adapters.lora import describe_adapter
 
@@ -99,7 +99,7 @@ def look_at_model(
 
 
 def _tell_memory(role: str, handle: TrainHandle) -> None:
-    shape = known_shape(handle.config.path, handle.config.revision)
+    shape = known_shape(handle.config.path)
     machine = this_machine()
     kind, _ = handle.devices
     is_cpu = resolved_device(kind, machine.num_cuda_devices, "actor.device") == Device.cpu
@@ -220,7 +220,7 @@ class TaskLook:
 
         Raises: ArealError: they cannot be used: as the run would tell it, or its workers.
         """
-        folder = cached_model(self._config.path, self._config.revision)
+        folder = cached_model(self._config.path)
         if folder is None:
             tell(f"model {self._config.path}: not there yet, so no prompt is looked at")
             return

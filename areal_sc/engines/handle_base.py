@@ -56,7 +56,7 @@ def with_local_model(config: C) -> C:
     """
     if not config.path:
         return config
-    return replace(config, path=str(local_model(config.path, config.revision)))
+    return replace(config, path=str(local_model(config.path)))
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class GeneratorHandle:
         """
         if self.config.max_context_tokens:
             return self
-        tokens = model_context(self.config.path, self.config.revision)
+        tokens = model_context(self.config.path)
         return replace(self, config=replace(self.config, max_context_tokens=tokens))
 
     @property

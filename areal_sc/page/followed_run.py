@@ -312,7 +312,7 @@ class FollowedRun:
         path, run_dir = settings.get("actor.path", ""), settings.get("run_dir", "")
         model = None
         with suppress(ValueError):  # it looks like a name of the hub, which has no such names
-            model = cached_model(path, settings.get("actor.revision", "")) if path else None
+            model = cached_model(path) if path else None
         folders = [*filter(None, [model]), self.folder.path / "model"]
         if path and run_dir and os.path.isabs(path) == os.path.isabs(run_dir):
             # from where the script was started, which is not known here, both are seen

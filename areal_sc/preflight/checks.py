@@ -117,7 +117,7 @@ def check_models(config: GRPOConfig) -> None:
             check_adapter(model.lora)
         _check_tokenizer(role, model, config.actor)
     if scorer := further_models(config).get("reward_model"):
-        stored = read_stored_shapes(local_model(scorer.path, scorer.revision))
+        stored = read_stored_shapes(local_model(scorer.path))
         if stored and not scorer.random_init and stored.get(VALUE_HEAD, ())[:1] != (1,):
             raise ConfigError(
                 "reward_model.path: expected a model with a layer `score` of one output, as "
@@ -134,30 +134,28 @@ def fetch_models(config: GRPOConfig) -> bool:
     """
     beside = Path(config.run_dir).parts[0]
     named = [
-        (path, revision)
-        for path, revision in _models(config)
-        if is_hub_name(path) and Path(path).parts[0] != beside
+        path for path in _model_paths(config) if is_hub_name(path) and Path(path).parts[0] != beside
     ]
-    for path, revision in named:
-        fetch_model(path, revision)
+    for path in named:
+        fetch_model(path)
     return bool(named)
 
 
 def _check_mesh(actor: ActorConfig) -> None:
     """Raises: ConfigError, ModelError: the model is there, and cannot be spread over the ranks."""
-    folder = cached_model(actor.path, actor.revision)
+    folder = cached_model(actor.path)
     if folder:
         make_actor(actor).check_model(folder)
 
 
 def _check_model(model: ActorConfig) -> None:
-    folder = local_model(model.path, model.revision)
+    folder = local_model(model.path)
     check_model_folder(folder, needs_weights=not model.random_init)
 
 
 def _check_tokenizer(role: str, model: ActorConfig, actor: ActorConfig) -> None:
     """Raises: ConfigError: another model than the policy reads other text in the same tokens."""
-    folders = [cached_model(each.path, each.revision) for each in (model, actor)]
+    folders = [cached_model(each.path) for each in (model, actor)]
     if folders[0] == folders[1] or None in folders:
         return
     own, actors = (tokens_of(folder) for folder in folders if folder is not None)
@@ -177,8 +175,8 @@ def _trained_models(config: GRPOConfig) -> dict[str, ActorConfig]:
     return {"actor": config.actor, **further_models(config)}
 
 
-def _models(config: GRPOConfig) -> set[tuple[str, str]]:
-    return {(model.path, model.revision) for model in _trained_models(config).values()}
+def _model_paths(config: GRPOConfig) -> set[str]:
+    return {model.path for model in _trained_models(config).values()}
 
 
 def _check_python_values(config: GRPOConfig) -> None:
@@ -263,8 +261,8 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
             model.max_tokens_per_micro_batch >= context,
             f"at least {named}={context}, the longest row",
         )
-    for path, revision in _models(config):
-        limit = known_context(path, revision) or context
+    for path in _model_paths(config):
+        limit = known_context(path) or context
         yield named, context <= limit, f"at most {limit} (the context of the model in {path})"
 
 

@@ -30,7 +30,6 @@ from areal_sc.config.fields import IDLE, TEMPLATE, has_place, is_section, value_
 from areal_sc.config.loading.presets import preset_settings
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.sharing import taken_from
-from areal_sc.hub import is_hub_name
 
 _COMPARED: Final = re.compile(r"(\.?[\w.]+)(!?=)(.*)")
 _LACKS: Final = re.compile(r"([\w.]+) lacks (\w+)")
@@ -50,15 +49,14 @@ class ScriptFacts:
     has_agents: bool = False
     evaluates: bool = False
 
-    def holds(self, words: str, config: GRPOConfig, section: Any) -> bool:
-        """Whether a fact of a condition holds for a section of the settings."""
+    def holds(self, words: str, config: GRPOConfig) -> bool:
+        """Whether a fact of a condition holds."""
         evaluation = config.evaluation
         is_told = self.evaluates or bool(evaluation.sets or evaluation.every_steps)
         facts = {
             "in a run on rows of a data set": lambda: not self.generates,
             "without a workflow of agents": lambda: not self.has_agents,
             "without prompts for evaluations": lambda: self.generates and not is_told,
-            "with a path of this machine": lambda: not is_hub_name(section.path),
         }
         return facts[words]()
 
@@ -155,8 +153,7 @@ def _cause(config: GRPOConfig, prefix: str, condition: str, facts: ScriptFacts) 
             is_met = read is not None and lacking[2] not in read
             words.append(f"with {key}={value_at(config, key)}")
         else:
-            section = value_at(config, prefix[:-1]) if prefix else config
-            is_met = facts.holds(part, config, section)
+            is_met = facts.holds(part, config)
             words.append(part)
         if not is_met:
             return ""

@@ -189,7 +189,7 @@ def _show_plan(
     """
     from areal_sc.preflight.dry_run import placed_lines
 
-    folder = local_model(config.actor.path, config.actor.revision)
+    folder = local_model(config.actor.path)
     check_model_folder(folder, needs_weights=False)
     for warning in warnings:
         _logger.warning("%s", warning)

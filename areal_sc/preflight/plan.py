@@ -81,7 +81,7 @@ def plan_ranks(model: ActorConfig) -> list[WorkerPlan]:
 
     Raises: ModelError: the model folder exists and cannot be read.
     """
-    handle, shape = make_actor(model), known_shape(model.path, model.revision) or ModelShape()
+    handle, shape = make_actor(model), known_shape(model.path) or ModelShape()
     ranks = range(handle.num_workers)
     return [it for rank in ranks for it in handle.plan_worker(rank, shape, ["cpu"], Machine())]
 
@@ -98,7 +98,7 @@ def unchecked_plans(
         ModelError: the model folder exists and cannot be read.
     """
     models = {TRAIN_ROLE: config.actor, **further_models(config)}
-    shapes = {role: known_shape(it.path, it.revision) for role, it in models.items()}
+    shapes = {role: known_shape(it.path) for role, it in models.items()}
     placed_on = [Node(_facts_of(node), Path(), purpose=node.purpose) for node in nodes]
 
     def workers_of(

@@ -91,7 +91,7 @@ def _attention_warnings(config: GRPOConfig) -> Iterator[str]:
     """A model whose attention keeps the scores of whole rows."""
     actor, shape = config.actor, None
     with suppress(ModelError):  # it is being written
-        shape = known_shape(actor.path, actor.revision)
+        shape = known_shape(actor.path)
     limits = config.rollout.max_context_tokens, actor.max_tokens_per_micro_batch
     row_tokens = min(filter(None, limits))
     num_bytes = shape.layer.score_bytes(row_tokens) if shape and shape.layer else 0

@@ -48,7 +48,7 @@ def complete_config(
     """
     take_context(config, generates=generates)
     warnings = check_config(config, count_devices, generates=generates, may_have_more=True)
-    if known_shape(config.actor.path, config.actor.revision) is None:
+    if known_shape(config.actor.path) is None:
         return warnings
     transport = config.transport
     if generates and transport.shared_memory == AUTO and not transport.shared_memory_bytes:

@@ -45,7 +45,7 @@ async def until_there(what: str, bring: Callable[[], Awaitable[T]], limit_s: flo
 
     Args:
         bring: opens a connection of its own, to where the process is then.
-        limit_s: `scheduler.shipping_timeout_s`.
+        limit_s: after which files do not come any more.
     Raises: WaitTimeout: it is not here by then. Else what `bring` raises.
     """
     last: TransportError | None = None
@@ -63,7 +63,7 @@ async def until_there(what: str, bring: Callable[[], Awaitable[T]], limit_s: flo
             raise  # that of `bring` says more
         raise WaitTimeout(
             f"{what} did not come to node {socket.gethostname()} within "
-            f"scheduler.shipping_timeout_s={limit_s:g}{f': {last}' if last else ''}"
+            f"{limit_s:g} s{f': {last}' if last else ''}"
         ) from last
 
 

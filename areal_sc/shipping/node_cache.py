@@ -156,7 +156,7 @@ class NodeCache:
             if time.monotonic() > give_up_s:
                 raise WaitTimeout(
                     f"{path} was waited for, which another process of this node brings, for "
-                    f"{limit_s:g} s (scheduler.shipping_timeout_s)"
+                    f"{limit_s:g} s"
                 )
             await asyncio.sleep(_POLL_S)
         try:

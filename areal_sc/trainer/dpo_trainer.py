@@ -101,7 +101,7 @@ class DPOTrainer(PairTrainer):
         """The pairs with `reference_logprob` in both answers."""
         path = self.folder.path / "reference.json"
         adapter = [config.lora.path] if config.has_adapter and config.lora.path else []
-        named = msgspec.json.encode([config.path, config.revision, config.seed, pairs, *adapter])
+        named = msgspec.json.encode([config.path, config.seed, pairs, *adapter])
         digest = hashlib.blake2b(named, digest_size=16).hexdigest()
         known: _Reference | None = None
         try:

@@ -85,7 +85,7 @@ class RowTrainer(Run):
         from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 
         check_models(self.config)
-        folder = local_model(self.config.actor.path, self.config.actor.revision)
+        folder = local_model(self.config.actor.path)
         tokenizer = load_tokenizer(folder)
         ends = read_end_token_ids(folder, tokenizer)
         return TurnEncoder(tokenizer, ends, use_chat_template=use_chat_template)

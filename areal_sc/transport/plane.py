@@ -95,7 +95,7 @@ class DataPlane:
 
     def stats(self) -> PlaneStats:
         """What is held now, and counters since the start."""
-        store, puller, seconds = self.store, self.puller, self._bulk.seconds
+        store, puller = self.store, self.puller
         return PlaneStats(
             store_bytes=store.num_bytes,
             store_shards=store.num_shards,
@@ -106,10 +106,6 @@ class DataPlane:
             pulled_bytes=puller.pulled_bytes,
             mapped_bytes=puller.mapped_bytes,
             local_bytes=puller.local_bytes,
-            pull_connecting_s=seconds["connecting"],
-            pull_queueing_s=seconds["queueing"],
-            pull_wire_s=seconds["wire"],
-            pull_copying_s=seconds["copying"],
             served_bytes=self._server.sent_bytes,
             bulk_requests=self._server.num_reads,
             bulk_refused=self._server.refused.num + self._bulk.refused.num,

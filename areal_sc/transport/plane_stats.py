@@ -18,11 +18,6 @@ class PlaneStats(Struct, frozen=True):
         pulled_bytes: came from elsewhere.
         mapped_bytes: came from other workers' memory on this node.
         local_bytes: came from the own store.
-        pull_connecting_s: of pulls from elsewhere, in which there was no connection to the owner.
-        pull_queueing_s: until their first request was sent, for want of credit.
-        pull_wire_s: from then on until all replies were here, without the rest. Pulls overlap, so
-            all phases together may be more than the time that has passed.
-        pull_copying_s: for checking replies; for mapping and copying what lies on this node.
         served_bytes: went out in answer to `bulk_requests`.
         bulk_requests: answered.
         bulk_refused: frames that no member of the run sent.
@@ -37,10 +32,6 @@ class PlaneStats(Struct, frozen=True):
     pulled_bytes: int = 0
     mapped_bytes: int = 0
     local_bytes: int = 0
-    pull_connecting_s: float = 0.0
-    pull_queueing_s: float = 0.0
-    pull_wire_s: float = 0.0
-    pull_copying_s: float = 0.0
     served_bytes: int = 0
     bulk_requests: int = 0
     bulk_refused: int = 0

@@ -98,7 +98,7 @@ class Adopter:
 
         if weights.folder or weights.is_of_model_folder:
             config = self._worker.handle.config
-            folder = Path(weights.folder or local_model(config.path, config.revision))
+            folder = Path(weights.folder or local_model(config.path))
             await self._engine().update_weights_from_disk(weights.version, folder)
         elif sent := weights.broadcast:
             await self._engine().update_weights_from_group(

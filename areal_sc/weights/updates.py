@@ -275,8 +275,9 @@ class WeightUpdates:
                 return  # once it is started again, new ones come first
             except TransportError as error:
                 if isinstance(error, RpcTimeout) and error.silent == state.name:
-                    setting = "weight_update.step_timeout_s"
-                    await self._fleet.lose_hung(error, [state.member], setting)
+                    await self._fleet.lose_hung(
+                        error, [state.member], "the limit of a step of a weight update"
+                    )
                     return  # as above
                 logger.warning("worker=%s reads its weights again: %s", state.name, error)
                 if len(refused) > num_refused:

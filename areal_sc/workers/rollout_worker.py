@@ -159,7 +159,7 @@ class RolloutWorker(Worker):
         if isinstance(engine, EndsWithServer):
             self._watches.append(asyncio.create_task(self._end_with(engine), name="engine watch"))
         config = self.handle.config
-        folder = local_model(config.path, config.revision)
+        folder = local_model(config.path)
         await self.compute(lambda: check_ends(folder, engine.tokenizer, config.generation))
         self._engine = engine
 

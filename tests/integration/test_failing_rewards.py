@@ -97,11 +97,12 @@ def test_a_reward_that_always_hangs_ends_the_run_before_any_group_has_replied(
 ) -> None:
     """One process has all calls; the first groups would reply after all of them timed out."""
     monkeypatch.setattr(progress, "LOOK_S", 0.2)
+    monkeypatch.setattr(progress, "MAX_LOST_S", 1.0)
     told: list[str] = []
-    limits = ("rollout.reward_timeout_s=0.3", "rollout.max_lost_s=1", "rollout.group_size=16")
+    limits = ("rollout.reward_timeout_s=0.3", "rollout.group_size=16")
     with start_rollout(*limits, "rollout.rejection_window=100000") as rollout:
         rollout.rejections.on_warning = told.append
-        with pytest.raises(TooManyRejections, match=r"none was kept.*rollout\.max_lost_s is 1"):
+        with pytest.raises(TooManyRejections, match=r"none was kept.*the limit is 1 s"):
             getattr(rollout, call)(PROMPTS, SingleTurnWorkflow(episodes.hangs))
         assert rollout.groups.num_finished == 0
     assert "the first for this cause: reward_timeout: episodes.py:" in told[0]

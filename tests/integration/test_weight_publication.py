@@ -27,6 +27,7 @@ from areal_sc import (
     make_generator,
 )
 from areal_sc import start as start_controllers
+from areal_sc.config.sharing import join_sections
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.weights.collective import CollectiveChannel
 from areal_sc.weights.methods import LEAVE_WEIGHT_GROUP, WEIGHT_RANKS, WeightRanks
@@ -97,11 +98,12 @@ def test_generation_has_the_trainers_weights(
     config = tiny_config(
         f"weight_update.method={method}",
         f"weight_update.folder={tmp_path / 'weights'}",
-        "weight_update.bucket_bytes=20000",
         f"actor.parallel={mesh}",
         "rollout.num_workers=2",
         "actor.optimizer.lr=1e-2",
     )
+    config.weight_update.bucket_bytes = 20_000
+    join_sections(config)
     with controllers(config, scheduler) as (actor, rollout):
         for step in range(3):
             stats = train_step(actor, rollout)
@@ -167,10 +169,11 @@ def test_a_broadcast_that_cannot_be_received_leaves_nobody_waiting(
     """A worker that has left the group, unknown to the trainer, gets the weights by pull."""
     config = tiny_config(
         "weight_update.method=collective",
-        "weight_update.bucket_bytes=20000",
         "rollout.num_workers=2",
         "actor.optimizer.lr=1e-2",
     )
+    config.weight_update.bucket_bytes = 20_000
+    join_sections(config)
     with controllers(config, scheduler) as (actor, rollout):
         train_step(actor, rollout)
         group = group_of(actor)

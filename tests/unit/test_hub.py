@@ -83,7 +83,7 @@ def test_the_first_start_downloads_with_a_bar_and_the_second_does_not(
     ("arguments", "environment", "told"),
     [
         (["acme/tyni"], {}, "no such folder, and no such model"),
-        (["acme/tiny", "v9"], {}, "no such revision"),
+        (["acme/tiny@v9"], {}, "no such revision"),
         (["acme/gated"], {}, "grants access on request"),
         (["acme/private"], {}, "hf auth login"),
         (["acme/tiny"], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
@@ -135,6 +135,7 @@ def test_paths_of_this_machine_are_no_names_of_the_hub(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     assert is_hub_name("Qwen/Qwen2.5-0.5B")
+    assert is_hub_name("Qwen/Qwen2.5-0.5B@refs/pr/1")
     for path in ("runs/model", "./Qwen/model", "/models/qwen", "model", "a/b/c", "../a/b", "~/m"):
         assert not is_hub_name(path), path
 

@@ -15,7 +15,13 @@ from areal_sc.config.fields import (
     shared_settings,
 )
 from areal_sc.config.further_models import FURTHER_MODELS
-from areal_sc.config.loading.removed_settings import REMOVED, ROOM_FOR_REPEATS, actors, moved_to
+from areal_sc.config.loading.removed_settings import (
+    FORMER_DEFAULTS,
+    REMOVED,
+    ROOM_FOR_REPEATS,
+    actors,
+    moved_to,
+)
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.server_settings import ServerProgramConfig, ServersConfig
 from areal_sc.config.slurm_settings import SchedulerType
@@ -24,7 +30,6 @@ from areal_sc.errors import RunFolderError
 FIXED = {
     "seed": "steps that are trained again would see other prompts",
     "actor.path": "the snapshot holds the weights of another model",
-    "actor.revision": "the snapshot holds the weights of another model",
     "actor.dtype": "steps that are trained again would give other weights",
     **dict.fromkeys(
         ("actor.lora.rank", "actor.lora.alpha", "actor.lora.targets"),
@@ -83,7 +88,7 @@ with the settings of that time. Settings that they share count for each section 
 
 _KEYS = frozenset(known_keys(GRPOConfig, also_shared=True))
 _ELSEWHERE = shared_settings(GRPOConfig, may_differ=False)
-_IN_CODE = {
+_CONSTANTS = dict(FORMER_DEFAULTS) | {
     key: found.default
     for key, found, _ in schema_fields(GRPOConfig, also_without=True)
     if IN_CODE in found.metadata
@@ -126,7 +131,7 @@ def removed_of(settings: Mapping[str, Any]) -> dict[str, bool]:
     """
     places = {key: moved_to(key, _ELSEWHERE) or actors(key) for key in settings}
     return {
-        key: settings[key] in (settings.get(place, ABSENT), _IN_CODE.get(key, ABSENT))
+        key: settings[key] in (settings.get(place, ABSENT), _CONSTANTS.get(key, ABSENT))
         for key, place in places.items()
         if _is_in(key, REMOVED) or (key not in _KEYS and place)
     }

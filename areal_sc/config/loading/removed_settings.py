@@ -57,13 +57,13 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
                 *("vllm.control_timeout_s", "vllm.stop_timeout_s", "vllm.probe_interval_s"),
                 *("scheduler.max_log_bytes", "scheduler.shutdown_timeout_s"),
                 *("rollout.max_prefill_tokens", "transport.stalled_peer_timeout_s"),
+                *("rollout.max_lost_s", "scheduler.shipping_timeout_s", "actor.optimizer.eps"),
+                *("critic.optimizer.eps", "actor.ppo.advantage_eps", "weight_update.bucket_bytes"),
+                *("actor.ppo.gate_positive", "actor.ppo.gate_negative", "servers.busy_limit_s"),
+                *("sglang.hung_after_s", "vllm.hung_after_s"),
+                *("sglang.busy_limit_s", "vllm.busy_limit_s"),
             ),
             "it is a constant now: leave it out",
-        ),
-        **dict.fromkeys(
-            ("sglang.hung_after_s", "vllm.hung_after_s"),
-            "it is a constant now; for servers that are silent while they compute there is "
-            "servers.busy_limit_s",
         ),
         **{
             f"{section}.{name}": advice
@@ -80,8 +80,7 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
                 **{
                     name: f"both kinds of servers have it in one place, servers.{name}"
                     for name in (
-                        *("tp_size", "environment", "urls", "api_key_env"),
-                        *("start_timeout_s", "busy_limit_s"),
+                        *("tp_size", "environment", "urls", "api_key_env", "start_timeout_s"),
                     )
                 },
             }.items()
@@ -100,8 +99,25 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
             "records.keep says which answers are kept, and `python -m areal_sc samples RUN_DIR` "
             "shows them",
         ),
-        "rollout.step_timeout_s": "it follows from the size of the model: leave it out",
-        "transport.pull_timeout_s": "it follows from the size of the model: leave it out",
+        **dict.fromkeys(
+            (
+                *("rollout.step_timeout_s", "transport.pull_timeout_s"),
+                "weight_update.step_timeout_s",
+            ),
+            "it follows from the size of the model: leave it out",
+        ),
+        "rollout.sandbox.num_processes": "it is the number of cores: leave it out",
+        **dict.fromkeys(
+            (f"{role}.revision" for role in ("actor", *LIKE_ACTOR)),
+            "it is a part of path now: owner/model@revision",
+        ),
+        "actor.ppo.divergence": "it is the total variation, tv, always: leave it out, and set "
+        "max_divergence in its units, of [0, 1]",
+        **{
+            f"scheduler.slurm.{section}qos": "set it as a flag: "
+            f"scheduler.slurm.{section}extra_flags: [--qos=...]"
+            for section in ("", "train.", "rollout.")
+        },
         "transport.shared_memory_bytes": "it follows from weights and a batch: leave it out",
         "actor.logprob_chunk_tokens": "it follows from the room of the device: leave it out; "
         "actor.max_tokens_per_micro_batch bounds what a pass takes",
@@ -109,6 +125,22 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Setting -> what to do."""
+
+FORMER_DEFAULTS: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "actor.ppo.advantage_eps": 1e-6,
+        "actor.ppo.gate_positive": 1.0,
+        "actor.ppo.gate_negative": 1.05,
+        **dict.fromkeys(
+            (f"{role}.revision" for role in ("actor", *LIKE_ACTOR)),
+            "it is a part of path now: owner/model@revision",
+        ),
+        "actor.ppo.divergence": "tv",
+        "rollout.max_lost_s": 300.0,
+        "rollout.sandbox.num_processes": 0,
+    }
+)
+"""What holds now, of settings that became constants: an older run that has it says nothing else."""
 
 
 def moved_to(key: str, elsewhere: Mapping[str, str]) -> str:

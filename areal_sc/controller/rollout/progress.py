@@ -25,6 +25,8 @@ from areal_sc.errors import TooManyRejections
 from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport
 
 LOOK_S: Final = 5.0
+MAX_LOST_S: Final = 300.0
+"""A run ends in which, for so long, episodes were rejected and none was kept."""
 FIRST_NOTICE_S: Final = 40.0
 """Silence that is told. It doubles with each notice, and is twice the longest silence that ended
 with a finished group: a run of slow groups tells it in its first step only."""
@@ -37,14 +39,12 @@ class ProgressWatch:
     """Looks after the groups of one RolloutController.
 
     Args:
-        max_lost_s: a run ends in which, for so long, episodes were rejected and none was kept.
         groups: those of training, and others.
         standstill: of the run.
     """
 
     workers: RolloutWorkers
     rejections: Rejections
-    max_lost_s: float
     groups: Sequence[Groups]
     standstill: Standstill
 
@@ -58,7 +58,7 @@ class ProgressWatch:
     async def run(self) -> None:
         """Looks, for ever.
 
-        Raises: TooManyRejections: more than `max_lost_s` were lost.
+        Raises: TooManyRejections: for more than `MAX_LOST_S` all were lost.
         """
         self._quiet_since_s = asyncio.get_running_loop().time()
         while True:
@@ -112,11 +112,10 @@ class ProgressWatch:
         if self._lost_since_s is None:
             self._lost_since_s = now_s
         lost_s = now_s - self._lost_since_s
-        if lost_s > self.max_lost_s:
+        if lost_s > MAX_LOST_S:
             raise TooManyRejections(
                 f"for {lost_s:.0f} s episodes were rejected, none was kept, and no group finished; "
-                f"rollout.max_lost_s is {self.max_lost_s:g}. For example: "
-                f"{self.rejections.describe_example()}"
+                f"the limit is {MAX_LOST_S:g} s. For example: {self.rejections.describe_example()}"
             )
 
     def _describe(self, reports: Mapping[str, EpisodesReport | None], quiet_s: float) -> str:

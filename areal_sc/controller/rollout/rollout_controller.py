@@ -130,7 +130,6 @@ class RolloutController(Controller):
         self._watch = ProgressWatch(
             self._workers,
             self.rejections,
-            self.config.max_lost_s,
             (self.groups, self._outside),
             self.standstill,
         )
@@ -488,7 +487,7 @@ def _keep_tokenizer(folder: RunFolder, config: RolloutConfig) -> None:
     Raises: RunFolderError: it cannot be written.
     """
     try:
-        model = cached_model(config.path, config.revision)
+        model = cached_model(config.path)
         content = None if model is None else (model / folder.tokenizer_path.name).read_bytes()
     except (OSError, ValueError):  # the workers say what is wrong with the model, if anything is
         return

@@ -38,7 +38,7 @@ def open_sandbox(settings: SandboxConfig) -> Sandbox:
         )
     environment = {name: os.environ[name] for name in settings.environment if name in os.environ}
     return LocalSandbox(
-        settings.num_processes or num_cores(),
+        num_cores(),
         settings.isolation,
         environment=environment,
         read=settings.read,

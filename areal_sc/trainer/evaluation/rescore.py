@@ -117,7 +117,7 @@ async def _rescored(
         return played
 
     try:
-        folder = local_model(config.path, config.revision)
+        folder = local_model(config.path)
         tokenizer = load_tokenizer(folder)
         ends = read_end_token_ids(folder, tokenizer)
         return await all_of(one(answer, tokenizer, ends) for answer in answers)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 SLOW_PULL_S: Final = 5.0
 SLOW_BYTES_PER_S: Final = 20e6
-"""A pull that takes longer than both together allow is logged, with the phase that took longest."""
+"""A pull that takes longer than both together allow is logged."""
 
 
 class BulkClient:
@@ -44,7 +44,6 @@ class BulkClient:
 
     Attributes:
         refused: replies dropped because no owner sent them so.
-        seconds: where the time of pulls went, by phase; see `PlaneStats`.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class BulkClient:
         absence_s: float = 0.0,
         max_inflight_bytes: int = MAX_INFLIGHT_BYTES,
     ) -> None:
-        self.seconds = {"connecting": 0.0, "queueing": 0.0, "wire": 0.0, "copying": 0.0}
         self._transport = transport
         self._puller = puller
         self._config = config or TransportConfig()
@@ -84,9 +82,8 @@ class BulkClient:
         loop = asyncio.get_running_loop()
         parts = deque(part for it in transfers for part in cut(it, self._config.chunk_bytes))
         shard_id = transfers[0].rows.shard_id
-        fetch = Fetch(shard_id, parts, num_bytes, loop.create_future(), loop.time())
-        connection = self._connection(owner)
-        connected_before_s = connection.connecting_s
+        fetch = Fetch(shard_id, parts, num_bytes, loop.create_future())
+        connection, begun_s = self._connection(owner), loop.time()
         connection.submit(fetch)
         try:
             async with asyncio.timeout_at(deadline) as limit:
@@ -100,8 +97,14 @@ class BulkClient:
             ) from None
         finally:
             connection.abandon(fetch)
-            connecting_s = connection.connecting_s - connected_before_s
-            self._count(fetch, owner, connecting_s, num_bytes)
+            if (total_s := loop.time() - begun_s) > SLOW_PULL_S + num_bytes / SLOW_BYTES_PER_S:
+                logger.warning(
+                    "pull_slow owner=%s bytes=%d missing_bytes=%d seconds=%.1f",
+                    owner.node_id,
+                    num_bytes,
+                    fetch.missing_bytes,
+                    total_s,
+                )
             del fetch  # with the traceback it would keep itself, and the pull's buffer
 
     async def describe(
@@ -146,25 +149,3 @@ class BulkClient:
             found = OwnerConnection(owner, self._config, open_session, self._credits, self.refused)
             self._connections[owner] = found
         return found
-
-    def _count(self, fetch: Fetch, owner: ShardOwner, connecting_s: float, num_bytes: int) -> None:
-        now_s = asyncio.get_running_loop().time()
-        total_s = now_s - fetch.begun_s
-        queueing_s = max(0.0, (fetch.sent_s or now_s) - fetch.begun_s - connecting_s)
-        wire_s = max(0.0, total_s - connecting_s - queueing_s - fetch.copying_s)
-        phases = connecting_s, queueing_s, wire_s, fetch.copying_s
-        seconds = dict(zip(self.seconds, phases, strict=True))
-        for phase, its_s in seconds.items():
-            self.seconds[phase] += its_s
-        if total_s > SLOW_PULL_S + num_bytes / SLOW_BYTES_PER_S:
-            phase, longest_s = max(seconds.items(), key=lambda entry: entry[1])
-            logger.warning(
-                "pull_slow owner=%s bytes=%d missing_bytes=%d seconds=%.1f slowest=%s "
-                "slowest_seconds=%.1f",
-                owner.node_id,
-                num_bytes,
-                fetch.missing_bytes,
-                total_s,
-                phase,
-                longest_s,
-            )

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -80,18 +79,12 @@ class Fetch:
         shard_id: one of its shards, for messages.
         waiting: not asked for yet.
         missing_bytes: not yet arrived.
-        begun_s: when it began; times are on the clock of the event loop.
-        sent_s: when the first of it was asked for; 0: not yet.
-        copying_s: spent on checking what arrived.
     """
 
     shard_id: str
     waiting: deque[Transfer]
     missing_bytes: int
     done: asyncio.Future[None]
-    begun_s: float
-    sent_s: float = 0.0
-    copying_s: float = 0.0
 
     def fail(self, error: ArealError) -> None:
         if not self.done.done():
@@ -146,15 +139,7 @@ class OwnerConnection:
         self._lost: asyncio.Future[Exception] = self._loop.create_future()
         self._num_openings = 0  # since the last reply
         self._last_loss = ""
-        self._connecting_s = 0.0
-        self._connecting_since_s: float | None = self._loop.time()
         self._task = asyncio.create_task(self._run(), name=f"session with {owner.node_id}")
-
-    @property
-    def connecting_s(self) -> float:
-        """Seconds so far in which there was no connection, and one was made."""
-        since_s = self._connecting_since_s
-        return self._connecting_s + (0 if since_s is None else self._loop.time() - since_s)
 
     @property
     def trouble(self) -> str:
@@ -195,9 +180,7 @@ class OwnerConnection:
     def on_message(self, kind: int, tag: bytes) -> None:
         """A reply counts when all of it is verified. Raises: ProtocolError: it does not."""
         request, content = self._unanswered[0], self._content
-        begun_s = time.perf_counter()
         self._replies.open(kind, tag, content)
-        share_s = (time.perf_counter() - begun_s) / len(request)
         failure = decoded(FAILURES, content[0]) if kind == FAILURE else None
         if failure is not None and failure.slice_number >= len(request):
             raise ProtocolError(f"not an answer to {len(request)} slices: {failure!r:.200}")
@@ -205,11 +188,10 @@ class OwnerConnection:
         self._content = ()
         self._return_credit(_num_bytes(request))
         self._num_openings, self._last_loss = 0, ""
-        for fetch, transfer in request:
-            fetch.copying_s += share_s
-            if failure is None:
+        if failure is None:
+            for fetch, transfer in request:
                 fetch.arrived(transfer.rows.num_bytes)
-        if failure is not None:  # only the pull that asked for it fails; the others ask again
+        else:  # only the pull that asked for it fails; the others ask again
             request[failure.slice_number][0].fail(failure.error)
             self._put_back(request)
         self._ask_soon()
@@ -250,8 +232,6 @@ class OwnerConnection:
 
         Raises: ArealError: there is no hope of a session.
         """
-        if self._connecting_since_s is None:
-            self._connecting_since_s = self._loop.time()
         while True:
             delay_s = REOPEN_DELAY_S * max(0, self._num_openings - 1)
             await asyncio.sleep(min(delay_s, MAX_REOPEN_DELAY_S))
@@ -262,7 +242,6 @@ class OwnerConnection:
                 break
             except (ServerBusy, OSError) as error:  # it lives: its control socket has answered
                 self._last_loss = f"no connection: {error}"
-        self._connecting_s, self._connecting_since_s = self.connecting_s, None
         self._requests = MessageCipher(grant.request_key, grant.is_encrypted)
         self._replies = MessageCipher(grant.reply_key, grant.is_encrypted)
         self._lost = self._loop.create_future()
@@ -316,8 +295,6 @@ class OwnerConnection:
         self._inflight_bytes += num_bytes
         try:
             content = msgspec.msgpack.encode([transfer.rows for _, transfer in request])
-            for fetch, _ in request:
-                fetch.sent_s = fetch.sent_s or self._loop.time()
             self._stream.send(partial(self._requests.seal, READ, [content]))
         except Exception as error:  # the boundary of the event loop: nobody may wait for ever
             if not self._lost.done():

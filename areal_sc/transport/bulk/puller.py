@@ -12,7 +12,6 @@ Whatever is copied is copied once, to its final place in one pooled buffer.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
@@ -260,10 +259,8 @@ class Puller:
                 elsewhere[owner] = its
                 self.pulled_bytes += num_bytes
         if readable:
-            begun_s = time.perf_counter()
             num_slices = sum(map(len, readable.values()))
             await run_copies(await _computed(num_slices, lambda: self._planned(readable)))
-            self._bulk.seconds["copying"] += time.perf_counter() - begun_s
         await all_of(self._bulk.fetch(*each, deadline) for each in elsewhere.items())
 
     def _planned(self, transfers: Mapping[ShardOwner, Iterable[Transfer]]) -> list[Copy]:

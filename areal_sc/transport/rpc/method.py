@@ -48,7 +48,7 @@ class Method(Generic[A, R]):
             `transport.call_timeout_s` of the run.
         writes: it waits for a disk: `transport.write_timeout_s` is its deadline.
         ships: it waits for files, where nodes do not share those of the script: its deadline is
-            later there, by `scheduler.shipping_timeout_s`.
+            later there, by the `shipping_timeout_s` of the scheduler.
         callers: those that may call it.
     """
 

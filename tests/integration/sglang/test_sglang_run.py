@@ -32,6 +32,7 @@ from areal_sc import (
     make_scheduler,
 )
 from areal_sc import start as start_controllers
+from areal_sc.config.sharing import join_sections
 from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.engines.servers.engine import ServerEngine
 
@@ -135,9 +136,12 @@ async def test_a_server_that_runs_already_gets_the_weights_of_every_mesh(
         "generation.stop_token_ids=[1]",  # its own end is no token that it samples
         *("rollout.engine=sglang", f"servers.urls=[{url}]"),
         *(f"servers.api_key_env={KEY_VARIABLE}", f"weight_update.method={method}"),
-        *("weight_update.bucket_bytes=50000", f"actor.engine={trainer}", f"actor.parallel={mesh}"),
+        *(f"actor.engine={trainer}", f"actor.parallel={mesh}"),
     )
-    await asyncio.to_thread(train_and_compare, load_config(overrides, GRPOConfig))
+    config = load_config(overrides, GRPOConfig)
+    config.weight_update.bucket_bytes = 50_000
+    join_sections(config)
+    await asyncio.to_thread(train_and_compare, config)
     version = policies.add()
     await engine.update_weights(version, policies.source(version))  # it is the engine's again
 

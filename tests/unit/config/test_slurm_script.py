@@ -35,7 +35,6 @@ def test_all_settings_are_in_the_script_and_bash_reads_it() -> None:
         time_limit="1:00",
         partition="p",
         account="a",
-        qos="q",
         constraint="a100&nvlink",
         extra_flags=["--exclusive"],
         setup=["module load cuda"],

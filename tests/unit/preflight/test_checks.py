@@ -406,8 +406,8 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
             "actor.ppo.behavior_weight_cap=3.0 has no effect with actor.ppo.behavior_weight",
         ),
         (
-            "actor.ppo.advantage_eps=0.1 actor.ppo.advantage_std=none",
-            "actor.ppo.advantage_eps=0.1 has no effect with actor.ppo.advantage_std=none",
+            "actor.ppo.advantage_deviation=sample actor.ppo.advantage_std=none",
+            "actor.ppo.advantage_deviation=sample has no effect with actor.ppo.advantage_std=none",
         ),
         (
             "actor.ppo.discount=0.9 actor.ppo.advantage=batch",

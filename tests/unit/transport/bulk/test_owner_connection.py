@@ -43,7 +43,7 @@ def fetch_of(name: str, sizes: list[int], num_fields: int = 1) -> Fetch:
         rows = shard_slice(f"{name}.{number}", fields, [0], (size,))
         parts.extend(cut(Transfer(rows, places), REQUEST_BYTES))
     loop = asyncio.get_running_loop()
-    return Fetch(f"{name}.0", parts, sum(sizes) * num_fields, loop.create_future(), 0.0)
+    return Fetch(f"{name}.0", parts, sum(sizes) * num_fields, loop.create_future())
 
 
 async def test_a_request_names_a_limited_number_of_fields() -> None:
