@@ -21,21 +21,10 @@ class OnlineWorkflow(SessionWorkflow):
     data, calls the model, and tells the reward. An episode that is rejected, or left alone, is not
     trained.
 
-    Args: those of an `AgentWorkflow`.
-    Raises: WorkflowError: an argument is none of those.
+    Args, errors: see `SessionWorkflow`.
     """
 
     waits_outside = True
-
-    def __init__(
-        self,
-        discount: float = 1.0,
-        *,
-        rows: str = "merge",
-        history: str = "template",
-        chat_template_arguments: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(discount, rows, history, chat_template_arguments)
 
     def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (self.discount,), self._session

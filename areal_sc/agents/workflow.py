@@ -40,10 +40,11 @@ class SessionWorkflow(Workflow):
 
     def __init__(
         self,
-        discount: float,
-        rows: str,
-        history: str,
-        chat_template_arguments: Mapping[str, Any] | None,
+        discount: float = 1.0,
+        *,
+        rows: str = "merge",
+        history: str = "template",
+        chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         if not 0 <= discount <= 1:
             raise WorkflowError(f"discount: expected a number in [0, 1], got {discount!r}")
@@ -89,7 +90,9 @@ class AgentWorkflow(SessionWorkflow):
     ) -> None:
         self.agent = NamedAgent.find(agent) if isinstance(agent, str) else agent
         check_agent(self.agent)
-        super().__init__(discount, rows, history, chat_template_arguments)
+        super().__init__(
+            discount, rows=rows, history=history, chat_template_arguments=chat_template_arguments
+        )
 
     def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A worker finds the agent where the script did."""

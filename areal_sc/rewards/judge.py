@@ -19,7 +19,7 @@ from typing import Any, Final
 import aiohttp
 
 from areal_sc.errors import NeverWorks, RewardError, WorkflowError
-from areal_sc.rewards.answer_text import without_reasoning
+from areal_sc.rewards.answer_text import given_answer
 from areal_sc.sources.reference import Referable
 from areal_sc.sources.values import is_missing
 
@@ -100,8 +100,7 @@ class JudgeReward(Referable):
         self._model = model
         self._question = question
         self._bounds = (lowest, highest)
-        self._tag = re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL)
-        self._is_tagged = bool(tag)
+        self._tag = tag
         self._key_variable = api_key_variable
         self._max_tokens = max_tokens
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -178,9 +177,7 @@ class JudgeReward(Referable):
         return content if isinstance(content, str) else ""
 
     def _verdict(self, reply: str) -> float:
-        answer = without_reasoning(reply)
-        tagged = self._tag.findall(answer) if self._is_tagged else [answer]
-        numbers = [float(it) for it in _NUMBER.findall(tagged[-1])] if tagged else []
+        numbers = [float(it) for it in _NUMBER.findall(given_answer(reply, self._tag) or "")]
         lowest, highest = self._bounds
         if not numbers or not lowest <= numbers[-1] <= highest:
             raise _NoVerdict(f"expected a number of {lowest:g} to {highest:g}, got {reply!r:.200}")
