@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import inspect
 import json
@@ -132,17 +131,11 @@ def check_in_interpreter(agent: Any, python: str) -> None:
             f"{(version.stderr or version.stdout).strip()[-500:]}"
         )
     reference = reference_for(agent, python)
-    if lines := _imports_of_areal_sc(_file_of(reference)):
-        raise WorkflowError(
-            f"agent {name_of(agent)}: agents.python={python} imports its module without areal_sc, "
-            f"which {_file_of(reference)} imports in line {', '.join(map(str, lines))}: put the "
-            "agent into a module of its own"
-        )
     tried = _run(python, served.__file__, "--try", json.dumps(reference.to_wire()))
     if tried.returncode:
         raise WorkflowError(
-            f"agent {name_of(agent)} cannot be imported by agents.python={python}: "
-            f"{tried.stderr.strip()[-500:]}"
+            f"agent {name_of(agent)} cannot be imported by agents.python={python}, which has no "
+            f"areal_sc: {tried.stderr.strip()[-500:]}"
         )
 
 
@@ -159,37 +152,6 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
         raise WorkflowError(
             f"{' '.join(command[:3])}: took longer than {error.timeout:g} s"
         ) from None
-
-
-def _file_of(reference: ObjectReference) -> Path | None:
-    """The file that a reference leads to, if it is known here."""
-    location = reference.target.rpartition(":")[0]
-    if location.startswith("/"):
-        return Path(location)
-    if reference.search_path is None:
-        return None
-    inner = Path(reference.search_path, *location.split("."))
-    return next(
-        (it for it in (inner.with_suffix(".py"), inner / "__init__.py") if it.is_file()), None
-    )
-
-
-def _imports_of_areal_sc(file: Path | None) -> list[int]:
-    """The lines in which a file does so, whenever they run."""
-    found = []
-    try:
-        module = ast.parse(file.read_bytes() if file else b"")
-    except SyntaxError:  # its own interpreter may be newer
-        return []
-    for node in ast.walk(module):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module or ""]
-        else:
-            continue
-        found += [node.lineno for name in names if name.partition(".")[0] == "areal_sc"]
-    return sorted(found)
 
 
 def as_json(row: Mapping[str, Any], who: str) -> str:

@@ -30,6 +30,7 @@ DELIVERY: Final = "x-areal-delivery"
 """Names an answer that is passed on, so that it can be said at `UNDELIVERED` that this failed."""
 UNDELIVERED: Final = "/undelivered"
 _BODY_TIMEOUT_S: Final = 60.0
+_SHUTDOWN_S: Final = 1.0
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -37,9 +38,9 @@ def _is_ours(record: logging.LogRecord) -> bool:
     return not isinstance(error, (web.RequestPayloadError, HttpProcessingError))
 
 
-SERVER_LOG: Final = logging.getLogger(f"{__name__}.server")
+_SERVER_LOG: Final = logging.getLogger(f"{__name__}.server")
 """Where aiohttp tells of what failed; a broken request is the client's fault, which has its 400."""
-SERVER_LOG.addFilter(_is_ours)
+_SERVER_LOG.addFilter(_is_ours)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -124,6 +125,19 @@ def refusing(serve: Handler, dialect: Dialect = DIALECTS[0]) -> Handler:
             return refusal_of(dialect, refused)
 
     return handle
+
+
+async def runner_of(app: web.Application) -> web.AppRunner:
+    """Serves an application, once it has a site; a client that goes away ends its handler."""
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=_SERVER_LOG,
+        handler_cancellation=True,
+        shutdown_timeout=_SHUTDOWN_S,
+    )
+    await runner.setup()
+    return runner
 
 
 def refuse_path(paths: str) -> Handler:

@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_sc.agents.agent import as_json
 from areal_sc.agents.workflow import SessionWorkflow
-from areal_sc.workflows.base import EpisodeEngine, GroupReward, Trajectory
+from areal_sc.workflows.base import EpisodeEngine, Trajectory
 
 
 class OnlineWorkflow(SessionWorkflow):
@@ -21,25 +21,10 @@ class OnlineWorkflow(SessionWorkflow):
     data, calls the model, and tells the reward. An episode that is rejected, or left alone, is not
     trained.
 
-    Args: those of an `AgentWorkflow`.
-    Raises: WorkflowError: an argument is none of those.
+    Args, errors: see `SessionWorkflow`.
     """
 
     waits_outside = True
-
-    def __init__(
-        self,
-        discount: float = 1.0,
-        *,
-        rows: str = "merge",
-        history: str = "template",
-        chat_template_arguments: Mapping[str, Any] | None = None,
-        group_reward: GroupReward | None = None,
-    ) -> None:
-        super().__init__(discount, rows, history, chat_template_arguments, group_reward)
-
-    def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (self.discount,), self._named_arguments()
 
     async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> list[Trajectory]:
         """Returns: the rows of the agent's calls; their metrics are those of an `AgentWorkflow`.

@@ -51,7 +51,6 @@ from areal_sc.agents.http import (
     DIALECTS,
     MAX_BODY_BYTES,
     RETRY_COUNT,
-    SERVER_LOG,
     UNDELIVERED,
     answer_of,
     key_in,
@@ -59,6 +58,7 @@ from areal_sc.agents.http import (
     read_body,
     refuse_path,
     refusing,
+    runner_of,
 )
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt, RouterStart, RouterStarted, Routes
@@ -81,7 +81,6 @@ _CONNECT_S: Final = 10.0
 _PORT_S: Final = 5.0
 """The process of a script that was killed leaves its port in far less."""
 _LOOK_S: Final = 0.1
-_SHUTDOWN_S: Final = 1.0
 _MAX_LINE_BYTES: Final = 256 << 20
 
 _ASKED: Final = ("Authorization", "x-api-key", "Idempotency-Key", RETRY_COUNT)
@@ -318,14 +317,7 @@ async def _serve() -> None:
     limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=limits) as client:
         router = Router(SessionKeys(bytes.fromhex(opening.secret)), opening.routes, client)
-        runner = web.AppRunner(
-            router.application(),
-            access_log=None,
-            logger=SERVER_LOG,
-            handler_cancellation=True,
-            shutdown_timeout=_SHUTDOWN_S,
-        )
-        await runner.setup()
+        runner = await runner_of(router.application())
         try:
             listener = await _listener(opening)
         except OSError as error:

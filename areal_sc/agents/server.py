@@ -18,7 +18,7 @@ import ipaddress
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -35,7 +35,6 @@ from areal_sc.agents.http import (
     DELIVERY,
     DIALECTS,
     MAX_BODY_BYTES,
-    SERVER_LOG,
     UNDELIVERED,
     Handler,
     attempt_in,
@@ -45,6 +44,7 @@ from areal_sc.agents.http import (
     read_body,
     refuse_path,
     refusing,
+    runner_of,
 )
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt
@@ -56,7 +56,6 @@ from areal_sc.errors import WorkerError
 from areal_sc.transport.sockets.interface import Interface, bracketed, family_of
 from areal_sc.user_code import EpisodeClock
 from areal_sc.workflows.chat_turn import TokenEngine
-from areal_sc.workflows.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from areal_sc.config.agent_settings import AgentsConfig
@@ -71,35 +70,10 @@ _STREAM_HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
 }
-_SHUTDOWN_S: Final = 1.0
 _START_TIMEOUT_S: Final = 60.0
 _END_TIMEOUT_S: Final = 10.0
 _MAX_LOST: Final = 256
 """Sessions of which is remembered that they were given up; of older ones, that they ended."""
-
-
-class OpenSession:
-    """A session under an address.
-
-    Attributes:
-        base_url: of OpenAI's clients, with `/v1`.
-        api_key: of this session alone.
-    """
-
-    def __init__(self, base_url: str, api_key: str, session: Session) -> None:
-        self.base_url = base_url
-        self.api_key = api_key
-        self._session = session
-
-    def trajectories(
-        self,
-        reward: Rewards,
-        *,
-        discount: float = 1.0,
-        metrics: Mapping[str, float] | None = None,
-    ) -> list[Trajectory]:
-        """The rows of the session, see there."""
-        return self._session.trajectories(reward, discount=discount, metrics=metrics)
 
 
 class AgentServer:
@@ -146,7 +120,7 @@ class AgentServer:
     @asynccontextmanager
     async def open(
         self, engine: TokenEngine, sampling: GenerationConfig, settings: SessionSettings
-    ) -> AsyncIterator[OpenSession]:
+    ) -> AsyncIterator[Session]:
         """A session, until the block ends. Its calls are generated on the caller's event loop.
 
         Raises: WorkerError: the thread could not begin, as there is no free port, say; the next
@@ -158,9 +132,10 @@ class AgentServer:
             name = self._new_name(session)
         lost: CallRefused | None = None
         try:
-            url = f"http://{_HOST}:{self.port}/v1"
+            session.base_url = f"http://{_HOST}:{self.port}/v1"
+            session.api_key = self._keys.key_of(name)
             with session.raising():
-                yield OpenSession(url, self._keys.key_of(name), session)
+                yield session
         except BaseException as error:
             lost = given_up(error)
             raise
@@ -293,15 +268,7 @@ class AgentServer:
         self._claims.add_routes(app.router)
         paths = ", ".join(f"POST {dialect.path}" for dialect in self._dialects)
         app.router.add_route("*", "/{path:.*}", refuse_path(paths))
-        # a client that goes away ends its handler, and so stops waiting
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=SERVER_LOG,
-            handler_cancellation=True,
-            shutdown_timeout=_SHUTDOWN_S,
-        )
-        await runner.setup()
+        runner = await runner_of(app)
         await web.TCPSite(runner, _HOST, 0, backlog=BACKLOG).start()
         self._loop, self._runner = asyncio.get_running_loop(), runner
         self._is_ending = asyncio.Event()

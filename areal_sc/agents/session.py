@@ -100,6 +100,8 @@ class Session:
         sampling: of the run; an agent may shorten its answers and end them by strings of its own.
 
     Attributes:
+        base_url: where an agent reaches it: of OpenAI's clients, with `/v1`.
+        api_key: of this session alone.
         counts: how often each of `COUNTED` was noticed.
         failure: of the engine or of this package, in a call; what the agent made of it says
             nothing about the agent.
@@ -111,6 +113,7 @@ class Session:
         sampling: GenerationConfig,
         settings: SessionSettings | None = None,
     ) -> None:
+        self.base_url = self.api_key = ""  # until a server has opened it
         self.counts = Counter[str]()
         self.failure: Exception | None = None
         self._engine = engine

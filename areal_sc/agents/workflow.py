@@ -48,11 +48,12 @@ class SessionWorkflow(Workflow):
 
     def __init__(
         self,
-        discount: float,
-        rows: str,
-        history: str,
-        chat_template_arguments: Mapping[str, Any] | None,
-        group_reward: GroupReward | None,
+        discount: float = 1.0,
+        *,
+        rows: str = "merge",
+        history: str = "template",
+        chat_template_arguments: Mapping[str, Any] | None = None,
+        group_reward: GroupReward | None = None,
     ) -> None:
         if not 0 <= discount <= 1:
             raise WorkflowError(f"discount: expected a number in [0, 1], got {discount!r}")
@@ -106,7 +107,13 @@ class AgentWorkflow(SessionWorkflow):
     ) -> None:
         self.agent = NamedAgent.find(agent) if isinstance(agent, str) else agent
         check_agent(self.agent)
-        super().__init__(discount, rows, history, chat_template_arguments, group_reward)
+        super().__init__(
+            discount,
+            rows=rows,
+            history=history,
+            chat_template_arguments=chat_template_arguments,
+            group_reward=group_reward,
+        )
 
     def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A worker finds the agent where the script did."""

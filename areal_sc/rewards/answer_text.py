@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.sources.reference import Referable
 from areal_sc.sources.values import is_missing
 
 _REASONING: Final = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
+_MAX_NAMED: Final = 5
 _BETWEEN: Final = re.compile(
     r"(?:\W|\\\w+|</?answer>)*|(?=.*\b(?:and|or)\b)(?:[^.\n]|\.(?=\d)){0,60}", re.DOTALL
 )
@@ -69,6 +70,25 @@ def right_answer_of(row: Mapping[str, Any]) -> Any:
             f"the reference answer is missing ({'null' if row['answer'] is None else 'NaN'})"
         )
     return row["answer"]
+
+
+def read_all(rows: Iterable[Mapping[str, Any]], read: Callable[..., Any], failed: str) -> None:
+    """Reads something of all rows, so that none fails during the run.
+
+    Args: failed: what is told of rows that `read` refuses by a ValueError, `{num}` of them.
+    Raises: ConfigError: there are some; it names the first of them, with their indices.
+    """
+    faults = []
+    for index, row in enumerate(rows):
+        try:
+            read(row)
+        except ValueError as error:
+            faults.append(f"row {index}: {error}")
+    if faults:
+        further = len(faults) - _MAX_NAMED
+        named = [*faults[:_MAX_NAMED], *[f"and {further} more"] * (further > 0)]
+        told = "\n  ".join([f"{failed.format(num=len(faults))} cannot be read:", *named])
+        raise ConfigError(f"{told}\nmend these rows, or leave them out")
 
 
 class ReferenceReward(Referable):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import aiohttp
 
 from areal_sc.errors import NeverWorks, RewardError, WorkflowError
-from areal_sc.rewards.answer_text import without_reasoning
+from areal_sc.rewards.answer_text import given_answer, without_reasoning
 from areal_sc.sources.reference import Referable
 from areal_sc.sources.values import is_missing
 
@@ -100,7 +100,7 @@ class JudgeEndpoint:
         self._has_served = False
 
     async def ask(self, question: str, read: Callable[[str], Verdict]) -> Verdict:
-        """The verdict that `read` finds in the reply, without its reasoning.
+        """The verdict that `read` finds in the reply.
 
         Args:
             read: raises `NoVerdict` where there is none.
@@ -118,7 +118,7 @@ class JudgeEndpoint:
                 if number:
                     await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (number - 1), _LONGEST_PAUSE_S))
                 try:
-                    return read(without_reasoning(await self._reply(session, body)))
+                    return read(await self._reply(session, body))
                 except (aiohttp.ClientError, TimeoutError, NoVerdict) as error:
                     failure = str(error) or type(error).__name__
         raise RewardError(
@@ -198,8 +198,7 @@ class JudgeReward(Referable):
             raise ValueError(f"lowest={lowest}, highest={highest}: expected lowest < highest")
         self._question = _Question(question, "completion")
         self._bounds = (lowest, highest)
-        self._tag = re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL)
-        self._is_tagged = bool(tag)
+        self._tag = tag
         self._judge = JudgeEndpoint(
             url,
             model,
@@ -218,8 +217,7 @@ class JudgeReward(Referable):
         self._question.check_row(row)
 
     def _verdict(self, reply: str) -> float:
-        tagged = self._tag.findall(reply) if self._is_tagged else [reply]
-        numbers = [float(it) for it in _NUMBER.findall(tagged[-1])] if tagged else []
+        numbers = [float(it) for it in _NUMBER.findall(given_answer(reply, self._tag) or "")]
         lowest, highest = self._bounds
         if not numbers or not lowest <= numbers[-1] <= highest:
             raise NoVerdict(f"expected a number of {lowest:g} to {highest:g}, got {reply!r:.200}")
@@ -290,7 +288,7 @@ class RankingJudge(Referable):
         shown = "\n\n".join(f"Answer {n}:\n{it}" for n, it in enumerate(answers, start=1))
 
         def read(reply: str) -> list[str]:
-            lists = _NUMBERS.findall(reply)
+            lists = _NUMBERS.findall(without_reasoning(reply))
             numbers = [int(it) for it in re.findall(r"\d+", lists[-1])] if lists else []
             if sorted(numbers) != list(range(1, len(answers) + 1)):
                 raise NoVerdict(

@@ -109,39 +109,29 @@ class Conversation:
             raise WorkflowError("the last message is the assistant's: add one that it answers to")
         self._is_answering = True
         try:
-            return await self._answer(engine, last, tools, sampling, on_text)
+            check_tools(tools)
+            planned = NextTurn(
+                engine,
+                last,
+                self.messages,
+                tools,
+                sampling,
+                history=self._history,
+                arguments=self._arguments,
+            )
+            if last is not None and len(planned.prompt) >= engine.max_context_tokens:
+                message = {"role": "assistant", "content": ""}
+                return ChatTurn(message, "", (), (), "context", 0)
+            on_tokens = None if on_text is None else planned.text_stream(on_text)
+            completion = await engine.generate(planned.prompt, sampling, on_tokens=on_tokens)
+            node = planned.node(completion, self._num_calls)
+            self._nodes.append(node)
+            self._num_calls += len(node.turn.tool_calls)
+            # others may have been added behind it meanwhile
+            self._messages.insert(node.num_messages - 1, node.turn.message)
+            return node.turn
         finally:
             self._is_answering = False
-
-    async def _answer(
-        self,
-        engine: TokenEngine,
-        last: TurnNode | None,
-        tools: Sequence[Mapping[str, Any]],
-        sampling: GenerationConfig,
-        on_text: OnText | None,
-    ) -> ChatTurn:
-        check_tools(tools)
-        planned = NextTurn(
-            engine,
-            last,
-            self.messages,
-            tools,
-            sampling,
-            history=self._history,
-            arguments=self._arguments,
-        )
-        if last is not None and len(planned.prompt) >= engine.max_context_tokens:
-            message = {"role": "assistant", "content": ""}
-            return ChatTurn(message, "", (), (), "context", 0)
-        on_tokens = None if on_text is None else planned.text_stream(on_text)
-        completion = await engine.generate(planned.prompt, sampling, on_tokens=on_tokens)
-        node = planned.node(completion, self._num_calls)
-        self._nodes.append(node)
-        self._num_calls += len(node.turn.tool_calls)
-        # others may have been added behind it meanwhile
-        self._messages.insert(node.num_messages - 1, node.turn.message)
-        return node.turn
 
 
 def checked_message(message: Mapping[str, Any], number: int) -> Message:

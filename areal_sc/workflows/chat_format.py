@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.errors import NeverWorks, WorkflowError
 from areal_sc.workflows.text import bare_tokens, encode_chat
-from areal_sc.workflows.tool_calls import TOOLS, TRIED_ARGUMENTS, ToolFormat, find_format
+from areal_sc.workflows.tool_calls import (
+    TOOLS,
+    TRIED_ARGUMENTS,
+    ToolFormat,
+    call_entry,
+    find_format,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,7 +101,7 @@ class MessageShape:
             message["content"] = [{"type": "text", "text": text}] if self.has_parts else text
         if self.calls:
             message["tool_calls"] = [
-                _call(name, {"a": mark(f"a{n}")}, _ID.format(number, n))
+                call_entry(_ID.format(number, n), name, {"a": mark(f"a{n}")})
                 for n, name in enumerate(self.calls)
             ]
         return message, marks
@@ -338,7 +344,7 @@ class ChatFormat:
             self._empty, self._has_text_arguments = empty, has_text
             tried = zip(TOOLS[:num_calls], TRIED_ARGUMENTS[:num_calls], strict=True)
             calls = [
-                _call(name, arguments, _ID.format(1, n))
+                call_entry(_ID.format(1, n), name, arguments)
                 for n, (name, arguments) in enumerate(tried)
             ]
             answer = {"role": "assistant", "content": None, "tool_calls": calls}
@@ -413,11 +419,6 @@ def format_of(
     except (TypeError, ValueError) as error:
         raise WorkflowError(f"tools and chat_template_arguments must be JSON: {error}") from error
     return _format_of(tokenizer, *texts, ends)
-
-
-def _call(name: str, arguments: Mapping[str, Any], call_id: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": dict(arguments)}
-    return {"id": call_id, "type": "function", "function": function}
 
 
 def _ids(number: int, answer: Message) -> dict[str, str]:

@@ -8,8 +8,12 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
-from areal_sc.errors import ConfigError
-from areal_sc.rewards.answer_text import ReferenceReward, right_answer_of, without_reasoning
+from areal_sc.rewards.answer_text import (
+    ReferenceReward,
+    read_all,
+    right_answer_of,
+    without_reasoning,
+)
 from areal_sc.rewards.base import declare_reward
 from areal_sc.rewards.math.answer import Answer, plain_words, read_answer
 from areal_sc.rewards.math.compare import are_equal, is_parsable, library_verdict, warm_up
@@ -18,7 +22,6 @@ from areal_sc.rewards.math.place import Prose, candidates, final_answer, plain_s
 TIME_LIMIT_S = 5.0
 """CPU seconds of one completion; most take milliseconds. What takes longer is not the answer."""
 
-_MAX_NAMED = 5
 _WORDS = re.compile(r"[\s*$(]*(?:\\text\s*\{[^{}]+\}|[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*)[\s*$.)]*")
 
 
@@ -87,20 +90,7 @@ def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
 
     Raises: ConfigError: some cannot be read; names the first of them, with their indices.
     """
-    faults = []
-    for index, row in enumerate(rows):
-        try:
-            numeric_match.reference(row)
-        except ValueError as error:
-            faults.append(f"row {index}: {error}")
-    if faults:
-        others = len(faults) - _MAX_NAMED
-        named = [*faults[:_MAX_NAMED], *[f"and {others} more"] * (others > 0)]
-        raise ConfigError(
-            "\n  ".join([f"{len(faults)} reference answers cannot be read:", *named])
-            + "\nexpected a number, an expression, a list, a tuple, a set, or a word; "
-            "mend these rows, or leave them out"
-        )
+    read_all(rows, numeric_match.reference, "{num} reference answers")
 
 
 @lru_cache(maxsize=256)  # the completions of a group share it
@@ -115,7 +105,10 @@ def _read_reference(text: str) -> Answer:
     if answer is None and _WORDS.fullmatch(content):
         return Answer(plain_words(content), "words")
     if answer is None or not is_parsable(answer):
-        raise ValueError(f"the reference answer {text!r} cannot be parsed")
+        raise ValueError(
+            f"the reference answer {text!r} cannot be parsed: expected a number, an "
+            "expression, a list, a tuple, a set, or a word"
+        )
     return answer
 
 

@@ -27,6 +27,12 @@ TRIED_ARGUMENTS: Final = ({"akey": "avalue", "bkey": "bvalue"}, {"ckey": "cvalue
 """And the arguments of a call of each."""
 
 
+def call_entry(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """An entry of a message's `tool_calls`. Args: arguments: an object, or its text."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """A call that the model has written.
@@ -46,8 +52,7 @@ class ToolCall:
 
     def as_message(self) -> dict[str, Any]:
         """The call as an entry of a message's `tool_calls`."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        return call_entry(self.id, self.name, self.arguments)
 
 
 @dataclass(frozen=True)

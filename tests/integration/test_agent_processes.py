@@ -633,7 +633,7 @@ async def beside(row, session):
 
 def test_what_another_interpreter_lacks_is_told_before(tmp_path: Path, bare_python: str) -> None:
     for name, source, told in (
-        ("ours", "import os\n\ndef f(row):\n    from areal_sc import Workflow\n", "in line 4: put"),
+        ("ours", "from areal_sc import Workflow\n", "No module named 'areal_sc' at ours.py:1"),
         ("lacks", "import msgspec\ndef f(row): pass\n", "No module named 'msgspec' at lacks.py:1"),
         ("broken", "def f(row) pass\n", "invalid syntax|expected ':'"),
         ("empty", "", "has no attribute 'f'"),

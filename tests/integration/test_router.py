@@ -19,7 +19,7 @@ from scripted_engine import ScriptedEngine, engine_for
 from areal_sc.agents.http import MAX_BODY_BYTES
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt
-from areal_sc.agents.server import AgentServer, OpenSession
+from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import Session, SessionSettings
 from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.config.schema import GenerationConfig
@@ -50,7 +50,7 @@ class Run:
         self.router = router
         self.engines: dict[str, ScriptedEngine] = {}
         self.servers: dict[str, AgentServer] = {}
-        self.sessions: dict[str, OpenSession] = {}
+        self.sessions: dict[str, Session] = {}
         self.at: dict[str, AgentsAt] = {}
         self.client: aiohttp.ClientSession
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from areal_sc.agents.calls import CallRefused, ContextOverflow
+from areal_sc.agents.calls import CallRefused, ContextOverflow, ModelAnswer
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -44,6 +44,24 @@ def function_tool(name: str, description: str | None, parameters: Any) -> dict[s
     told = {} if description is None else {"description": description}
     function = {"name": name, **told, "parameters": parameters}
     return {"type": "function", "function": function}
+
+
+def joined_text(content: str | Sequence[Any]) -> str:
+    """A content, whose parts have a `text` each."""
+    return content if isinstance(content, str) else "\n".join(it.text for it in content)
+
+
+def openai_tokens(answer: ModelAnswer) -> list[dict[str, Any]]:
+    """The sampled tokens, as OpenAI's clients read log-probabilities."""
+    return [
+        {
+            "token": it.text,
+            "bytes": list(it.text.encode()),
+            "logprob": it.logprob,
+            "top_logprobs": [],
+        }
+        for it in answer.tokens
+    ]
 
 
 def one_call_only() -> CallRefused:

@@ -10,8 +10,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_sc.agents.calls import AnswerStream, CallRefused, ModelAnswer, ModelCall
-from areal_sc.agents.dialects.bodies import one_call_only, openai_error, read_body
+from areal_sc.agents.dialects.bodies import (
+    joined_text,
+    one_call_only,
+    openai_error,
+    openai_tokens,
+    read_body,
+)
 from areal_sc.workflows.chat_format import Message
+from areal_sc.workflows.tool_calls import call_entry
 
 _WITHOUT: Final = frozenset(
     [
@@ -142,7 +149,7 @@ class _Said(Struct, tag_field="role"):
     content: _Content
 
     def as_message(self) -> Message:
-        return {"role": type(self).__struct_config__.tag, "content": _joined(self.content)}
+        return {"role": type(self).__struct_config__.tag, "content": joined_text(self.content)}
 
 
 class _System(_Said, tag="system"):
@@ -178,8 +185,7 @@ class _CallSaid(Struct):
     type: Literal["function"] = "function"
 
     def as_message(self) -> dict[str, Any]:
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        return call_entry(self.id, self.function.name, self.function.arguments)
 
 
 class _Assistant(Struct, tag_field="role", tag="assistant"):
@@ -190,7 +196,7 @@ class _Assistant(Struct, tag_field="role", tag="assistant"):
     audio: None = None
 
     def as_message(self) -> Message:
-        message: Message = {"role": "assistant", "content": _joined(self.content or "")}
+        message: Message = {"role": "assistant", "content": joined_text(self.content or "")}
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
@@ -241,10 +247,6 @@ class _ChatBody(Struct, forbid_unknown_fields=True):
     stream_options: _StreamOptions = _StreamOptions()
 
 
-def _joined(content: _Content) -> str:
-    return content if isinstance(content, str) else "\n".join(it.text for it in content)
-
-
 def _head(call: ModelCall, answer_id: str, created_s: int, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{answer_id}",
@@ -263,12 +265,7 @@ def _message(answer: ModelAnswer) -> dict[str, Any]:
         message["reasoning_content"] = reasoning
     if turn.tool_calls:
         message["tool_calls"] = [
-            {
-                "id": it.id,
-                "type": "function",
-                "function": {"name": it.name, "arguments": json.dumps(it.arguments)},
-            }
-            for it in turn.tool_calls
+            call_entry(it.id, it.name, json.dumps(it.arguments)) for it in turn.tool_calls
         ]
     return message
 
@@ -282,16 +279,7 @@ def _finish_reason(answer: ModelAnswer) -> str:
 def _logprobs(call: ModelCall, answer: ModelAnswer) -> dict[str, Any] | None:
     if not call.wants_logprobs:
         return None
-    tokens = [
-        {
-            "token": it.text,
-            "bytes": list(it.text.encode()),
-            "logprob": it.logprob,
-            "top_logprobs": [],
-        }
-        for it in answer.tokens
-    ]
-    return {"content": tokens, "refusal": None}
+    return {"content": openai_tokens(answer), "refusal": None}
 
 
 def _usage(answer: ModelAnswer) -> dict[str, Any]:

@@ -10,8 +10,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_sc.agents.calls import AnswerStream, CallRefused, ModelAnswer, ModelCall
-from areal_sc.agents.dialects.bodies import event, function_tool, one_call_only, read_body
+from areal_sc.agents.dialects.bodies import (
+    event,
+    function_tool,
+    joined_text,
+    one_call_only,
+    read_body,
+)
 from areal_sc.workflows.chat_format import Message
+from areal_sc.workflows.tool_calls import call_entry
 
 _WITHOUT: Final = frozenset(
     ["cache_control", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id"]
@@ -134,12 +141,12 @@ class _UserTurn(Struct, tag_field="role", tag="user"):
                 texts.append(block)
                 continue
             if texts:
-                yield {"role": "user", "content": _joined(texts)}
+                yield {"role": "user", "content": joined_text(texts)}
                 texts.clear()
-            content = ("Error: " if block.is_error else "") + _joined(block.content)
+            content = ("Error: " if block.is_error else "") + joined_text(block.content)
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         if texts or not blocks:
-            yield {"role": "user", "content": _joined(texts)}
+            yield {"role": "user", "content": joined_text(texts)}
 
 
 class _AssistantTurn(Struct, tag_field="role", tag="assistant"):
@@ -149,21 +156,14 @@ class _AssistantTurn(Struct, tag_field="role", tag="assistant"):
         blocks = [_AnthropicText(self.content)] if isinstance(self.content, str) else self.content
         message: Message = {
             "role": "assistant",
-            "content": _joined([it for it in blocks if isinstance(it, _AnthropicText)]),
+            "content": joined_text([it for it in blocks if isinstance(it, _AnthropicText)]),
         }
         thoughts = [it.thinking for it in blocks if isinstance(it, _ThinkingBlock)]
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
         calls = [it for it in blocks if isinstance(it, _ToolUseBlock)]
         if calls:
-            message["tool_calls"] = [
-                {
-                    "id": it.id,
-                    "type": "function",
-                    "function": {"name": it.name, "arguments": it.input},
-                }
-                for it in calls
-            ]
+            message["tool_calls"] = [call_entry(it.id, it.name, it.input) for it in calls]
         yield message
 
 
@@ -204,14 +204,10 @@ class _MessagesBody(Struct, forbid_unknown_fields=True):
     output_config: _OutputConfig | None = None
 
     def as_messages(self) -> Iterator[Message]:
-        if system := _joined(self.system):
+        if system := joined_text(self.system):
             yield {"role": "system", "content": system}
         for turn in self.messages:
             yield from turn.as_messages()
-
-
-def _joined(content: str | Sequence[_AnthropicText]) -> str:
-    return content if isinstance(content, str) else "\n".join(it.text for it in content)
 
 
 def _error(refused: CallRefused) -> dict[str, str]:

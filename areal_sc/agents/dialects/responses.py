@@ -12,11 +12,14 @@ from areal_sc.agents.calls import AnswerStream, CallRefused, ModelAnswer, ModelC
 from areal_sc.agents.dialects.bodies import (
     event,
     function_tool,
+    joined_text,
     one_call_only,
     openai_error,
+    openai_tokens,
     read_body,
 )
 from areal_sc.workflows.chat_format import Message
+from areal_sc.workflows.tool_calls import call_entry
 
 _WITHOUT: Final = frozenset(
     [
@@ -228,21 +231,20 @@ class _ResponsesBody(Struct, forbid_unknown_fields=True):
         for item in self.input:
             match item:
                 case _MessageItem(role="assistant"):
-                    _answer(messages, without="content")["content"] = _joined(item.content)
+                    _answer(messages, without="content")["content"] = joined_text(item.content)
                 case _MessageItem():
                     role = "user" if item.role == "user" else "system"
-                    messages.append({"role": role, "content": _joined(item.content)})
+                    messages.append({"role": role, "content": joined_text(item.content)})
                 case _ReasoningItem(content=None | []):
                     pass
                 case _ReasoningItem():
                     answer = _answer(messages, without="reasoning_content")
                     answer["reasoning_content"] = "\n".join(it.text for it in item.content or ())
                 case _CallItem():
-                    function = {"name": item.name, "arguments": item.arguments}
-                    call = {"id": item.call_id, "type": "function", "function": function}
+                    call = call_entry(item.call_id, item.name, item.arguments)
                     _answer(messages).setdefault("tool_calls", []).append(call)
                 case _CallOutputItem():
-                    content = _joined(item.output)
+                    content = joined_text(item.output)
                     messages.append(
                         {"role": "tool", "tool_call_id": item.call_id, "content": content}
                     )
@@ -267,10 +269,6 @@ def _answer(messages: list[Message], without: str | None = None) -> Message:
     if last.get("role") != "assistant" or (without is not None and last.get(without)):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
-
-
-def _joined(content: str | Sequence[_ItemText]) -> str:
-    return content if isinstance(content, str) else "\n".join(it.text for it in content)
 
 
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}}
@@ -330,16 +328,7 @@ def _output(answer: ModelAnswer) -> list[dict[str, Any]]:
             {"type": "reasoning", "id": f"rs_{answer_id}", "summary": [], "content": content}
         )
     if turn.content or not turn.tool_calls:
-        tokens = [
-            {
-                "token": it.text,
-                "bytes": list(it.text.encode()),
-                "logprob": it.logprob,
-                "top_logprobs": [],
-            }
-            for it in answer.tokens
-        ]
-        output.append(_message(answer_id, turn.content, tokens))
+        output.append(_message(answer_id, turn.content, openai_tokens(answer)))
     output += [
         {
             "type": "function_call",

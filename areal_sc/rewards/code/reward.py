@@ -16,8 +16,9 @@ from enum import StrEnum
 from itertools import islice
 from typing import Any, Final
 
-from areal_sc.errors import ConfigError, RewardError, WorkflowError
+from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.rejection import RejectionKind
+from areal_sc.rewards.answer_text import read_all
 from areal_sc.rewards.base import RunCode, Score
 from areal_sc.rewards.code.answer import PYTHON, CodeBlock, last_program
 from areal_sc.rewards.code.calls import call_program
@@ -28,8 +29,6 @@ from areal_sc.system.sandbox.program import End, Limits, Program
 
 TEST_LIMITS: Final = Limits(time_s=6.0, memory_bytes=1 << 30)
 """Six seconds a test, as LiveCodeBench and DeepCoder have it."""
-
-_MAX_NAMED: Final = 5
 
 
 class Outcome(StrEnum):
@@ -134,24 +133,7 @@ class CodeReward(Referable):
 
         Raises: ConfigError: some cannot be read; names the first of them, with their indices.
         """
-        faults = []
-        for index, row in enumerate(rows):
-            try:
-                self._cases(row)
-            except ValueError as error:
-                faults.append(f"row {index}: {error}")
-        if faults:
-            more = [f"and {len(faults) - _MAX_NAMED} more"] * (len(faults) > _MAX_NAMED)
-            raise ConfigError(
-                "\n  ".join(
-                    [
-                        f"the tests of {len(faults)} rows (column {self._tests!r}) cannot be read:",
-                        *faults[:_MAX_NAMED],
-                        *more,
-                    ]
-                )
-                + "\nmend these rows, or leave them out"
-            )
+        read_all(rows, self._cases, f"the tests of {{num}} rows (column {self._tests!r})")
 
     def _cases(self, row: Mapping[str, Any]) -> list[Case]:
         """Raises: ValueError: there are none, or they cannot be read."""

@@ -19,7 +19,7 @@ from scripted_engine import ScriptedEngine, check_trained, engine_for
 from waiting import until
 
 from areal_sc.agents.http import MAX_NESTING
-from areal_sc.agents.server import MAX_BODY_BYTES, AgentServer, OpenSession
+from areal_sc.agents.server import MAX_BODY_BYTES, AgentServer
 from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionSettings
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, OnTokens
@@ -31,21 +31,21 @@ LIMIT_S = 60.0
 
 
 @asynccontextmanager
-async def serving(engine: ScriptedEngine) -> AsyncIterator[tuple[OpenSession, Session]]:
-    """An open session, and what stands behind it."""
+async def serving(engine: ScriptedEngine) -> AsyncIterator[Session]:
+    """An open session."""
     server = AgentServer("rollout-0")
     try:
-        async with server.open(engine, SAMPLING, SessionSettings()) as opened:
-            yield opened, opened._session
+        async with server.open(engine, SAMPLING, SessionSettings()) as session:
+            yield session
     finally:
         await server.close()
 
 
 @asynccontextmanager
-async def client_of(opened: OpenSession) -> AsyncIterator[aiohttp.ClientSession]:
-    headers = {"Authorization": f"Bearer {opened.api_key}"}
+async def client_of(session: Session) -> AsyncIterator[aiohttp.ClientSession]:
+    headers = {"Authorization": f"Bearer {session.api_key}"}
     pool = aiohttp.TCPConnector(limit=0)
-    url = f"{opened.base_url}/"
+    url = f"{session.base_url}/"
     async with aiohttp.ClientSession(url, headers=headers, connector=pool) as client:
         yield client
 
@@ -69,13 +69,13 @@ def events(text: str) -> list[Any]:
     return [it if it == "[DONE]" else json.loads(it) for it in told]
 
 
-async def sent_by_hand(opened: OpenSession, body: dict[str, Any]) -> socket.socket:
+async def sent_by_hand(session: Session, body: dict[str, Any]) -> socket.socket:
     """A connection whose request has been sent, with hardly any room for the answer."""
     raw = json.dumps(body).encode()
-    port = int(opened.base_url.split(":")[2].partition("/")[0])
+    port = int(session.base_url.split(":")[2].partition("/")[0])
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n"
-        f"Authorization: Bearer {opened.api_key}\r\n\r\n"
+        f"Authorization: Bearer {session.api_key}\r\n\r\n"
     )
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -87,7 +87,7 @@ async def sent_by_hand(opened: OpenSession, body: dict[str, Any]) -> socket.sock
 async def test_calls_over_http_are_trained_as_they_were_sampled() -> None:
     engine = engine_for(templates.QWEN)
     engine.will_say("hello<|im_end|>", "again<|im_end|>")
-    async with serving(engine) as (opened, _), client_of(opened) as client:
+    async with serving(engine) as session, client_of(session) as client:
         status, first = await post(client, asks("hi", temperature=0.3))
         assert status == 200
         body = asks("hi")
@@ -97,11 +97,11 @@ async def test_calls_over_http_are_trained_as_they_were_sampled() -> None:
         assert second["choices"][0]["message"]["content"] == "again"
         assert second["id"] != first["id"]
         assert second["usage"]["prompt_tokens"] == len(engine.sent[1])
-        rows = opened.trajectories(0.5)
+        rows = session.trajectories(0.5)
         assert len(rows) == 1
         check_trained(engine, rows)
         by_id = {first["id"]: 1.0, second["id"]: 2.0}
-        (row,) = opened.trajectories(by_id, discount=0)
+        (row,) = session.trajectories(by_id, discount=0)
         assert [value for value, _ in row.returns] == [1.0, 2.0]
 
 
@@ -126,7 +126,7 @@ async def test_a_stream_has_the_text_while_it_is_sampled() -> None:
     engine.may_answer.clear()
     engine.will_say("the answer is sunny<|im_end|>")
     body = asks("hi", stream=True, stream_options={"include_usage": True}, logprobs=True)
-    async with serving(engine) as (opened, _), client_of(opened) as client:
+    async with serving(engine) as session, client_of(session) as client:
         async with client.post("chat/completions", json=body) as response:
             assert response.content_type == "text/event-stream"
             begun = b""
@@ -147,13 +147,13 @@ async def test_a_stream_has_the_text_while_it_is_sampled() -> None:
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == len(engine.sampled[0])
         assert done == "[DONE]"
-        check_trained(engine, opened.trajectories(1.0))
+        check_trained(engine, session.trajectories(1.0))
 
 
 async def test_keys_and_bad_requests() -> None:
     engine = engine_for(templates.QWEN, max_context_tokens=100)
-    async with serving(engine) as (opened, session), client_of(opened) as client:
-        wrong = ("", "x", opened.api_key[:-1] + "z", opened.api_key.replace("-1-", "-2-", 1))
+    async with serving(engine) as session, client_of(session) as client:
+        wrong = ("", "x", session.api_key[:-1] + "z", session.api_key.replace("-1-", "-2-", 1))
         for key in (*wrong, "Ä", f"areal-rollout-0-{'9' * 30}-0"):
             status, body = await post(client, asks("hi"), {"Authorization": f"Bearer {key}"})
             assert (status, body["error"]["code"]) == (401, "invalid_api_key")
@@ -177,15 +177,15 @@ async def test_keys_and_bad_requests() -> None:
             assert response.status == 404
             assert "unknown_path" in await response.text()
         assert session.counts["refused"] == len(bad)
-        assert opened.trajectories(1.0) == []
+        assert session.trajectories(1.0) == []
         engine.will_say("hello<|im_end|>")  # and still it answers
-        bare = {"Authorization": "", "x-api-key": opened.api_key}
+        bare = {"Authorization": "", "x-api-key": session.api_key}
         assert (await post(client, asks("hi"), bare))[0] == 200
 
 
 async def test_a_path_that_is_not_there_is_refused_in_its_client_s_dialect() -> None:
     anthropic = {"anthropic-version": "2023-06-01"}
-    async with serving(engine_for(templates.QWEN)) as (opened, _), client_of(opened) as client:
+    async with serving(engine_for(templates.QWEN)) as session, client_of(session) as client:
         for path, headers, is_anthropic in (
             ("messages/count_tokens", {}, True),
             ("messages/count_tokens", anthropic, True),
@@ -210,8 +210,8 @@ async def test_a_response_tells_the_sampling_that_it_has(is_streamed: bool) -> N
     engine.will_say("hello<|im_end|>")
     asked = {"input": "hi", "temperature": 0.3, "top_p": 0.5, "max_output_tokens": 10_000}
     async with (
-        serving(engine) as (opened, _),
-        client_of(opened) as client,
+        serving(engine) as session,
+        client_of(session) as client,
         client.post("responses", json={**asked, "stream": is_streamed}) as response,
     ):
         text = await response.text()
@@ -233,8 +233,8 @@ async def test_a_session_that_ended_or_was_given_up_says_so() -> None:
     with pytest.raises(LookupError):
         async with server.open(engine, SAMPLING, SessionSettings()) as lost:
             raise LookupError("no more")
-    for opened, expected, told in ((ended, 409, "has ended"), (lost, 410, "no more")):
-        async with client_of(opened) as client:
+    for session, expected, told in ((ended, 409, "has ended"), (lost, 410, "no more")):
+        async with client_of(session) as client:
             status, body = await post(client, asks("hi"))
             assert status == expected
             assert told in body["error"]["message"]
@@ -245,7 +245,7 @@ async def test_too_many_calls_are_told_when_to_come_again() -> None:
     engine = engine_for(templates.QWEN)
     engine.may_answer.clear()
     engine.will_say(*["hello<|im_end|>"] * MAX_RUNNING_CALLS)
-    async with serving(engine) as (opened, _), client_of(opened) as client:
+    async with serving(engine) as session, client_of(session) as client:
         calls = [
             asyncio.create_task(post(client, asks(f"hi {n}"))) for n in range(MAX_RUNNING_CALLS)
         ]
@@ -256,24 +256,24 @@ async def test_too_many_calls_are_told_when_to_come_again() -> None:
             assert response.headers["x-should-retry"] == "true"
         engine.may_answer.set()
         assert {status for status, _ in await asyncio.gather(*calls)} == {200}
-        check_trained(engine, opened.trajectories(1.0))
+        check_trained(engine, session.trajectories(1.0))
 
 
 async def test_a_client_that_goes_away_may_come_back_for_its_answer() -> None:
     engine = engine_for(templates.QWEN)
     engine.may_answer.clear()
     engine.will_say("hello<|im_end|>", "not this one<|im_end|>")
-    async with serving(engine) as (opened, session), client_of(opened) as client:
-        connection = await sent_by_hand(opened, asks("hi"))
+    async with serving(engine) as session, client_of(session) as client:
+        connection = await sent_by_hand(session, asks("hi"))
         await until(lambda: engine.sent)
         connection.close()
         [begun] = session._calls
         await until(lambda: begun.is_left)
         engine.may_answer.set()
         await until(lambda: begun.node)
-        assert opened.trajectories(1.0) == []
+        assert session.trajectories(1.0) == []
         assert (await post(client, asks("hi")))[1]["choices"][0]["message"]["content"] == "hello"
-        check_trained(engine, opened.trajectories(1.0))
+        check_trained(engine, session.trajectories(1.0))
         assert session.counts["retries"] == 1
 
 
@@ -282,10 +282,10 @@ async def test_a_retry_that_says_so_gets_the_same_answer(headers: dict[str, str]
     engine = engine_for(templates.QWEN)
     engine.will_say("hello<|im_end|>", "another one<|im_end|>")
     attempts = [{**headers, "x-stainless-retry-count": f"{n}"} for n in range(3)]
-    async with serving(engine) as (opened, _), client_of(opened) as client:
+    async with serving(engine) as session, client_of(session) as client:
         answers = [(await post(client, asks("hi"), it))[1] for it in attempts]
         assert answers[0] == answers[1] == answers[2]
-        check_trained(engine, opened.trajectories(1.0))
+        check_trained(engine, session.trajectories(1.0))
         again = await post(client, asks("hi"), {"x-stainless-retry-count": "0"})
         assert again[1]["choices"][0]["message"]["content"] == "another one"
 
@@ -309,7 +309,7 @@ async def test_of_a_refused_call_is_known_whether_others_would_be(
 
     async def fail() -> None:
         engine = engine_for(templates.QWEN)
-        async with serving(engine) as (opened, _), client_of(opened) as client:
+        async with serving(engine) as session, client_of(session) as client:
             assert (await post(client, asks("hi") | wrong))[0] == 400
             raise KeyError
 
@@ -322,14 +322,14 @@ async def test_an_answer_that_its_client_never_reads_is_not_trained() -> None:
     engine = engine_for(templates.QWEN, max_context_tokens=100_000)
     [token] = engine.tokenizer.encode("a", add_special_tokens=False)
     engine.answers.append([token] * 60_000)
-    async with serving(engine) as (opened, session):
-        connection = await sent_by_hand(opened, asks("hi", logprobs=True))
+    async with serving(engine) as session:
+        connection = await sent_by_hand(session, asks("hi", logprobs=True))
         await until(lambda: session._calls and session._calls[0].node)
         [begun] = session._calls
         await asyncio.to_thread(connection.recv, 1024)  # the answer has begun
         connection.close()
         await until(lambda: begun.is_left)
-        assert opened.trajectories(1.0) == []
+        assert session.trajectories(1.0) == []
         assert not begun.is_delivered
 
 
@@ -339,8 +339,8 @@ async def test_a_stream_that_breaks_off_says_why() -> None:
     engine.will_say("hello<|im_end|>")
     server = AgentServer("rollout-0")
     async with (
-        server.open(engine, SAMPLING, SessionSettings()) as opened,
-        client_of(opened) as client,
+        server.open(engine, SAMPLING, SessionSettings()) as session,
+        client_of(session) as client,
         client.post("chat/completions", json=asks("hi", stream=True)) as response,
     ):
         assert response.status == 200
@@ -348,7 +348,7 @@ async def test_a_stream_that_breaks_off_says_why() -> None:
         await server.close()
         *_, last = events(await response.text())
     assert last["error"]["code"] == "session_lost"
-    assert opened.trajectories(1.0) == []
+    assert session.trajectories(1.0) == []
 
 
 async def test_there_is_no_thread_before_a_session_or_behind_the_end() -> None:
@@ -363,8 +363,8 @@ async def test_there_is_no_thread_before_a_session_or_behind_the_end() -> None:
     await server.close()
     assert threads() == []
     async with (
-        server.open(engine, SAMPLING, SessionSettings()) as opened,
-        client_of(opened) as client,
+        server.open(engine, SAMPLING, SessionSettings()) as session,
+        client_of(session) as client,
     ):
         assert threads() == ["agents"]
         call = asyncio.create_task(post(client, asks("hi")))
@@ -379,7 +379,7 @@ async def test_an_episode_whose_engine_failed_fails_though_its_agent_goes_on() -
     engine = engine_for(templates.QWEN)  # it has nothing to say
 
     async def episode() -> None:
-        async with serving(engine) as (opened, _), client_of(opened) as client:
+        async with serving(engine) as session, client_of(session) as client:
             assert (await post(client, asks("hi")))[0] == 503
             engine.will_say("hello<|im_end|>")
             assert (await post(client, asks("hi")))[0] == 200
@@ -408,8 +408,8 @@ async def test_a_start_that_failed_is_the_workers_failure_and_is_tried_again(
         assert episode.failure is raised.value
         await server.close()
     async with (
-        server.open(engine, SAMPLING, SessionSettings()) as opened,
-        client_of(opened) as client,
+        server.open(engine, SAMPLING, SessionSettings()) as session,
+        client_of(session) as client,
     ):
         assert (await post(client, asks("hi")))[0] == 200
     await server.close()
@@ -434,7 +434,7 @@ async def test_a_key_of_idempotency_is_of_one_body_under_one_path() -> None:
     engine = engine_for(templates.QWEN)
     engine.will_say("hello<|im_end|>")
     key = {"Idempotency-Key": "one"}
-    async with serving(engine) as (opened, session), client_of(opened) as client:
+    async with serving(engine) as session, client_of(session) as client:
         assert (await post(client, asks("hi"), key))[0] == 200
         status, body = await post(client, asks("another question"), key)
         assert (status, body["error"]["code"]) == (400, "idempotency_key_reused")
@@ -443,7 +443,7 @@ async def test_a_key_of_idempotency_is_of_one_body_under_one_path() -> None:
             assert response.status == 400
         assert (await post(client, asks("hi"), key))[0] == 200
         assert (session.counts["refused"], session.counts["retries"]) == (2, 1)
-        check_trained(engine, opened.trajectories(1.0))
+        check_trained(engine, session.trajectories(1.0))
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
@@ -453,7 +453,7 @@ async def test_a_body_that_is_nested_too_deeply_is_refused_before_it_is_a_call(
     engine = engine_for(templates.QWEN)
     engine.will_say("hello<|im_end|>")
     body = json.dumps(asks("hi", metadata="NESTED"))
-    async with serving(engine) as (opened, session), client_of(opened) as client:
+    async with serving(engine) as session, client_of(session) as client:
         for depth in (MAX_NESTING, 460, 990, 100_000):
             nested = opening * depth + "1" + closing * depth
             async with client.post(
@@ -467,11 +467,11 @@ async def test_a_body_that_is_nested_too_deeply_is_refused_before_it_is_a_call(
 
 
 async def test_a_broken_body_is_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(engine_for(templates.QWEN)) as (opened, _):
+    async with serving(engine_for(templates.QWEN)) as session:
         for encoding, body in (("gzip", b"{}"), ("deflate", b"\0\1zz")):
             headers = {"Content-Encoding": encoding}
             async with (
-                client_of(opened) as client,
+                client_of(session) as client,
                 client.post("chat/completions", data=body, headers=headers) as response,
             ):
                 assert response.status == 400
@@ -479,12 +479,12 @@ async def test_a_broken_body_is_not_in_the_log(caplog: pytest.LogCaptureFixture)
 
 
 async def test_a_body_that_is_not_of_its_encoding_is_refused_in_the_form_of_its_dialect() -> None:
-    async with serving(engine_for(templates.QWEN)) as (opened, session):
+    async with serving(engine_for(templates.QWEN)) as session:
         told = []
         for path in ("chat/completions", "messages"):
             headers = {"Content-Encoding": "gzip"}
             async with (  # a client each, as the connection breaks behind the answer
-                client_of(opened) as client,
+                client_of(session) as client,
                 client.post(path, data=b"{}", headers=headers) as response,
             ):
                 assert response.status == 400
