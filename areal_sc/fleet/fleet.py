@@ -305,16 +305,14 @@ class Fleet:
         outcomes = await self._outcomes(living, method, [args] * len(living), timeout_s)
         replies = {}
         for member, incarnation, outcome in zip(living, incarnations, outcomes, strict=True):
-            if isinstance(outcome, RpcTimeout) and outcome.silent == member.name:
-                await self.lose_hung(outcome, [member], "transport.call_timeout_s")
-                continue
-            if isinstance(outcome, PeerLost):  # faster than the news of its death
+            if not isinstance(outcome, ArealError):
+                replies[member] = outcome
+            elif isinstance(outcome, PeerLost):  # faster than the news of its death
                 self.lose(member, incarnation, f"is of no use any more: {outcome}")
-            if isinstance(outcome, WorkerLost | PeerLost):
-                continue
-            if isinstance(outcome, ArealError):
+            elif not isinstance(outcome, WorkerLost) and not await self.lose_hung(
+                outcome, [member], "transport.call_timeout_s"
+            ):
                 raise outcome
-            replies[member] = outcome
         return replies
 
     async def _outcomes(
@@ -361,16 +359,20 @@ class Fleet:
         return member.failure or WorkerLost(f"worker {member.name} {cause}")
 
     async def lose_hung(
-        self, error: RpcTimeout, members: Sequence[Member], setting: str
-    ) -> WorkerLost:
-        """The worker that gave no reply is lost; the log gets the stacks of all of `members`.
+        self, error: Exception, members: Sequence[Member], setting: str
+    ) -> WorkerLost | None:
+        """A worker that gave no reply in time is lost; the log gets the stacks of all of `members`.
 
         Args:
-            members: that worker, and those that it may wait for.
+            error: of a call to these workers.
+            members: the worker, and those that it may wait for.
             setting: the limit, for the message.
-        Returns: that loss, which may have been noticed before.
+        Returns: that loss, which may have been noticed before; None: the error is another one.
         """
-        late = next(member for member in members if member.name == error.silent)
+        silent = error.silent if isinstance(error, RpcTimeout) else None
+        late = next((member for member in members if member.name == silent), None)
+        if late is None:
+            return None
         incarnation, now_s = late.worker.incarnation, asyncio.get_running_loop().time()
         names = [member.name for member in members]
         parts = await asyncio.gather(*(node.stacks(names) for node, _ in self._by_node(members)))

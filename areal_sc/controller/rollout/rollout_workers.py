@@ -321,9 +321,9 @@ class RolloutWorkers:
         try:
             return await self._fleet.call(member, method, args, timeout_s=timeout_s)
         except (PeerLost, RpcTimeout, WorkerError) as error:
-            if isinstance(error, RpcTimeout) and error.silent == member.name:
-                setting = "rollout.group_timeout_s, transport.call_timeout_s"
-                raise await self._fleet.lose_hung(error, [member], setting) from error
+            setting = "rollout.group_timeout_s, transport.call_timeout_s"
+            if hung := await self._fleet.lose_hung(error, [member], setting):
+                raise hung from error
             loss = self._fleet.lose(member, incarnation, f"is of no use any more: {error}")
             if loss is error:
                 raise

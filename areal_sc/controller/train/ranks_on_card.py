@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
+from typing import Final
 
 from areal_sc.controller.shared_card import SharedCard
-from areal_sc.controller.train.rank_calls import RankCalls
 from areal_sc.controller.turns import Side
 from areal_sc.errors import ArealError
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.system.waiting import first_of
 from areal_sc.workers.calls import SLEEP
 
+HUNG_SETTING: Final = "transport.call_timeout_s, of writes transport.write_timeout_s"
+"""How long a call of ranks may take."""
+
 
 class RanksOnCard:
     """Has the ranks give up the card's memory when generation wants it."""
 
-    def __init__(self, card: SharedCard, recovery: Recovery, calls: RankCalls) -> None:
+    def __init__(self, card: SharedCard, recovery: Recovery) -> None:
         self._has_memory = False  # on the card, as far as is known
         self._has_left = asyncio.Event()
         self._card = card
         self._recovery = recovery
         self._fleet = recovery.fleet
-        self._calls = calls
         card.join(Side.training, enter=self._enter, leave=self._leave)
 
     def turn(self) -> AbstractAsyncContextManager[None]:
@@ -59,7 +61,8 @@ class RanksOnCard:
             try:
                 await self._fleet.call_all(SLEEP, None)
             except ArealError as error:
-                if not await self._calls.lose_hung(error):
+                members = self._fleet.members
+                if not await self._fleet.lose_hung(error, members, HUNG_SETTING):
                     self._fleet.lose(first, incarnation, f"has kept the card's memory: {error}")
                 # they are up again, or without memory; raises that they were given up
                 await first_of(self._recovery.wait_until_ready(first), left.wait())
