@@ -32,8 +32,7 @@ from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
 from areal_sc.controller.rollout.store_sweeps import StoreSweeps
 from areal_sc.controller.rollout.worker_set import WorkerSet
 from areal_sc.controller.rollout.worker_state import RolloutWorkerState
-from areal_sc.controller.shared_card import SharedCard
-from areal_sc.controller.turns import Side
+from areal_sc.controller.shared_card import SharedCard, Side
 from areal_sc.controller.worker_store import Needs
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ArealError, PeerLost, RpcTimeout, StoreFull, WorkerError, WorkerLost

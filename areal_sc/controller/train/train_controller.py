@@ -29,6 +29,7 @@ from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.ledger.journal import ledger_on_disk
+from areal_sc.controller.shared_card import Side
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.rank_state import StartingPoint
 from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
@@ -41,7 +42,6 @@ from areal_sc.controller.train.train_step import (
     TrainStep,
     trained_content,
 )
-from areal_sc.controller.turns import Side
 from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ROWS_GONE, ConfigError
