@@ -66,6 +66,9 @@ class SessionWorkflow(Workflow):
         SessionSettings(rows, history)
         self.group_reward = group_reward
 
+    def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (self.discount,), self._named_arguments()
+
     def _named_arguments(self) -> dict[str, Any]:
         """Of the constructor; what stands at its default is left out."""
         own = {} if self.group_reward is None else {"group_reward": self.group_reward}

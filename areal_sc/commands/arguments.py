@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from areal_sc.run.run_checks import check_is_run
-from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder, check_is_run
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:

@@ -10,8 +10,7 @@ from typing import Final
 
 from areal_sc.commands.arguments import add_run_dir
 from areal_sc.controller.ledger.ledger_account import GroupAccount, RunAccount, read_account
-from areal_sc.run.run_checks import check_is_folder
-from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder, check_is_folder
 from areal_sc.system.json_lines import to_json
 
 COMMAND: Final = dict(

@@ -16,19 +16,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.errors import ArealError, IncarnationMismatch, PeerLost, RpcTimeout, WorkerLost
+from areal_sc.errors import (
+    ArealError,
+    ConfigError,
+    IncarnationMismatch,
+    PeerLost,
+    RpcTimeout,
+    WorkerLost,
+)
 from areal_sc.fleet.member import FoundWorkers, Member, take_found
-from areal_sc.fleet.node_room import NodeRoom
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.fleet.worker_life import Launching, Lives, Started, Tell
 from areal_sc.nodes.spec import ROLLOUT_ROLE, LivingWorker, WorkerOrder
-from areal_sc.schedulers.base import Node, Scheduler, placed
+from areal_sc.schedulers.base import AsksForNodes, Node, Scheduler, lack_of_places, placed
 from areal_sc.system.waiting import cancel_all
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers.calls import SHUTDOWN
@@ -305,16 +312,14 @@ class Fleet:
         outcomes = await self._outcomes(living, method, [args] * len(living), timeout_s)
         replies = {}
         for member, incarnation, outcome in zip(living, incarnations, outcomes, strict=True):
-            if isinstance(outcome, RpcTimeout) and outcome.silent == member.name:
-                await self.lose_hung(outcome, [member], "transport.call_timeout_s")
-                continue
-            if isinstance(outcome, PeerLost):  # faster than the news of its death
+            if not isinstance(outcome, ArealError):
+                replies[member] = outcome
+            elif isinstance(outcome, PeerLost):  # faster than the news of its death
                 self.lose(member, incarnation, f"is of no use any more: {outcome}")
-            if isinstance(outcome, WorkerLost | PeerLost):
-                continue
-            if isinstance(outcome, ArealError):
+            elif not isinstance(outcome, WorkerLost) and not await self.lose_hung(
+                outcome, [member], "transport.call_timeout_s"
+            ):
                 raise outcome
-            replies[member] = outcome
         return replies
 
     async def _outcomes(
@@ -361,16 +366,20 @@ class Fleet:
         return member.failure or WorkerLost(f"worker {member.name} {cause}")
 
     async def lose_hung(
-        self, error: RpcTimeout, members: Sequence[Member], setting: str
-    ) -> WorkerLost:
-        """The worker that gave no reply is lost; the log gets the stacks of all of `members`.
+        self, error: Exception, members: Sequence[Member], setting: str
+    ) -> WorkerLost | None:
+        """A worker that gave no reply in time is lost; the log gets the stacks of all of `members`.
 
         Args:
-            members: that worker, and those that it may wait for.
-            setting: the limit, for the message.
-        Returns: that loss, which may have been noticed before.
+            error: of a call to these workers.
+            members: the worker, and those that it may wait for.
+            setting: what the limit is, for the message.
+        Returns: that loss, which may have been noticed before; None: the error is another one.
         """
-        late = next(member for member in members if member.name == error.silent)
+        silent = error.silent if isinstance(error, RpcTimeout) else None
+        late = next((member for member in members if member.name == silent), None)
+        if late is None:
+            return None
         incarnation, now_s = late.worker.incarnation, asyncio.get_running_loop().time()
         names = [member.name for member in members]
         parts = await asyncio.gather(*(node.stacks(names) for node, _ in self._by_node(members)))
@@ -413,3 +422,58 @@ class Fleet:
         await asyncio.gather(*(node.close(ends_workers=is_ours) for node in self._nodes))
         self._nodes.clear()
         self._forget()
+
+
+class NodeRoom:
+    """The nodes that workers of one role may get, where a run may have more of them, or fewer.
+
+        more workers than places ──► AsksForNodes.ask_node ──► a node that is on its way
+        a node without workers   ──► AsksForNodes.give_back
+
+    A scheduler that does not ask for nodes lends the same ones all the time.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._given_back: set[Node] = set()  # or about to be
+
+    async def nodes_for(
+        self, present: Sequence[WorkerOrder], further: Sequence[WorkerOrder]
+    ) -> list[Node]:
+        """The nodes of the run, with room for all of these workers.
+
+        Raises: ConfigError: there is no such room, and none to be had. SchedulerSilent: the
+            scheduler cannot be asked now.
+        """
+        asked: list[Node] = []
+        try:
+            while True:
+                nodes = [it for it in await self._scheduler.nodes() if it not in self._given_back]
+                lack = lack_of_places([*present, *further], nodes)
+                if not lack:
+                    return nodes
+                if not isinstance(self._scheduler, AsksForNodes):
+                    raise ConfigError(lack)
+                asked.append(await self._scheduler.ask_node())
+                if lack := lack_of_places(further[:1], asked[-1:]):
+                    raise ConfigError(f"{asked[-1].name}: {lack}")
+        except ArealError:
+            await self.give_back(asked)
+            raise
+
+    def close(self, node: Node) -> None:
+        """Nobody is placed there any more; `give_back` follows."""
+        self._given_back.add(node)
+
+    async def give_back(self, nodes: Iterable[Node]) -> None:
+        """Nodes on which nobody works, as far as they are for rollout workers alone."""
+        nodes = set(nodes)
+        self._given_back |= nodes
+        own = [node for node in nodes if node.purpose is Purpose.rollout]
+        try:
+            if isinstance(self._scheduler, AsksForNodes):
+                await asyncio.gather(*map(self._scheduler.give_back, own))
+        except ArealError as error:
+            logger.warning("nodes may be left until the run ends: %s", error)
+        finally:
+            self._given_back -= nodes

@@ -8,7 +8,7 @@ waits for    the next news: an agent answers when a worker has ended, and else a
 unblocked by the agent, or the deadline of the call
 
 silent       a worker whose last beat is older than some intervals, or whose event loop does not
-             turn (`silence`). It gets no new work until it is heard again
+             turn. It gets no new work until it is heard again
 lost         a worker whose process has ended; whose last beat is older than `MAX_MISSED` intervals,
              which it also is when its agent is silent; whose event loop has not turned for
              `hung_after_s`; and all workers of a node whose agent has ended, as the scheduler says.
@@ -29,21 +29,51 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, StaleTerm, TransportError, WorkerLost
 from areal_sc.fleet.agent_restarts import MAX_MISSED, NodeAgent
 from areal_sc.fleet.events import Wished
 from areal_sc.fleet.member import FoundWorkers, Member, NoConnection
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.fleet.silence import Silence
-from areal_sc.fleet.worker_life import Died, Joined, Lives, Tell
+from areal_sc.fleet.worker_life import Died, Heard, Joined, Lives, Missed, Tell
 from areal_sc.log import log_tail, tell_warning
 from areal_sc.nodes import spec
+from areal_sc.nodes.beats import BLOCKED_WARNING_S
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Node, Scheduler
 from areal_sc.system import interrupts
 from areal_sc.transport.rpc.transport import Connection
 from areal_sc.transport.sockets.interface import host_of, port_of
 from areal_sc.workers.calls import SHUTDOWN
+
+MANY_MISSED: Final = 2
+
+
+def note_turn(member: Member, beat: spec.Beat, config: SchedulerConfig) -> str | None:
+    """Notes whether a worker's event loop turns.
+
+    Returns: why the worker is lost; None: it is not.
+    """
+    # a beat tells of the turn that the one before has asked for
+    asked_s = beat.turn_age_s - config.heartbeat_interval_s
+    blocked_s, limit_s = asked_s - beat.beat_age_s, config.hung_after_s
+    what = (
+        f"event loop has not turned for {blocked_s:.0f} s, most likely because of a blocking call "
+        "in a workflow"
+    )
+    if blocked_s > limit_s:
+        return f"hangs: its {what} (its log says where)"
+    was_blocked, member.is_blocked = member.is_blocked, blocked_s > BLOCKED_WARNING_S
+    if member.is_blocked and not was_blocked:
+        logger.warning(
+            "worker=%s %s (its log %s says where); it is lost after %g s",
+            member.name,
+            what,
+            RunFolder(config.run_dir).log_path(member.name),
+            limit_s,
+        )
+    return None
+
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +124,6 @@ class NodeWorkers:
         self._runtime = runtime
         self._lives = lives
         self._tell = tell
-        self._silence = Silence(self._config, role, node, tell)
         self._past_bytes = 0
         self._ended: dict[str, spec.EndedWorker] = {}  # by incarnation
         self._is_agent_heard = not self.agent.is_lost
@@ -327,7 +356,7 @@ class NodeWorkers:
             member = living.get(beat.incarnation)
             if member is not None:
                 member.beat_s = max(member.beat_s, now_s - beat.beat_age_s)
-                if cause := self._silence.of_turn(member, beat):
+                if cause := note_turn(member, beat, self._config):
                     await self._lose_living(member, cause)
 
     def _note_end(self, member: Member, end: spec.EndedWorker) -> None:
@@ -372,8 +401,22 @@ class NodeWorkers:
             task.cancel()
 
     async def _judge_silence(self) -> None:
-        for member, cause in self._silence.of_beats(self._living):
-            await self._lose_living(member, cause)
+        """Tells who falls silent, or is heard again; who was not heard for long is lost."""
+        interval_s, living = self._config.heartbeat_interval_s, self._living
+        now_s = asyncio.get_running_loop().time()
+        for member in living:
+            is_late = member.beat_s < now_s - MANY_MISSED * interval_s
+            if member.is_silent != (is_late or member.is_blocked):
+                event = Heard if member.is_silent else Missed
+                self._tell(event(member.life.unit, member.worker.incarnation))
+        lost = [member for member in living if member.beat_s < now_s - MAX_MISSED * interval_s]
+        is_any_heard = len(lost) < len(living)
+        # other roles have a watch of their own
+        others = f"other {self._role} workers" if is_any_heard else f"no {self._role} worker"
+        cause = f"({others} on {self.node.name} can be heard)"
+        for member in lost:
+            what = f"missed {MAX_MISSED} heartbeats of {interval_s:g} s {cause}"
+            await self._lose_living(member, what)
 
     async def _lose_living(self, member: Member, cause: str) -> None:
         tail: list[str] = []

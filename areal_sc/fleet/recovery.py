@@ -23,7 +23,6 @@ from areal_sc.errors import (
     ArealError,
     CrashLoop,
     NodeLost,
-    RpcTimeout,
     StaleTerm,
     WorkerError,
     WorkerLost,
@@ -205,11 +204,8 @@ class Recovery:
         except WorkerError as error:
             self.tell(StartFailed(unit, error, is_final=isinstance(error, NodeLost)))
         except ArealError as error:
-            names = [member.name for member in members]
-            if isinstance(error, RpcTimeout) and error.silent in names:
-                await self.fleet.lose_hung(
-                    error, members, "transport.call_timeout_s, of a start transport.write_timeout_s"
-                )
+            setting = "transport.call_timeout_s, of a start transport.write_timeout_s"
+            if await self.fleet.lose_hung(error, members, setting):
                 return  # its loss begins the next restart
             lost = WorkerLost(f"{unit} could not be started again: {error}")
             lost.__cause__ = error

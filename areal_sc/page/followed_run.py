@@ -39,8 +39,7 @@ from areal_sc.page.trained_numbers import TrainedNumbers, weights_by
 from areal_sc.records.reading import spans, trace_events
 from areal_sc.records.script_spans import SCRIPT
 from areal_sc.records.spans import START_UP, RecordedSpan
-from areal_sc.run.run_checks import check_is_run
-from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
+from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder, check_is_run
 from areal_sc.run.run_status import read_status
 from areal_sc.system.json_lines import to_json
 

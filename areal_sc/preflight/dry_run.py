@@ -27,7 +27,7 @@ from areal_sc.preflight.plan import PlannedNode, plan, plans
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.schedulers.slurm import commands
 from areal_sc.sizing.machine import Machine, this_machine
-from areal_sc.trainer.resume_checks import describe_resume
+from areal_sc.trainer.snapshots import describe_resume
 
 C = TypeVar("C", bound=GRPOConfig)
 

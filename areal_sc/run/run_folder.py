@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from areal_sc.config.loading.differences import check_resumable
-from areal_sc.errors import NoRunFolder, RunFolderError
+from areal_sc.errors import CommandError, NoRunFolder, RunFolderError
 from areal_sc.run.agent_files import (
     AGENTS,
     AgentFile,
@@ -421,3 +421,18 @@ class RunFolder(RunFiles):
         names = (self.keys_path.name, self.pause_path.name, self.agents_path.name)
         kept = (MARKER, _PREVIOUS, AGENTS, *names)
         set_aside([e for e in self._entries() if e.name not in kept], self.path / _PREVIOUS)
+
+
+def check_is_folder(path: Path) -> None:
+    """Raises: CommandError: there is none, or it may not be read."""
+    if not path.is_dir():
+        raise CommandError(f"there is no folder {path}; expected that of a run (`run_dir`)")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise CommandError(f"{path} may not be read by you; whoever owns it can")
+
+
+def check_is_run(folder: RunFolder) -> None:
+    """Raises: CommandError: it is not the folder of a run, or may not be read."""
+    check_is_folder(folder.path)
+    if folder.marker() is None:
+        raise CommandError(f"{folder.path} is not the folder of a run: it has no sound run.json")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +18,10 @@ from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.starting import start
 from areal_sc.controller.train.train_controller import TrainController
-from areal_sc.demonstrations.rows import Item
+from areal_sc.demonstrations.rows import Item, encode_pairs
 from areal_sc.engines.handles import make_actor
 from areal_sc.records.metrics import Summary
-from areal_sc.trainer.pair_trainer import PairTrainer, pair_metrics
-from areal_sc.trainer.row_trainer import scores
+from areal_sc.trainer.row_trainer import RowTrainer, pair_metrics, scores
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ class _Reference(msgspec.Struct, frozen=True):
     logprobs: list[tuple[float, float]]
 
 
-class DPOTrainer(PairTrainer):
+class DPOTrainer(RowTrainer):
     """Trains one model on pairs of which one answer is preferred; see docs/dpo.md."""
 
     def fit(
@@ -80,8 +78,10 @@ class DPOTrainer(PairTrainer):
         }
         loss = NamedLoss("dpo", settings)
         loss.check()
-        with nullcontext() if self._is_open else self:
-            training, held = self._encode_pairs(rows, held_out, use_chat_template=use_chat_template)
+        with self.opened():
+            training, held = self._encoded(
+                rows, held_out, encode_pairs, use_chat_template=use_chat_template
+            )
             pairs = [*training, *held]
             if not self.config.dry_run:
                 pairs = self._with_reference(pairs, reference or self.config.actor)

@@ -16,8 +16,6 @@ say, is a model beside the policy: what it says is a field of the batch, for adv
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
@@ -66,7 +64,7 @@ class PPOTrainer(Run):
                 f"actor.lora.dropout: expected 0 with PPOTrainer, got {lora.dropout:g}: the policy "
                 "that is trained must be the one that was sampled from; SFT and DPO may have it"
             )
-        with nullcontext() if self._is_open else self:
+        with self.opened():
             actor = TrainController(make_actor(self.config.actor), self.scheduler)
             rollout = RolloutController(make_generator(self.config.rollout), self.scheduler)
             with self.display.phase("datasets"):  # what is wrong shows before a worker is started

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ModelHead
 from areal_sc.controller.train.train_controller import TrainController
+from areal_sc.demonstrations.rows import encode_pairs
 from areal_sc.engines.base import SCORES
 from areal_sc.records.metrics import Summary
-from areal_sc.trainer.pair_trainer import PairTrainer, pair_metrics
-from areal_sc.trainer.row_trainer import scores
+from areal_sc.trainer.row_trainer import RowTrainer, pair_metrics, scores
 
 
-class RewardModelTrainer(PairTrainer):
+class RewardModelTrainer(RowTrainer):
     """Trains one model with a value head; see docs/reward-model.md."""
 
     head = ModelHead.value
@@ -44,8 +43,10 @@ class RewardModelTrainer(PairTrainer):
         """
         loss = NamedLoss("bradley_terry", {"label_smoothing": label_smoothing})
         loss.check()
-        with nullcontext() if self._is_open else self:
-            training, held = self._encode_pairs(rows, held_out, use_chat_template=use_chat_template)
+        with self.opened():
+            training, held = self._encoded(
+                rows, held_out, encode_pairs, use_chat_template=use_chat_template
+            )
 
             def judge(model: TrainController) -> Mapping[str, float]:
                 margins = [chosen - rejected for chosen, rejected in scores(model, held, SCORES)]

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ModelHead
@@ -80,28 +81,44 @@ class RowTrainer(Run):
     head = ModelHead.lm
     generates = False
 
-    def _encoder(self, *, use_chat_template: bool) -> TurnEncoder:
-        """For the model of the settings. Raises: ModelError: it has no tokenizer."""
+    def _encoded(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        held_out: Iterable[Mapping[str, Any]] | None,
+        encode: Callable[[Iterable[Mapping[str, Any]], TurnEncoder, int], EncodedRows],
+        *,
+        use_chat_template: bool,
+    ) -> tuple[list[Item], list[Item]]:
+        """The items to train on, and those that are held out, for the model of the settings.
+
+        Args:
+            encode: see `demonstrations.rows`.
+        Raises: WorkflowError: a row cannot be used. ModelError: the model has no tokenizer.
+        """
         from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 
-        check_models(self.config)
-        folder = local_model(self.config.actor.path)
-        tokenizer = load_tokenizer(folder)
-        ends = read_end_token_ids(folder, tokenizer)
-        return TurnEncoder(tokenizer, ends, use_chat_template=use_chat_template)
-
-    def _tell_complaints(self, encoder: TurnEncoder) -> None:
-        """About the rows that it has encoded."""
-        for text in encoder.complaints.values():
-            self.display.warning(text)
-
-    def _tell_left_out(self, rows: EncodedRows, name: str) -> None:
-        if rows.num_too_long:
-            limit = self.config.actor.max_tokens_per_micro_batch
-            self.display.warning(
-                f"{rows.num_too_long} of {rows.num_too_long + len(rows.items)} {name} rows are "
-                f"left out: they have more than actor.max_tokens_per_micro_batch={limit} tokens"
-            )
+        with self.display.phase("datasets"):
+            check_models(self.config)
+            actor = self.config.actor
+            folder = local_model(actor.path)
+            tokenizer = load_tokenizer(folder)
+            ends = read_end_token_ids(folder, tokenizer)
+            encoder = TurnEncoder(tokenizer, ends, use_chat_template=use_chat_template)
+            items: dict[str, list[Item]] = {"training": [], "held-out": []}
+            for name, given in zip(items, (rows, held_out), strict=True):
+                if given is None:
+                    continue
+                found = encode(given, encoder, actor.max_tokens_per_micro_batch)
+                items[name] = found.items
+                if found.num_too_long:
+                    self.display.warning(
+                        f"{found.num_too_long} of {found.num_too_long + len(found.items)} {name} "
+                        "rows are left out: they have more than actor.max_tokens_per_micro_batch="
+                        f"{actor.max_tokens_per_micro_batch} tokens"
+                    )
+            for text in encoder.complaints.values():
+                self.display.warning(text)
+        return items["training"], items["held-out"]
 
     def _train(
         self,
@@ -224,3 +241,35 @@ def scores(
         last = min(first + _SCORED_AT_ONCE, len(items))
         found += model.score_rows(items, range(first, last), output)
     return found
+
+
+def pair_metrics(
+    margins: Sequence[float],
+    label_smoothing: float = 0.0,
+    *,
+    of_margin: str = "sigmoid",
+    beta: float = 1.0,
+) -> dict[str, float]:
+    """The loss of pairs, the share that is ordered right, and the mean margin.
+
+    Args:
+        margins: see `algorithms.pairs`: above 0 where the chosen answer is preferred.
+        label_smoothing, of_margin, beta: see `algorithms.pairs.dpo`.
+    """
+    s, count = label_smoothing, len(margins)
+    losses = {
+        "sigmoid": lambda m: (1 - s) * _softplus(-m) + s * _softplus(m),
+        "square": lambda m: ((m - 0.5) / beta) ** 2,
+        "hinge": lambda m: max(0.0, 1 - m),
+    }
+    return {
+        "loss": math.fsum(map(losses[of_margin], margins)) / count,
+        "accuracy": sum(margin > 0 for margin in margins) / count,
+        "margin": math.fsum(margins) / count,
+        "num_rows": count,
+    }
+
+
+def _softplus(x: float) -> float:
+    """log(1 + e^x), also where e^x is infinite."""
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

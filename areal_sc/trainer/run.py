@@ -15,20 +15,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
+from uuid import UUID, uuid4
+
+import yaml
 
 from areal_sc.config.loading.loader import config_text, typed
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.base import Controller
 from areal_sc.controller.rollout.rollout_controller import RolloutController
-from areal_sc.controller.starting import start
-from areal_sc.controller.takeover import TakenOver
+from areal_sc.controller.starting import TakenOver, start
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
 from areal_sc.fleet.events import FleetEvent, PauseWished, Scaled
@@ -40,7 +42,7 @@ from areal_sc.records.learning_curve import plot_learning_curve
 from areal_sc.records.metrics import StepMetrics, Summary, summarize
 from areal_sc.records.metrics_log import History, MetricsLog
 from areal_sc.records.trackers.background import BackgroundTracker
-from areal_sc.records.trackers.base import Tracker
+from areal_sc.records.trackers.base import RunDescription, Tracker
 from areal_sc.records.trackers.kinds import make_tracker
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.run.run_status import Phase as StatusPhase
@@ -54,10 +56,12 @@ from areal_sc.trainer.display import Display, ShownPhase, make_display
 from areal_sc.trainer.failure import Terminated, log_of_run
 from areal_sc.trainer.learning_health import LearningHealth
 from areal_sc.trainer.outages import Outage, Outages
-from areal_sc.trainer.resume_checks import check_resumed, compare_with_begin
-from areal_sc.trainer.retreats import Retreats
-from areal_sc.trainer.run_description import run_description
-from areal_sc.trainer.snapshots import SnapshotState, load_latest_snapshot
+from areal_sc.trainer.snapshots import (
+    SnapshotState,
+    check_resumed,
+    compare_with_begin,
+    load_latest_snapshot,
+)
 from areal_sc.trainer.steps import BareStep, Step, count_from, rejections_in
 from areal_sc.trainer.stopping import stop_wishes
 
@@ -164,6 +168,10 @@ class Run:
         if error is not None:
             self.scheduler.status.note_end(error)
         self._stack.__exit__(kind, error, trace)
+
+    def opened(self) -> AbstractContextManager[object]:
+        """A context in which it is open; at its end it is as it was before."""
+        return nullcontext() if self._is_open else self
 
     @contextmanager
     def training(
@@ -442,3 +450,60 @@ class Run:
         if not self._health.complaints:  # what learns nothing need not be fast
             for advice in self._adviser.on_step(metrics):
                 self.display.warning(advice)
+
+
+class Retreats:
+    """Counts how often a run went back since the farthest step was made. Pure state.
+
+    Args:
+        max_retreats: without a step beyond that; the next one ends the run.
+    """
+
+    def __init__(self, max_retreats: int) -> None:
+        self._max_retreats = max_retreats
+        self._farthest = 0
+        self._num = 0
+
+    def note_retreat(self, step: int, cause: StepsLost) -> None:
+        """The run is about to go back from a step.
+
+        Raises: StepsLost: it has done so too often.
+        """
+        if step > self._farthest:
+            self._farthest, self._num = step, 0
+        self._num += 1
+        if self._num > self._max_retreats:
+            raise StepsLost(
+                f"the run went back {self._num} times without a step beyond step "
+                f"{self._farthest}, scheduler.max_deaths is {self._max_retreats}; the last time: "
+                f"{cause}"
+            ) from cause
+
+
+def run_description(
+    folder: RunFolder, config: GRPOConfig, warn: Callable[[str], None]
+) -> RunDescription:
+    """The run as trackers know it; its name for them is in its folder from the first start on.
+
+    Args:
+        warn: is called when that name cannot be read, and there is a new one.
+    """
+    return RunDescription(
+        id=_tracker_id(folder, warn),
+        name=folder.path.name,
+        folder=folder.path,
+        project=config.tracker_project,
+        settings=yaml.safe_load(config_text(config)),
+    )
+
+
+def _tracker_id(folder: RunFolder, warn: Callable[[str], None]) -> str:
+    path = folder.tracker_id_path
+    try:
+        return UUID(hex=path.read_text()).hex
+    except (OSError, ValueError) as error:
+        if not isinstance(error, FileNotFoundError):
+            warn(f"{path} is damaged ({error}): trackers begin a new run")
+    name = uuid4().hex
+    folder.write_atomic(path, name.encode())
+    return name

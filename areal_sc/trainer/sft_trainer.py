@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
@@ -36,27 +36,15 @@ class SFTTrainer(RowTrainer):
         Raises: WorkflowError: a row is none of these, or the chat template does not tell where the
             assistant's turns are; before any worker is started.
         """
-        with nullcontext() if self._is_open else self:
-            with self.display.phase("datasets"):
-                encoder = self._encoder(use_chat_template=use_chat_template)
-                limit = self.config.actor.max_tokens_per_micro_batch
-                training, held = (
-                    encode_demonstrations(given, encoder, limit, last_turn_only=last_turn_only)
-                    if given is not None
-                    else None
-                    for given in (rows, held_out)
-                )
-                assert training is not None
-                self._tell_left_out(training, "training")
-                if held is not None:
-                    self._tell_left_out(held, "held-out")
-                self._tell_complaints(encoder)
-
-            judged = [] if held is None else held.items
+        encode = partial(encode_demonstrations, last_turn_only=last_turn_only)
+        with self.opened():
+            training, judged = self._encoded(
+                rows, held_out, encode, use_chat_template=use_chat_template
+            )
 
             def judge(actor: TrainController) -> Mapping[str, float]:
                 num_tokens = sum(sum(item["loss_mask"]) for item in judged)
                 total = sum(logprob for (logprob,) in scores(actor, judged))
                 return {"loss": -total / num_tokens, "num_rows": len(judged)}
 
-            return self._train(training.items, batch_size, CROSS_ENTROPY, judged, judge)
+            return self._train(training, batch_size, CROSS_ENTROPY, judged, judge)

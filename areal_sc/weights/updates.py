@@ -25,7 +25,7 @@ from areal_sc.config.schema import OnWeightUpdate, WeightUpdateMethod
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.worker_state import NO_VERSION, RolloutWorkerState, goes_on
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import RpcTimeout, TransportError, WorkerError
+from areal_sc.errors import TransportError, WorkerError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.weights.methods import ADOPT_WEIGHTS
@@ -274,10 +274,8 @@ class WeightUpdates:
                 self._fleet.lose(state.member, incarnation, f"has kept old weights: {error}")
                 return  # once it is started again, new ones come first
             except TransportError as error:
-                if isinstance(error, RpcTimeout) and error.silent == state.name:
-                    await self._fleet.lose_hung(
-                        error, [state.member], "the limit of a step of a weight update"
-                    )
+                limit = "the limit of a step of a weight update"
+                if await self._fleet.lose_hung(error, [state.member], limit):
                     return  # as above
                 logger.warning("worker=%s reads its weights again: %s", state.name, error)
                 if len(refused) > num_refused:

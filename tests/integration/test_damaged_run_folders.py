@@ -33,9 +33,8 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.run.status_board import StatusBoard
 from areal_sc.trainer import run as run_module
-from areal_sc.trainer import run_description
-from areal_sc.trainer.resume_checks import describe_resume
 from areal_sc.trainer.run import Run
+from areal_sc.trainer.snapshots import describe_resume
 
 NEWEST = 4
 SECOND = "step-000003"
@@ -188,8 +187,7 @@ def killed_run(
         patch.setattr(run_module, "typed", lambda config: config)  # `load_config` did it
         patch.setattr(run_module, "complete_config", lambda _, **__: [])
         text = (path / "config.yaml").read_text()
-        for module in (run_module, run_description):
-            patch.setattr(module, "config_text", lambda _: text)
+        patch.setattr(run_module, "config_text", lambda _: text)
         patch.setattr(differences, "settings_of", cache(differences.settings_of))
         killed = KilledRun(path, tiny_model_folder)
         assert sorted(killed.digests) == [NEWEST - 1, NEWEST]

@@ -26,7 +26,7 @@ def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
     """A controller of another life: it has new ids and connections, and the same ranks."""
     runtime = Runtime.create(scheduler.keys)
     again = TrainController(FSDPPPOActor(actor.config), scheduler, runtime=runtime)
-    again._ranks.calls.layout = actor._ranks.calls.layout
+    again._ranks.layout = actor._ranks.layout
     lineage = actor._ranks.state.lineage
     again._ranks.state.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
     for member in actor.fleet.members:

@@ -25,7 +25,7 @@ from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
-from areal_sc.controller.takeover import take_over
+from areal_sc.controller.starting import take_over
 from areal_sc.errors import BatchLost, CheckpointError, RunFolderError, StepsLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run.run_folder import RunFolder

@@ -7,9 +7,8 @@ from typing import Any
 
 from simulation.disk import SimulatedDisk
 
-from areal_sc.controller.ledger.journal_file import Segment, read_segment
-from areal_sc.controller.ledger.ledger import Ledger
-from areal_sc.controller.ledger.ledger_replay import replay
+from areal_sc.controller.ledger.journal import Segment, read_segment
+from areal_sc.controller.ledger.ledger import Ledger, replay
 from areal_sc.metadata import BatchMetadata
 from areal_sc.weights.published import WeightsReference
 from areal_sc.workers.calls import RunGroup

@@ -82,7 +82,7 @@ LAZY_IMPORTS = {
     ): "only a dry run loads torch",
     ("areal_sc.trainer.row_trainer", "areal_sc.engines.tokenizer"): "only rows load transformers",
     (
-        "areal_sc.trainer.evaluation.rescore",
+        "areal_sc.trainer.evaluation.model_evaluation",
         "areal_sc.engines.tokenizer",
     ): "only rescoring loads transformers",
     ("areal_sc.preflight.load", "areal_sc.preflight.dry_run"): "a script does not wait for it",

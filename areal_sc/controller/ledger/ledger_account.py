@@ -19,11 +19,9 @@ from msgspec.structs import replace
 
 from areal_sc.controller.ledger import ledger_records as kinds
 from areal_sc.controller.ledger.group import Group
-from areal_sc.controller.ledger.journal import read_segments
-from areal_sc.controller.ledger.journal_file import Segment
-from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.ledger.journal import Segment, read_segments
+from areal_sc.controller.ledger.ledger import Ledger, replay
 from areal_sc.controller.ledger.ledger_records import WENT_BACK, LedgerState, Record
-from areal_sc.controller.ledger.ledger_replay import replay
 from areal_sc.errors import LedgerError, RunFolderError
 from areal_sc.system.disk import Disk
 

@@ -20,7 +20,7 @@ from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.rollout.evaluation import Keep, Known
 from areal_sc.controller.rollout.groups import Groups, GroupTools
 from areal_sc.controller.rollout.worker_state import RolloutWorkerState
-from areal_sc.controller.turns import Side
+from areal_sc.controller.shared_card import Side
 from areal_sc.errors import StepsLost, StoreFull, WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
 from areal_sc.rejection import Rejection, describe_counts

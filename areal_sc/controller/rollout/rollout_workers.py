@@ -32,8 +32,7 @@ from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
 from areal_sc.controller.rollout.store_sweeps import StoreSweeps
 from areal_sc.controller.rollout.worker_set import WorkerSet
 from areal_sc.controller.rollout.worker_state import RolloutWorkerState
-from areal_sc.controller.shared_card import SharedCard
-from areal_sc.controller.turns import Side
+from areal_sc.controller.shared_card import SharedCard, Side
 from areal_sc.controller.worker_store import Needs
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ArealError, PeerLost, RpcTimeout, StoreFull, WorkerError, WorkerLost
@@ -321,9 +320,9 @@ class RolloutWorkers:
         try:
             return await self._fleet.call(member, method, args, timeout_s=timeout_s)
         except (PeerLost, RpcTimeout, WorkerError) as error:
-            if isinstance(error, RpcTimeout) and error.silent == member.name:
-                setting = "rollout.group_timeout_s, transport.call_timeout_s"
-                raise await self._fleet.lose_hung(error, [member], setting) from error
+            setting = "rollout.group_timeout_s, transport.call_timeout_s"
+            if hung := await self._fleet.lose_hung(error, [member], setting):
+                raise hung from error
             loss = self._fleet.lose(member, incarnation, f"is of no use any more: {error}")
             if loss is error:
                 raise

@@ -37,7 +37,7 @@ from areal_sc.controller.rollout.rejections import STALE, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.staleness import StalenessPolicy, by_deadline
 from areal_sc.controller.rollout.worker_state import RolloutWorkerState
-from areal_sc.controller.turns import Side
+from areal_sc.controller.shared_card import Side
 from areal_sc.errors import ConfigError, StoreFull, WorkerLost
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
 from areal_sc.run.run_status import RoleStatus

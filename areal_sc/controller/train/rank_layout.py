@@ -15,7 +15,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from areal_sc.engines.base import RankPosition
-from areal_sc.errors import WorkerStartError
+from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
 from areal_sc.weights.published import ShardReference
@@ -118,3 +118,18 @@ async def meet(fleet: Fleet, lineage: int) -> RankLayout:
         ],
     )
     return RankLayout.of(places)
+
+
+async def try_loss(fleet: Fleet, loss: int) -> None:
+    """Every rank tries the loss of this number on the same rows.
+
+    Raises: ConfigError: it is none, or its metrics depend on the rank.
+    """
+    tried = await fleet.call_all(rank_methods.TRY_LOSS, rank_methods.TryLoss(loss))
+    for rank, names in enumerate(tried):
+        if names != tried[0]:
+            raise ConfigError(
+                f"actor.ppo.loss: on the same rows it gives the metrics {', '.join(tried[0])} on "
+                f"rank 0, and {', '.join(names)} on rank {rank}: a mean over ranks would be one "
+                "over some of them"
+            )

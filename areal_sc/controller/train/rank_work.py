@@ -12,11 +12,12 @@ from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.train.model_place import PlaceFile
-from areal_sc.controller.train.rank_layout import with_sealed_field
+from areal_sc.controller.train.rank_layout import try_loss, with_sealed_field
 from areal_sc.controller.train.rank_state import Asked
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_step import MODEL_FIELDS, TrainStep
 from areal_sc.errors import ROWS_GONE, MetadataError
+from areal_sc.fleet.fleet import Fleet
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers import rank_methods
@@ -31,9 +32,15 @@ class RankWork:
     """
 
     def __init__(
-        self, ranks: Ranks, step: TrainStep, sources: SourceRegistry, place: PlaceFile
+        self,
+        ranks: Ranks,
+        fleet: Fleet,
+        step: TrainStep,
+        sources: SourceRegistry,
+        place: PlaceFile,
     ) -> None:
         self._ranks = ranks
+        self._fleet = fleet
         self._place = place
         self._sources = sources
         self._step = step
@@ -54,36 +61,42 @@ class RankWork:
             if known == loss:
                 return number
         number = self._sources.register_function(loss)
-        await self._ranks.repeated(lambda: self._ranks.calls.try_loss(number))
+        await self._ranks.repeated(lambda: try_loss(self._fleet, number))
         self._losses.append((loss, number))
         return number
 
     async def compute(
-        self,
-        batch: BatchMetadata,
-        selected: BatchMetadata,
-        output: str | int,
-        field: str,
-        *,
-        skips_first: bool = False,
+        self, batch: BatchMetadata, output: str | TokenFunction, field: str
     ) -> BatchMetadata:
-        """The batch with a field that the ranks compute from `selected`, the same rows.
+        """The batch with a field that the ranks compute.
 
-        Args:
-            output: as `rank_methods.Compute` takes it.
-            skips_first: the field holds NaN in the first minibatch of an update by PPO.
+        With `advantages` of tokens those of rows go.
         """
-        if field in batch.fields:
-            raise MetadataError(f"batch {batch.batch_id} has the field {field!r} already")
-        wanted = rank_methods.Compute(selected, output, field)
+        computed = await self._computed(batch, self._wanted(batch, output, field))
+        return computed.without_advantages() if field == "advantages" else computed
+
+    def _wanted(
+        self, batch: BatchMetadata, output: str | TokenFunction, field: str
+    ) -> rank_methods.Compute:
+        """An output of the model, which reads some fields; a token function may read any."""
+        if isinstance(output, TokenFunction):
+            number = self._sources.register_function(output)
+            return rank_methods.Compute(batch, number, field)
+        selected = batch.select(MODEL_FIELDS).without_advantages()
+        return rank_methods.Compute(selected, output, field)
+
+    async def _computed(
+        self, batch: BatchMetadata, wanted: rank_methods.Compute, *, skips_first: bool = False
+    ) -> BatchMetadata:
+        if wanted.field in batch.fields:
+            raise MetadataError(f"batch {batch.batch_id} has the field {wanted.field!r} already")
         shares, share_rows = await self._computed_shares(batch, wanted, skips_first=skips_first)
         try:
-            asked = Asked(rank_methods.COMPUTE, shares)
-            computed = await self._ranks.compute(asked)
+            computed = await self._ranks.compute(Asked(rank_methods.COMPUTE, shares))
         except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
         await asyncio.sleep(0)
-        return with_sealed_field(batch, field, share_rows, computed.shards)
+        return with_sealed_field(batch, wanted.field, share_rows, computed.shards)
 
     async def compute_proximal(self, batch: BatchMetadata, *, whole: bool) -> BatchMetadata:
         """The batch with field `proximal_logprobs`, if the loss needs it.
@@ -93,9 +106,10 @@ class RankWork:
         """
         if not (whole or self._step.needs_proximal_logprobs):
             return batch
-        asked = (batch, self._step.read_of_proximal(batch), "logprobs", "proximal_logprobs")
-        computed = await self.compute(*asked, skips_first=not whole)
-        if not whole:
+        selected = self._step.read_of_proximal(batch)
+        wanted = rank_methods.Compute(selected, "logprobs", "proximal_logprobs")
+        computed = await self._computed(batch, wanted, skips_first=not whole)
+        if not whole:  # NaN stands in the first minibatch
             self._step.note_without_first(computed)
         return computed
 
@@ -115,32 +129,15 @@ class RankWork:
 
     async def score_batch(self, batch: BatchMetadata, output: str | TokenFunction) -> list[float]:
         """What `rank_methods.SCORE_BATCH` says of each row."""
-        if isinstance(output, TokenFunction):
-            number = self._sources.register_function(output)
-            wanted = rank_methods.Compute(batch, number, output.name)
-        else:
-            selected = batch.select(MODEL_FIELDS).without_advantages()
-            wanted = rank_methods.Compute(selected, output, output)
+        field = output if isinstance(output, str) else output.name
+        wanted = self._wanted(batch, output, field)
         shares, share_rows = await self._computed_shares(batch, wanted)
-        asked = Asked(rank_methods.SCORE_BATCH, shares)
         try:
-            replies = await self._ranks.repeated(lambda: self._ranks.calls.ask(asked))
+            replies = await self._ranks.ask(Asked(rank_methods.SCORE_BATCH, shares))
         except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
         places, scores = map(chain.from_iterable, (share_rows, replies))
         return [score for _, score in sorted(zip(places, scores, strict=True))]
-
-    async def compute_by_function(
-        self, batch: BatchMetadata, function: str | TokenFunction, field: str
-    ) -> BatchMetadata:
-        """The batch with a field that a token function makes from the others.
-
-        With `advantages` of tokens those of rows go.
-        """
-        named = TokenFunction(function) if isinstance(function, str) else function
-        number = self._sources.register_function(named)
-        computed = await self.compute(batch, batch, number, field)
-        return computed.without_advantages() if field == "advantages" else computed
 
     async def shares(
         self, batch: BatchMetadata, loss: NamedLoss, num_minibatches: int
@@ -165,7 +162,7 @@ class RankWork:
 
     def named(self, dataset: int, indices: Sequence[int]) -> list[rank_methods.Demonstrations]:
         """The rows of a dataset that each model group gets."""
-        num_shares, places = self._ranks.calls.layout.num_shares, range(len(indices))
+        num_shares, places = self._ranks.layout.num_shares, range(len(indices))
         return [
             rank_methods.Demonstrations(
                 dataset, tuple(indices[share::num_shares]), tuple(places[share::num_shares])
@@ -179,8 +176,7 @@ class RankWork:
         """What `rank_methods.SCORE` says of each of these rows, in their order."""
         shares = self.named(*await self.readable(rows, indices))
         wanted = [rank_methods.ScoreRows(share, output) for share in shares]
-        asked = Asked(rank_methods.SCORE, wanted)
-        replies = await self._ranks.repeated(lambda: self._ranks.calls.ask(asked))
+        replies = await self._ranks.ask(Asked(rank_methods.SCORE, wanted))
         scores = dict[int, tuple[float, ...]]()
         for share, reply in zip(shares, replies, strict=True):
             scores |= zip(share.places, reply, strict=True)

@@ -59,10 +59,10 @@ class RankWrites:
     async def _begin(self, operation: Operation) -> tuple[str, Finish]:
         """The folder that is written to, and what waits for the end."""
         ranks, state = self.ranks, self.ranks.state
-        shares = [rank_methods.Write(operation, random_id())] * ranks.calls.layout.num_shares
+        shares = [rank_methods.Write(operation, random_id())] * ranks.layout.num_shares
         state.note(write := Asked(rank_methods.BEGIN_WRITE, shares))
         try:
-            written: str = (await ranks.repeated(lambda: ranks.calls.ask(write)))[0]
+            written: str = (await ranks.ask(write))[0]
         except BaseException:
             state.drop(write)
             raise

@@ -17,21 +17,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.common import NeedsRun
 from areal_sc.controller.ledger.ledger_records import Split
-from areal_sc.controller.shared_card import SharedCard
+from areal_sc.controller.shared_card import SharedCard, Side
 from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.train.computed_fields import ComputedFields
 from areal_sc.controller.train.memory_snapshots import MemorySnapshots
-from areal_sc.controller.train.rank_calls import RankCalls
-from areal_sc.controller.train.rank_layout import RankLayout, meet
+from areal_sc.controller.train.rank_layout import RankLayout, meet, try_loss
 from areal_sc.controller.train.rank_state import Asked, RankState, StartingPoint
 from areal_sc.controller.train.rank_takeover import FoundRanks
-from areal_sc.controller.train.ranks_on_card import RanksOnCard
 from areal_sc.errors import (
     ROWS_GONE,
     ArealError,
@@ -47,16 +46,15 @@ from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.worker_life import Progressed
 from areal_sc.metadata import RowMetadata
 from areal_sc.run.run_status import RoleStatus
-from areal_sc.transport.rpc.method import Method
+from areal_sc.system.waiting import first_of
 from areal_sc.weights.channel import Channel, WeightsReader
 from areal_sc.workers import calls, rank_methods
+from areal_sc.workers.calls import SLEEP
 from areal_sc.workers.operations import Kind, Operation, digest
-from areal_sc.workers.rank_methods import RankCall, SnapshotPlace
+from areal_sc.workers.rank_methods import SnapshotPlace
 
 logger = logging.getLogger(__name__)
 
-A = TypeVar("A", bound=RankCall)
-R = TypeVar("R")
 T = TypeVar("T")
 
 LOSS_NOTICE_S: Final = 2.0
@@ -80,7 +78,7 @@ class Ranks:
         reader: whose workers get the weights; None: nobody's, so far.
         channel: as given.
         state: where the ranks stand.
-        calls: what they are asked for.
+        layout: which of them computes what.
         memory: their snapshots in memory.
     """
 
@@ -98,13 +96,13 @@ class Ranks:
         self._recovery = recovery
         self._fleet = fleet = recovery.fleet
         self.state = RankState()
-        self.calls = RankCalls(fleet, self.state)
+        self.layout = RankLayout((0,), (0,))
         self._fields = ComputedFields(fleet, needs)
         self.memory = MemorySnapshots(fleet, self.state, config.memory_snapshots)
         self._config = config
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
         self._are_as_built = False
-        self._on_card = RanksOnCard(card, recovery, self.calls)
+        self._on_card = RanksOnCard(card, recovery)
 
     async def start(self, lineage: int, loss: int | None) -> None:
         """The ranks meet, and build their engines; from then on they are started again.
@@ -118,14 +116,14 @@ class Ranks:
             await self._fleet.kill(members)
             await self._fleet.restart(members)
         if loss is not None:  # the call, unlike the start of a process, fails by its own name
-            await self.calls.try_loss(loss)
-        self.calls.layout = await meet(self._fleet, lineage)
+            await try_loss(self._fleet, loss)
+        self.layout = await meet(self._fleet, lineage)
         self._begin(lineage, StartingPoint(0, SnapshotPlace.initial))
         self._recovery.begin(self._bring_back)
 
     def take_over(self, found: FoundRanks) -> None:
         """The ranks go on where an earlier start of the script has left them; as `start`."""
-        self.calls.layout = RankLayout.of(found.positions)
+        self.layout = RankLayout.of(found.positions)
         self._on_card.note_memory()
         is_initial = found.version == 0 and not found.has_begun_step
         where = found.lineage, found.version, found.in_memory
@@ -200,7 +198,8 @@ class Ranks:
                 was_full = True
                 continue
             except _OF_A_DEATH as error:  # first: a call that took too long is a TimeoutError, too
-                if hung := await self.calls.lose_hung(error):
+                members = self._fleet.members
+                if hung := await self._fleet.lose_hung(error, members, HUNG_SETTING):
                     if not repeats_hangs:
                         raise hung from error
                 elif isinstance(error, StaleCall) or not await self._has_died_since(num_restarts):
@@ -261,10 +260,15 @@ class Ranks:
         lineage, version = self.state.lineage, self.state.version
         return Operation(lineage, version, kind, which, digest(content))
 
-    async def ask(self, method: Method[A, R], args: A) -> list[R]:
-        """The reply of each model group's head to a call that changes nothing."""
-        asked = Asked(method, [args] * self.calls.layout.num_shares)
-        return await self.repeated(lambda: self.calls.ask(asked))
+    async def ask(self, asked: Asked) -> list[Any]:
+        """The reply of each model group's head; the call is repeated when ranks die."""
+        return await self.repeated(lambda: self._ask_once(asked))
+
+    async def _ask_once(self, asked: Asked) -> list[Any]:
+        """The same by one call of each rank, which reads the rows where they are now."""
+        shares = [share.on(self.state.current) for share in asked.shares]
+        replies = await self._fleet.call_each(asked.method, self.layout.spread(shares))
+        return self.layout.of_heads(replies)
 
     async def compute(self, asked: Asked) -> Asked:
         """The call with the shards of a field; it is noted, and so made again after a death.
@@ -274,11 +278,11 @@ class Ranks:
 
         async def compute() -> list[calls.SealedShard]:
             if self.reader is not None:
-                return await self.calls.ask(asked)
+                return await self._ask_once(asked)
             await self._fields.sweep()
             batches = (batch for share in asked.shares for batch in share.batches)
             with self._fields.computing([row for it in batches for row in it.rows]) as sealed:
-                sealed += await self.calls.ask(asked)
+                sealed += await self._ask_once(asked)
             return sealed
 
         shards = [sealed.shard for sealed in await self.repeated(compute)]
@@ -303,7 +307,7 @@ class Ranks:
         async def update() -> dict[str, float]:
             self.step.begin_update(number, trained, split)
             self.state.note(asked)
-            metrics = dict((await self.calls.ask(asked))[0])
+            metrics = dict((await self._ask_once(asked))[0])
             if advance is not None:
                 await self.take_snapshot(self.state.version + 1)
                 await advance()
@@ -359,7 +363,7 @@ class Ranks:
 
     async def _bring_back_now(self) -> None:
         self.channel.note_new_ranks()
-        self.calls.layout = await meet(self._fleet, lineage=0)
+        self.layout = await meet(self._fleet, lineage=0)
         self._are_as_built = bool(self.step.why_lost)
         if self._are_as_built:
             return
@@ -370,9 +374,15 @@ class Ranks:
         logger.warning(what, source.version, source.place)
 
     async def _repeat_step(self) -> None:
-        """The step that goes on; if its rows are gone, new lives begin it anew."""
+        """All that was asked for at the present version, in its order.
+
+        If rows of it are gone, new lives begin the step anew.
+        """
         try:
-            await self.calls.repeat_step()
+            for call in list(self.state.calls):
+                replies = await self._ask_once(call)
+                for shard, again in zip(call.shards, replies, strict=False):  # most seal none
+                    self.state.move(shard.shard_id, again.shard)
         except ROWS_GONE as error:
             self.state.drop_step()
             if self._config.is_frozen:
@@ -418,3 +428,60 @@ class Ranks:
             moved = await self.channel.seal_again(self.state.lineage, self.state.version)
             if moved is not None:
                 self.reader.updates.renew(moved)
+
+
+HUNG_SETTING: Final = "transport.call_timeout_s, of writes transport.write_timeout_s"
+"""How long a call of ranks may take."""
+
+
+class RanksOnCard:
+    """Has the ranks give up the card's memory when generation wants it (`placement: turns`).
+
+    consumes     the turns of a `SharedCard`
+    waits for    the ranks to give the memory up
+    unblocked by their replies, or by their death; ranks that are given up end it with an error
+    """
+
+    def __init__(self, card: SharedCard, recovery: Recovery) -> None:
+        self._has_memory = False  # on the card, as far as is known
+        self._has_left = asyncio.Event()
+        self._card = card
+        self._recovery = recovery
+        self._fleet = recovery.fleet
+        card.join(Side.training, enter=self._enter, leave=self._leave)
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """Within it the ranks may use the card; raises as `SharedCard.held`."""
+        return self._card.held(Side.training)
+
+    def note_memory(self) -> None:
+        """The ranks have memory on the card, or soon will."""
+        self._has_memory = True
+
+    def note_left(self) -> None:
+        """The ranks have no memory on the card any more."""
+        self._has_memory = False
+        self._has_left.set()
+        self._has_left = asyncio.Event()
+
+    def _enter(self) -> None:
+        self._has_memory = bool(self._fleet.members)
+
+    async def _leave(self) -> None:
+        """The ranks give up the card's memory. Those that cannot are started again.
+
+        Returns: when the memory is free.
+        """
+        while self._has_memory:
+            first, left = self._fleet.members[0], self._has_left
+            incarnation = first.worker.incarnation
+            try:
+                await self._fleet.call_all(SLEEP, None)
+            except ArealError as error:
+                members = self._fleet.members
+                if not await self._fleet.lose_hung(error, members, HUNG_SETTING):
+                    self._fleet.lose(first, incarnation, f"has kept the card's memory: {error}")
+                # they are up again, or without memory; raises that they were given up
+                await first_of(self._recovery.wait_until_ready(first), left.wait())
+            else:
+                self.note_left()

@@ -29,28 +29,26 @@ from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.ledger.journal import ledger_on_disk
+from areal_sc.controller.shared_card import Side
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.rank_state import StartingPoint
 from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
 from areal_sc.controller.train.rank_work import RankWork
 from areal_sc.controller.train.rank_writes import RankWrites
 from areal_sc.controller.train.ranks import Ranks
-from areal_sc.controller.train.role_checks import check_role, check_trains
 from areal_sc.controller.train.train_step import (
-    MODEL_FIELDS,
     POLICY_ADVANCES,
     PPO_FIELDS,
     TrainStep,
     trained_content,
 )
-from areal_sc.controller.turns import Side
 from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ROWS_GONE, ConfigError
 from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
-from areal_sc.nodes.spec import TRAIN_ROLE
+from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sizing.model_folder import check_replaceable
@@ -86,7 +84,7 @@ class TrainController(Controller):
         role: str = TRAIN_ROLE,
         runtime: Runtime | None = None,
     ) -> None:
-        check_role(role)
+        _check_role(role)
         super().__init__(engine, scheduler, role, runtime, unit=role)
         self.config: ActorConfig = engine.config
         self._folder = RunFolder(scheduler.config.run_dir)
@@ -107,7 +105,7 @@ class TrainController(Controller):
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
-        self._work = RankWork(self._ranks, self._step, self._sources, self.place)
+        self._work = RankWork(self._ranks, self.fleet, self._step, self._sources, self.place)
         self._publisher = Publisher(self._ranks, self._step, self.place)
 
     @property
@@ -174,11 +172,11 @@ class TrainController(Controller):
             ConfigError: there is no such function. WorkflowError: the function has failed.
             BatchLost: as `ppo_update`.
         """
-        if isinstance(output, TokenFunction) or ":" in output:
-            return await self._work.compute_by_function(batch, output, field)
-        column_of(output, self.config)
-        selected = batch.select(MODEL_FIELDS).without_advantages()
-        return await self._work.compute(batch, selected, output, field)
+        if isinstance(output, str) and ":" in output:
+            output = TokenFunction(output)
+        if isinstance(output, str):
+            column_of(output, self.config)
+        return await self._work.compute(batch, output, field)
 
     async def compute_logprobs_async(
         self, batch: BatchMetadata, *, field: str = "logprobs"
@@ -255,7 +253,7 @@ class TrainController(Controller):
             given up, and this one has another batch or loss. BatchLost: rows are gone; the weights
             are those before the step, whose batch can be formed anew.
         """
-        check_trains(self.config, self.role)
+        self._check_trains()
         loss = loss if isinstance(loss, NamedLoss) else NamedLoss(loss)
         self._step.check_fields(batch, loss, num_minibatches)
         self._step.check_first(batch, num_minibatches)
@@ -287,7 +285,7 @@ class TrainController(Controller):
         self, rows: PromptSource, indices: Sequence[int], loss: NamedLoss, *, advances: bool = True
     ) -> dict[str, float]:
         """`sft_update` by any loss; an item may also be a pair of such, `chosen` and `rejected`."""
-        check_trains(self.config, self.role)
+        self._check_trains()
         if advances and (self._ranks.reader or (self.role == TRAIN_ROLE and self._common.needs)):
             raise ConfigError(POLICY_ADVANCES)
         if advances:  # else it is part of a step that goes on
@@ -295,6 +293,14 @@ class TrainController(Controller):
         named = await self._work.readable(rows, indices)
         shares = self._work.named(*named)
         return await self._work.update(shares, loss, list(named), (), (), advances=advances)
+
+    def _check_trains(self) -> None:
+        """Raises: ConfigError: the model only computes."""
+        if self.config.is_frozen:
+            raise ConfigError(
+                f"the model of role {self.role!r} is frozen: it has no optimizer, and is not "
+                "trained; give it an ActorConfig without is_frozen"
+            )
 
     def _check_lives(self) -> None:
         """Raises: WorkerError, RunFolderError: the run cannot go on. StepsLost: a step is lost."""
@@ -333,7 +339,7 @@ class TrainController(Controller):
             gone; the weights are those before the step, whose batch can be formed anew.
             ConfigError: the model is frozen.
         """
-        check_trains(self.config, self.role)
+        self._check_trains()
         await self._publisher.publish(rollout, self.version + 1)
 
     async def share_weights_async(self, rollout: WeightsReader) -> None:
@@ -425,3 +431,13 @@ class TrainController(Controller):
     share_weights = blocking(share_weights_async)
     save_hf = blocking(save_hf_async)
     load_snapshot = blocking(load_snapshot_async)
+
+
+def _check_role(role: str) -> None:
+    """Raises: ConfigError: it is no name for workers, logs and snapshots of a model."""
+    is_word = role.isascii() and role.isidentifier() and role.islower()
+    if role == ROLLOUT_ROLE or not is_word:
+        raise ConfigError(
+            f"role: expected a lower-case word other than {ROLLOUT_ROLE}, such as actor or ref, "
+            f"got {role!r}"
+        )

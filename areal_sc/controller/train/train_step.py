@@ -127,7 +127,7 @@ class TrainStep:
         """
         most = num_minibatches or self._ppo.num_minibatches
         learning = seen_by_loss(batch, loss or self._loss)
-        return self._ranks.calls.layout.split(learning, min(most, len(batch.episodes)))
+        return self._ranks.layout.split(learning, min(most, len(batch.episodes)))
 
     def with_advantages(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with advantages of its rows, or of their returns, by `actor.ppo.advantage`.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sized
+import math
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, Final
 
@@ -108,6 +109,24 @@ def evaluation_result(
         version_max=outcome.versions[1],
         workflow=outcome.metrics,
     )
+
+
+def results_of_sets(
+    outcomes: Sequence[EvaluationOutcome],
+    names: Sequence[str],
+    temperatures: Sequence[float],
+    together: str,
+    step: int = 0,
+) -> list[EvaluationResult]:
+    """What is recorded of each set that has a name, then of all sets together, by that name."""
+    found = [
+        evaluation_result(outcome, name, step, temperature)
+        for outcome, name, temperature in zip(outcomes, names, temperatures, strict=True)
+        if name
+    ]
+    whole = outcomes[0] if len(outcomes) == 1 else EvaluationOutcome.together(outcomes)
+    common = temperatures[0] if len(set(temperatures)) == 1 else math.nan
+    return [*found, evaluation_result(whole, together, step, common)]
 
 
 def _given_sets(given: Given, config: EvaluationConfig) -> dict[str, EvaluationSet]:

@@ -7,7 +7,6 @@ unblocked by the end of the run, which waits for the last ones
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,8 +23,8 @@ from areal_sc.trainer.evaluation.best_model import BestModel
 from areal_sc.trainer.evaluation.evaluation_sets import (
     Given,
     configured_sets,
-    evaluation_result,
     evaluation_sets,
+    results_of_sets,
 )
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
@@ -159,15 +158,9 @@ class Evaluations(BesideTraining):
             usual if one.temperature is None else one.temperature
             for one in self._at(self._asked_temperature)
         ]
-        step = self._named["step"]
-        results = [
-            evaluation_result(outcome, self._full(name, kind), step, temperature)
-            for name, outcome, temperature in zip(self._sets, outcomes, temperatures, strict=True)
-            if name
-        ]
-        whole = outcomes[0] if len(outcomes) == 1 else EvaluationOutcome.together(outcomes)
-        common = temperatures[0] if len(set(temperatures)) == 1 else math.nan
-        return [*results, evaluation_result(whole, self._named["name"], step, common)]
+        names = [name and self._full(name, kind) for name in self._sets]
+        whole, step = self._named["name"], self._named["step"]
+        return results_of_sets(outcomes, names, temperatures, whole, step)
 
     def _warn(self, outcomes: Sequence[EvaluationOutcome]) -> None:
         """Warns of answers that count as wrong for another reason than what they say."""

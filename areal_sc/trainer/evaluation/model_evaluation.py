@@ -1,31 +1,45 @@
-"""The evaluation of a model that no run trains: answers that stay, and the numbers of them."""
+"""The evaluation of a model that no run trains: answers that stay, and the numbers of them.
+
+With other rewards the episodes of kept answers are played again, and nothing is generated:
+
+kept completions ──► in place of a model ──► the workflow ──► its reward, in killable processes
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.schema import GenerationConfig, GRPOConfig, RolloutConfig
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.starting import start
 from areal_sc.engines.handles import make_generator
-from areal_sc.errors import CommandError
+from areal_sc.errors import CommandError, WorkflowError
+from areal_sc.hub import local_model
 from areal_sc.log import Screen, logging_to
 from areal_sc.preflight.checks import check_models
 from areal_sc.records.estimates import Difference, mean_of, paired_difference
 from areal_sc.records.metrics import EvaluationResult
+from areal_sc.rejection import Rejection
+from areal_sc.rewards.pool import RewardPool
+from areal_sc.rewards.running import CodeRunner
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.factory import make_scheduler
+from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.sources.row_file import num_rows_of
+from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.json_lines import JsonLines, to_json
+from areal_sc.system.sandbox.opening import check_sandbox
+from areal_sc.system.waiting import all_of
 from areal_sc.trainer.display import Display
-from areal_sc.trainer.evaluation.evaluation_sets import evaluation_result
+from areal_sc.trainer.evaluation.evaluation_sets import results_of_sets
 from areal_sc.trainer.evaluation.kept_answers import (
     ANSWERS,
     SUMMARY,
@@ -35,8 +49,11 @@ from areal_sc.trainer.evaluation.kept_answers import (
     replace_answers,
     write_file,
 )
-from areal_sc.trainer.evaluation.rescore import rescored
-from areal_sc.workers.calls import EvaluationReply
+from areal_sc.user_code import Raised
+from areal_sc.workers.calls import EvaluationReply, KeptCompletion
+from areal_sc.workers.episodes import WorkerEpisodeEngine
+from areal_sc.workers.evaluated import EvaluatedEpisode, evaluation_reply
+from areal_sc.workers.stand_in import StandIn, played_episode
 
 TOGETHER: Final = "together"
 """The name of the numbers of all sets."""
@@ -74,11 +91,8 @@ class ModelEvaluation:
             return
         config, names = self._config, list(self._sets)
         check_models(config)
-        folder = RunFolder(config.run_dir)
         with ExitStack() as stack:
-            folder.lock(overwrite=True)
-            stack.callback(folder.close)
-            stack.enter_context(self._logging(folder))
+            folder = self._open(stack)
             scheduler = make_scheduler(config.scheduler, folder)
             stack.callback(scheduler.close)
             rollout = RolloutController(make_generator(config.rollout), scheduler)
@@ -115,11 +129,8 @@ class ModelEvaluation:
         """
         if not self._kept:
             raise CommandError(f"there are no answers in {self._out}: leave out --rescore")
-        folder = RunFolder(self._config.run_dir)
         with ExitStack() as stack:
-            folder.lock(overwrite=True)
-            stack.callback(folder.close)
-            stack.enter_context(self._logging(folder))
+            folder = self._open(stack)
             phase = stack.enter_context(
                 self._display.phase("rescoring", len(self._kept), "answers")
             )
@@ -133,10 +144,16 @@ class ModelEvaluation:
         replace_answers(self._out, answers, settings)
         self._kept = {_place(answer): answer for answer in answers}
 
-    def _logging(self, folder: RunFolder) -> AbstractContextManager[None]:
+    def _open(self, stack: ExitStack) -> RunFolder:
+        """The folder of what is started, empty, with the log of this process."""
+        folder = RunFolder(self._config.run_dir)
+        folder.lock(overwrite=True)
+        stack.callback(folder.close)
         screen = Screen(self._display.warning, self._display.note)
         max_bytes = self._config.scheduler.max_log_bytes
-        return logging_to("controller", folder.log_path("controller"), max_bytes, screen)
+        path = folder.log_path("controller")
+        stack.enter_context(logging_to("controller", path, max_bytes, screen))
+        return folder
 
     def results(self) -> list[EvaluationResult]:
         """The numbers of each set and, where there are several, of all together.
@@ -157,20 +174,10 @@ class ModelEvaluation:
                 replies, one.num_samples or 1, cut_is_wrong=cut_is_wrong
             )
         usual = self._config.generation.temperature
-        found = [
-            evaluation_result(
-                outcome,
-                name,
-                temperature=usual if (own := self._sets[name].temperature) is None else own,
-            )
-            for name, outcome in outcomes.items()
-        ]
-        if len(outcomes) > 1:
-            whole = EvaluationOutcome.together(list(outcomes.values()))
-            common = {it.temperature for it in found}
-            temperature = common.pop() if len(common) == 1 else float("nan")
-            found.append(evaluation_result(whole, TOGETHER, temperature=temperature))
-        return found
+        own = [one.temperature for one in self._sets.values()]
+        temperatures = [usual if it is None else it for it in own]
+        found = results_of_sets([*outcomes.values()], [*outcomes], temperatures, TOGETHER)
+        return found if len(outcomes) > 1 else found[:1]
 
     def differences(self, other: Path) -> dict[str, Difference]:
         """How much more accurate the model is than that of another such folder, by set.
@@ -242,3 +249,126 @@ def _right(
         if outcome.right is not None:
             found[name] = dict(zip(prompts, outcome.right, strict=True))
     return found
+
+
+_AT_ONCE: Final = 64
+"""Episodes that are played beside each other: enough for any number of reward processes."""
+
+
+class _Replay(StandIn):
+    """Writes again what was written before."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_token_ids: tuple[int, ...],
+        max_context_tokens: int,
+        kept: Iterable[KeptCompletion],
+    ) -> None:
+        super().__init__(tokenizer, end_token_ids, max_context_tokens)
+        self._left = iter(kept)
+
+    async def answer(self, input_ids: Sequence[int], sampling: GenerationConfig) -> KeptCompletion:
+        kept = next(self._left, None)
+        if kept is None:
+            raise WorkflowError("the workflow asks for more completions than are kept")
+        return kept
+
+
+def rescored(
+    answers: Sequence[KeptAnswer],
+    sets: Mapping[str, EvaluationSet],
+    config: RolloutConfig,
+    log_path: Path,
+    on_each: Callable[[], None],
+) -> list[KeptAnswer]:
+    """The same answers, with what the workflows of these sets make of them now.
+
+    Answers of other sets, and those of which no text is there, stay as they are.
+
+    Args:
+        log_path: of the reward processes.
+        on_each: called after each answer.
+    Raises: CommandError: a set has lost prompts. WorkerStartError: no reward process can be
+        started. ModelError: there is no tokenizer. SandboxError: there is none, and one is needed.
+    """
+    for answer in answers:
+        if (one := sets.get(answer.set)) and answer.prompt >= (num_rows_of(one.prompts) or 0):
+            raise CommandError(
+                f"set {answer.set} has no prompt {answer.prompt} any more, of which an answer is "
+                "kept: expected the same prompts; give its file as it was, or --overwrite"
+            )
+    if any(one.workflow and one.workflow.runs_code() for one in sets.values()):
+        check_sandbox(config.sandbox)
+    # before the tokenizer is read: that loads torch, which begins threads
+    rewards = ForkServer("areal_sc.rewards.process:run_reward_process")
+    return asyncio.run(_rescored(answers, sets, config, log_path, on_each, rewards))
+
+
+async def _rescored(
+    answers: Sequence[KeptAnswer],
+    sets: Mapping[str, EvaluationSet],
+    config: RolloutConfig,
+    log_path: Path,
+    on_each: Callable[[], None],
+    rewards: ForkServer,
+) -> list[KeptAnswer]:
+    from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
+
+    run_code = CodeRunner(config.sandbox)
+    pool = RewardPool(
+        rewards,
+        num_processes=config.num_reward_processes,
+        timeout_s=config.reward_timeout_s,
+        log_path=log_path,
+        sources=log_path.parent,
+        run_code=run_code,
+        isolation=config.sandbox.isolation,
+        hides=(log_path.parent.parent,),
+    )
+    slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(answer: KeptAnswer, tokenizer: Any, ends: tuple[int, ...]) -> KeptAnswer:
+        if answer.text is None or answer.set not in sets:
+            return answer
+        async with slots:
+            kept = answer.text.completions
+            model = _Replay(tokenizer, ends, config.max_context_tokens, kept)
+            played = await _replayed(answer, sets[answer.set], config, model, pool)
+        on_each()
+        return played
+
+    try:
+        folder = local_model(config.path)
+        tokenizer = load_tokenizer(folder)
+        ends = read_end_token_ids(folder, tokenizer)
+        return await all_of(one(answer, tokenizer, ends) for answer in answers)
+    finally:
+        await pool.close()
+        await run_code.close()
+        await rewards.close()
+
+
+async def _replayed(
+    answer: KeptAnswer, one: EvaluationSet, config: RolloutConfig, model: Any, pool: RewardPool
+) -> KeptAnswer:
+    workflow, prompts = one.workflow, one.prompts
+    assert workflow is not None
+    assert answer.text is not None
+    where = f"prompt {answer.prompt} of {answer.set}"
+    given: Any = prompts[answer.prompt]  # type: ignore[index]  # sets of settings have numbers
+    row = row_of(row_to_wire(given, answer.prompt, where), where)
+    seen = EvaluatedEpisode()
+    engine = WorkerEpisodeEngine(model, pool, "rescoring", config.generation, seen)
+
+    limit_s = config.group_timeout_s
+    try:
+        rows = await played_episode(workflow, row, engine, config, limit_s, is_trained=False)
+    except Raised as raised:
+        rows = Rejection.of_episode(raised, limit_s)
+    if engine.failure is not None:
+        raise engine.failure
+    if isinstance(rows, Rejection):
+        rows = rows.of_prompt(answer.prompt, row, "")
+    reply = await evaluation_reply(rows, seen, answer.text, pool)
+    return KeptAnswer.of(answer.set, answer.prompt, answer.sample, reply)

@@ -12,7 +12,7 @@ from loss_rows import made_tokens
 
 from areal_sc.algorithms.loss_tokens import LossTokens
 from areal_sc.algorithms.pairs import bradley_terry, dpo, pairs_of
-from areal_sc.trainer.pair_trainer import pair_metrics
+from areal_sc.trainer.row_trainer import pair_metrics
 
 LENGTHS = st.lists(st.integers(1, 6), min_size=2, max_size=8).filter(lambda x: len(x) % 2 == 0)
 

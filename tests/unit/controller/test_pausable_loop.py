@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from areal_sc.controller.pausable_loop import MAX_GAP_S, PausableLoop
+from areal_sc.controller.control_loop import MAX_GAP_S, PausableLoop
 
 
 class Clock:

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from areal_sc.controller import shared_card
-from areal_sc.controller.shared_card import SharedCard
-from areal_sc.controller.turns import Side
+from areal_sc.controller.shared_card import SharedCard, Side
 from areal_sc.errors import WorkerError
 
 TIMEOUT_S = 30.0

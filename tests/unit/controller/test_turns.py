@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from areal_sc.controller.turns import Side, Turns
+from areal_sc.controller.shared_card import Side, Turns
 
 
 def holder_of(turns: Turns) -> Side | None:

@@ -15,7 +15,7 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.parallel_settings import Placement
-from areal_sc.controller.turns import Turns
+from areal_sc.controller.shared_card import Turns
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"  # the coroutines of dead processes

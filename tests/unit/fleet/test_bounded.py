@@ -8,7 +8,7 @@ import time
 import pytest
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.controller.pausable_loop import PausableLoop
+from areal_sc.controller.control_loop import PausableLoop
 from areal_sc.errors import WaitTimeout
 from areal_sc.fleet.bounded import bounded
 

@@ -8,20 +8,18 @@ from typing import Any
 import pytest
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.fleet.silence import Silence
+from areal_sc.fleet.node_workers import note_turn
 from areal_sc.nodes.beats import BLOCKED_WARNING_S
 from areal_sc.nodes.spec import Beat
 
 
 @pytest.mark.parametrize("interval_s", [0.5, 2.0, 10.0, 30.0, 90.0])
 def test_the_turn_that_a_beat_tells_of_was_asked_for_by_the_one_before(interval_s: float) -> None:
-    nobody: Any = None
     config = SchedulerConfig(heartbeat_interval_s=interval_s)
-    silence = Silence(config, "rollout", nobody, nobody)
     member: Any = SimpleNamespace(name="rollout/0", is_blocked=False)
 
     def told(turn_age_s: float) -> str | None:
-        return silence.of_turn(member, Beat("rollout/0", "1", 0.0, turn_age_s))
+        return note_turn(member, Beat("rollout/0", "1", 0.0, turn_age_s), config)
 
     assert told(interval_s + 0.1) is None
     assert not member.is_blocked

@@ -12,7 +12,7 @@ from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.schema import ActorConfig, GRPOConfig, RolloutConfig
 from areal_sc.run.run_begin import RunBegin, content_of
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.trainer.resume_checks import compare_with_begin
+from areal_sc.trainer.snapshots import compare_with_begin
 
 
 def test_what_changed_stays_changed_until_it_is_as_it_was(

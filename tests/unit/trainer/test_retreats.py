@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from areal_sc.errors import StepsLost
-from areal_sc.trainer.retreats import Retreats
+from areal_sc.trainer.run import Retreats
 
 CAUSE = StepsLost("the memory of node 3 is gone")
 

@@ -14,12 +14,16 @@ from simulation.virtual_loop import run_virtual
 from small_disk import small_disk
 
 from areal_sc.controller.ledger import journal as module
-from areal_sc.controller.ledger.journal import Journal, segment_paths
-from areal_sc.controller.ledger.journal_file import HEADER, read_segment, to_frame
-from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.ledger.journal import (
+    HEADER,
+    Journal,
+    read_segment,
+    segment_paths,
+    to_frame,
+)
+from areal_sc.controller.ledger.ledger import Ledger, replay
 from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.controller.ledger.ledger_records import LedgerState, Publish
-from areal_sc.controller.ledger.ledger_replay import replay
 from areal_sc.errors import RunFolderError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 from areal_sc.system.disk import Disk

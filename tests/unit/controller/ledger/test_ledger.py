@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_sc.controller.ledger.group import Group, GroupState
-from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.ledger.ledger import Ledger, replay
 from areal_sc.controller.ledger.ledger_records import WENT_BACK, LedgerState, Record
-from areal_sc.controller.ledger.ledger_replay import replay
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 

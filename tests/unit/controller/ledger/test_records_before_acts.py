@@ -16,11 +16,9 @@ from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.config.schema import OverBound
 from areal_sc.controller.ledger import journal as module
-from areal_sc.controller.ledger.journal import segment_paths
-from areal_sc.controller.ledger.journal_file import read_segment
-from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.ledger.journal import read_segment, segment_paths
+from areal_sc.controller.ledger.ledger import Ledger, replay
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
-from areal_sc.controller.ledger.ledger_replay import replay
 from areal_sc.errors import RunFolderError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.weights.published import WeightsReference

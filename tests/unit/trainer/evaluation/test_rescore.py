@@ -14,7 +14,7 @@ from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 from areal_sc.errors import CommandError, PromptTooLong
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.trainer.evaluation.kept_answers import KeptAnswer
-from areal_sc.trainer.evaluation.rescore import rescored
+from areal_sc.trainer.evaluation.model_evaluation import rescored
 from areal_sc.workers.calls import EvaluatedText, EvaluationReply, KeptCompletion
 from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
 from areal_sc.workflows.transcript import Transcript

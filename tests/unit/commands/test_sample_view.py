@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from sample_rows import sample
 
+from areal_sc.commands.samples import sample_view
 from areal_sc.records.samples import Place, Sample
-from areal_sc.trainer.sample_view import sample_view
 
 QUESTION = "How many letters does the word strawberry have, and why?\nThink before you answer. "
 LONG = [
