@@ -48,7 +48,7 @@ from areal_sc.workers.stand_in import StandIn, played_episode
 from areal_sc.workflows.base import Trajectory, Workflow
 from areal_sc.workflows.registry import SourceReader
 from areal_sc.workflows.text import describe_lost, encode_text
-from areal_sc.workflows.text_checks import PromptTexts, lost_from, texts_in
+from areal_sc.workflows.text_checks import MAX_JUDGED, PromptTexts, lost_from, texts_in
 
 MAX_ROWS: Final = 1000
 """Rows whose prompts are looked at; of a larger dataset they are spread over it."""
@@ -194,8 +194,7 @@ class _Found:
         for what, same in (("left out", self.too_long), ("rejected", self.unusable)):
             if same:
                 tell(f"  {what}: {len(same)} of them; for example: {same[0].describe()}")
-        if 2 * len(self.texts.lost) > self.texts.num_judged:
-            raise self.texts.refusal()
+        self.texts.check()
         if self.texts.lost:
             tell(f"  WARNING: {self.texts.describe()}")
         elif self.changed:
@@ -314,7 +313,7 @@ class TaskLook:
             if len(found.unusable) == UNUSABLE and not found.lengths:
                 found.tell(UNUSABLE, 0.0)
             return
-        if len(found.lengths) < MAX_STREAMED:
+        if found.texts.num_judged < MAX_JUDGED:
             found.texts.judge(row, tokens)
             found.changed = found.changed or describe_lost(self._tokenizer, texts_in(row), tokens)
         one = _Answered(index, row, _right_answer(row))

@@ -316,7 +316,7 @@ class RolloutWorker(Worker):
     def _judge_text(
         self, prompt: PromptReference, row: dict[str, Any], played: Sequence[Episode | Rejection]
     ) -> None:
-        """Raises: ConfigError: no prompt of the dataset has reached the model as it was meant."""
+        """Raises: ConfigError: most prompts of the dataset do not reach the model as meant."""
         texts = self._texts.setdefault(prompt.dataset, PromptTexts(self.engine.tokenizer))
         kept = [episode for episode in played if not isinstance(episode, Rejection)]
         name = prompt.dataset, prompt.index
@@ -324,8 +324,7 @@ class RolloutWorker(Worker):
             return
         self._judged.add(name)
         texts.judge(row, _context(kept[0]))
-        if len(texts.lost) == MAX_JUDGED:
-            raise texts.refusal()
+        texts.check(num_left=MAX_JUDGED - texts.num_judged)
 
     async def _episode(
         self,

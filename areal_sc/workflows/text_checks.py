@@ -18,9 +18,9 @@ from areal_sc.workflows.text import bare_tokens, changed_texts, describe_unknown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_JUDGED: Final = 8
-"""A worker judges as many prompts of a dataset, the first ones. It refuses them if none is kept: a
-few strange rows end no run."""
+MAX_JUDGED: Final = 16
+"""Prompts of a dataset that are judged. It is refused if more than half of them are lost: so a few
+strange rows end no run. Of sets of which 30 % are lost fewer than one in a hundred are refused."""
 
 _UNSEEN: Final = ("Mn", "Cc", "Cf")
 """Unicode's categories of accents, and of what has no shape."""
@@ -80,9 +80,11 @@ class PromptTexts:
         if lost := self._lost(row, input_ids):
             self.lost.append(lost)
 
-    def refusal(self) -> ConfigError:
-        """To be raised where too many are lost."""
-        return ConfigError(
+    def check(self, num_left: int = 0) -> None:
+        """Raises: ConfigError: more than half are lost, even if the ones left to judge are kept."""
+        if 2 * len(self.lost) <= self.num_judged + num_left:
+            return
+        raise ConfigError(
             f"{self.describe()}; use a model whose tokenizer knows such text, write prompts with "
             "what it knows, or mend normalizer, pre-tokenizer or decoder in its tokenizer.json: "
             f"transformers has read it as a {type(self._tokenizer).__name__}, and classes of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.tokenizer import check_ends, load_tokenizer
 from areal_sc.errors import ConfigError
 from areal_sc.workflows.text import encode_chat, encode_text
-from areal_sc.workflows.text_checks import PromptTexts, lost_from, why_endless
+from areal_sc.workflows.text_checks import MAX_JUDGED, PromptTexts, lost_from, why_endless
 
 SMOLLM = Path(__file__).parents[3] / ".venv-models" / "SmolLM2-135M-Instruct"
 
@@ -36,8 +37,10 @@ def told(folder: Path, sampling: GenerationConfig | None = None) -> str:
             if not sampling.stop and (why := why_endless(tokenizer, tokens, ends)):
                 return why
             texts.judge({"prompt": text, "answer": "42", "parts": [1, "other"]}, tokens)
-        if 2 * len(texts.lost) > texts.num_judged:
-            return str(texts.refusal())
+        try:
+            texts.check()
+        except ConfigError as error:
+            return str(error)
     return ""
 
 
@@ -102,3 +105,20 @@ def test_a_text_that_is_not_in_the_prompt_says_nothing(saved: Any) -> None:
     texts = PromptTexts(tokenizer)
     texts.judge({"prompt": "how", "note": "NOT SHOWN"}, encode_text(tokenizer, "how"))
     assert texts.lost == []
+
+
+@pytest.mark.parametrize(("num_lost", "is_refused"), [(0, False), (8, False), (9, True)])
+def test_a_set_is_refused_once_most_of_it_is_lost_for_certain(
+    saved: Any, num_lost: int, is_refused: bool
+) -> None:
+    make, _ = BROKEN["unknown characters are the end"]
+    tokenizer = load_tokenizer(saved(make()))
+    texts = PromptTexts(tokenizer)
+    for number in range(MAX_JUDGED):
+        prompt = "WIE viel?" if number < num_lost else "how many is 0>"
+        texts.judge({"prompt": prompt}, encode_text(tokenizer, prompt))
+        left = MAX_JUDGED - texts.num_judged
+        with pytest.raises(ConfigError) if texts.num_judged >= 9 and is_refused else nullcontext():
+            texts.check(left)  # what a worker asks after each prompt
+    with pytest.raises(ConfigError) if is_refused else nullcontext():
+        texts.check()  # what the dry run asks at the end
