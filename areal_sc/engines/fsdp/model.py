@@ -273,11 +273,12 @@ def _spread(
     if needs_fsdp(groups.rows.size, config):
         # One rank would compute with all rows where they lie; FSDP brings them to the device.
         if model.abilities.has_linear_head and not (is_whole and config.cpu_offload):
-            own_rows, model.head_rows = spread_vocabulary(
-                causal_lm, groups.rows, compute_dtype(config)
+            most_tokens = -(-config.max_tokens_per_micro_batch // groups.sequence.size)
+            own_rows, model.spread_rows = spread_vocabulary(
+                causal_lm, groups.rows, compute_dtype(config), most_tokens
             )
             head = causal_lm.get_output_embeddings()
-            model.adds_head_gradient = model.head_rows is None and head.weight in own_rows
+            model.adds_head_gradient = not model.spread_rows and head.weight in own_rows
         if not is_rounded:
             _shard(model, layers, own_rows, config, groups)
     else:
