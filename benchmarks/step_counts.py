@@ -14,6 +14,10 @@ Nothing is timed, and no GPU is needed. Each part is a process of its own.
   micro-batches, forward and backward, over those of the model: 6 N a token, N parameters of layers
   that are used for it, and of the output layer for trained tokens; and attention to the tokens
   before. What is computed twice, or for padding, makes the difference.
+- ranks: eight ranks of a fake process group, fake tensors of the real sizes, four full micro-batches
+  of an update: collectives, and bytes that a rank receives by them; where ranks meet in each
+  micro-batch, and where they meet once. Of the vocabulary's, bytes that nothing computes beside.
+  The share of micro-batches that are empty: random lengths, as the controller shares rows out.
 - start: how often the last layer of a streamed model is read before the first step.
 
 `--before` counts the same in another checkout. The forecast of a share of the peak has two limits:
@@ -35,7 +39,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("kernels", "graphs", "flops", "start")
+PARTS = ("kernels", "graphs", "flops", "ranks", "start")
+NUM_RANKS, NUM_MICRO_BATCHES = 8, 4
 MAX_TOKENS = 8192
 
 
@@ -54,6 +59,12 @@ SHAPES = {
     "0.5B": Sizes(896, 4864, 24, 14, 2, 151_936),
     "7B": Sizes(3584, 18_944, 28, 28, 4, 152_064),
 }
+EXPERTS = Sizes(2048, 6144, 48, 32, 4, 151_936)
+OF_EXPERTS = {
+    **{"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8},
+    **{"moe_intermediate_size": 768, "tie_word_embeddings": False},
+}
+"""Of a layer of 30B-A3B, beside its other sizes."""
 NARROW = Sizes(32, 48, 2, 4, 2, 64)
 
 
@@ -326,6 +337,104 @@ def _causal(rows_now: list[int]) -> dict[Any, Any]:
     for formula in formulas.values():
         formula._get_raw = True
     return formulas
+
+
+def ranks() -> dict[str, float]:
+    """See the module."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import areal_sc.engines.fsdp.vocabulary as subject
+    from areal_sc.sizing import output_layer
+
+    dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
+    pieces = output_layer.piece_bytes("cuda", 80 << 30)
+    subject.piece_bytes = lambda *_: pieces  # as on a GPU
+    found = {"empty_micro_batches": share_of_empty()}
+    for name, sizes in SHAPES.items() | {"30B-A3B": EXPERTS}.items():
+        for meets_once in (False, True):
+            one, two = (collectives(sizes, num, meets_once=meets_once) for num in (1, 2))
+            for key, value in one.items():
+                total = value + (sizes.num_hidden_layers - 1) * (two[key] - value)
+                found[f"{key}_{name}{'_once' if meets_once else ''}"] = total
+    return found
+
+
+def collectives(sizes: Sizes, num_layers: int, *, meets_once: bool) -> dict[str, float]:
+    """Number of an update, and GB that a rank receives; see the module."""
+    import torch
+    import transformers as hf
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    import areal_sc.engines.fsdp.model as loading
+    from areal_sc.config.schema import ActorConfig, Dtype, ParallelConfig
+    from areal_sc.engines.fsdp.cuts import CutParts
+    from areal_sc.engines.fsdp.packed_model import PackedModel
+    from areal_sc.engines.training.packed_attention import COMPILED_NAME
+    from areal_sc.engines.training.process_group import ProcessGroups
+    from areal_sc.engines.training.streamed_layers import decoder_layers
+
+    num_bytes = list[int]()
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+            if func.namespace == "c10d":
+                tensors = [it for it in tree_leaves(args) if isinstance(it, torch.Tensor)]
+                num_bytes.append(max(it.nbytes for it in tensors))
+            return func(*args, **(named or {}))
+
+    parallel = ParallelConfig(data=NUM_RANKS)
+    config = ActorConfig(
+        path="", dtype=Dtype.bfloat16, max_tokens_per_micro_batch=MAX_TOKENS, parallel=parallel
+    )
+    device = torch.device("cpu")
+    groups = ProcessGroups.join(0, NUM_RANKS, "", device, parallel, hosted=None, is_needed=True)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        kind = hf.Qwen3MoeConfig if sizes is EXPERTS else hf.Qwen2Config
+        further = OF_EXPERTS if sizes is EXPERTS else {}
+        settings = kind(**sizes._replace(num_hidden_layers=num_layers)._asdict(), **further)
+        causal_lm = hf.AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
+        model = PackedModel(causal_lm, chunk_tokens=4096, kept_tokens=16_384)
+        model.packed_attention = COMPILED_NAME
+        model.abilities = model.abilities
+        parts = CutParts.of_one_rank(causal_lm)
+        loading._spread(model, decoder_layers(causal_lm), parts, config, groups)
+        if meets_once and hasattr(model, "meet_once"):
+            model.meet_once()
+        layout = model.layout([MAX_TOKENS // 8] * 8, device)
+        with Counter(), model.computing():
+            for number in range(1, NUM_MICRO_BATCHES + 1):
+                if hasattr(model, "begin_micro_batch"):
+                    model.begin_micro_batch(is_last=number == NUM_MICRO_BATCHES)
+                ids = torch.zeros(MAX_TOKENS, dtype=torch.int64)
+                logprobs, entropy = model(
+                    ids, layout, ids[: MAX_TOKENS // 2], ids[: MAX_TOKENS // 2], None
+                )
+                (logprobs + entropy).sum().backward()
+    assert mode
+    received = sum(num_bytes) * (NUM_RANKS - 1) / NUM_RANKS
+    return {"collectives": float(len(num_bytes)), "received_gb": received / 1e9}
+
+
+def share_of_empty() -> float:
+    """Micro-batches without rows, over all; in thirty updates of each of four kinds of rows."""
+    from areal_sc.algorithms.packing import pack_full_micro_batches
+    from areal_sc.metadata import BatchMetadata, RowMetadata
+
+    num_all = num_empty = 0
+    for count, median in ((512, 400), (128, 1000), (64, 3000), (24, 6000)):
+        for seed in range(30):
+            lengths = random_lengths(count, seed, median, MAX_TOKENS)
+            rows = tuple(RowMetadata(row, 0, length, 0.0, 0) for row, length in enumerate(lengths))
+            parts = BatchMetadata("rows", rows, ()).partition(NUM_RANKS)
+            shares = [[lengths[row] for row in part] for part in parts]
+            most = max(len(pack_full_micro_batches(it, MAX_TOKENS)) for it in shares)
+            packed = [len(pack_full_micro_batches(it, MAX_TOKENS, most)) for it in shares]
+            num_all += most * NUM_RANKS
+            num_empty += most * NUM_RANKS - sum(packed)
+    return num_empty / num_all
 
 
 def start() -> dict[str, float]:

@@ -410,6 +410,8 @@ def run_rank(
         share = engine.initialize(rank, world_size, address).data_rank
         if "loss_scale" in scenario:
             engine._optimizer.loss_scale = LossScale(scenario["loss_scale"])
+        if scenario.get("meets_once"):
+            engine._model.meet_once()
         rows = make_rows(99, scenario.get("logprob_lengths", [[5, 9], [4]])[share], 30)
         for output in ("logprobs",) if config.head is ModelHead.lm else ("values", "scores"):
             result[output] = engine.forward(rows, output)

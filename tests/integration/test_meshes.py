@@ -97,7 +97,8 @@ def results(folder: Path) -> Results:
         "shared_experts": hf.Ernie4_5_MoeConfig(
             **SIZES, **SHARED_EXPERTS, moe_layer_start_index=1, pad_token_id=0
         ),
-        "untied": hf.Qwen3Config(**one_kv_head, tie_word_embeddings=False),
+        # more tokens than two ranks look up together, so that embeddings are not gathered
+        "untied": hf.Qwen3Config(**one_kv_head | {"vocab_size": 151}, tie_word_embeddings=False),
         "capped": hf.Gemma2Config(**SIZES, sliding_window=4, pad_token_id=0),
         "fused": hf.Phi3Config(**PHI3_SIZES, pad_token_id=0),
     }
@@ -147,6 +148,8 @@ def results(folder: Path) -> Results:
         **{f"bfloat16_{mesh}": scenario(tied, mesh, dtype="bfloat16") for mesh in ROUNDED},
         **{f"float16_{mesh}": scenario(tied, mesh, dtype="float16") for mesh in SCALED},
         **{f"overflow_{mesh}": overflowing(mesh) for mesh in SCALED},
+        "tied_once": scenario(tied, "dp2", meets_once=True, max_tokens=21),
+        "untied_once": scenario(str(folder / "untied"), "dp2_sp2", meets_once=True, max_tokens=21),
         "spoilt_layer": scenario(tied, "tp2", spoilt="last layer"),
         "lost_files": scenario(tied, "tp2", spoilt="files"),
         "spoilt_exchange": scenario(tied, "sp2", spoilt="exchange"),
@@ -185,6 +188,12 @@ def test_training_is_that_of_one_process(mesh: str, results: Results, folder: Pa
 def test_key_value_heads_may_be_fewer_than_ranks(mesh: str, results: Results) -> None:
     """And norms of queries and keys are shared by heads of different ranks."""
     assert_same_training(results[f"untied_{mesh}"], results["untied_one"][0])
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_ranks_that_meet_once_an_update_train_the_same(model: str, results: Results) -> None:
+    """Also where one of them has fewer micro-batches than another, or no rows."""
+    assert_same_training(results[f"{model}_once"], results[f"{model}_one"][0])
 
 
 def test_copies_of_a_parameter_stay_the_same_to_the_bit(results: Results) -> None:

@@ -7,13 +7,12 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from areal_sc.config.schema import ModelHead
@@ -22,7 +21,7 @@ from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel
 from areal_sc.engines.likely_rows import likely_rows
 from areal_sc.engines.rounding import WRONG, Expected, measure_noise, require_determined
 from areal_sc.engines.small_limits import with_same_weights, with_small_limits
-from areal_sc.engines.training.streamed_layers import SharedPasses, decoder_layers
+from areal_sc.engines.training.streamed_layers import SharedPasses
 from areal_sc.errors import ModelError
 
 T = TypeVar("T")
@@ -43,12 +42,13 @@ class ModelTrial:
         abilities: the ways that it takes.
         rows: those that were tried, each [T] int64: text that the model finds likely; one of them
             is a single token.
-        noise: what rounding does to a log-probability in the type that is computed in; nats, the
-            mean over the rows' tokens. Of a model with a value head, to a value of about 1.
+        expected: [T] what `probe_model` gives of the rows in the type that is computed in; nats.
+        noise: what rounding does to one of these values, the mean over the rows' tokens.
     """
 
     abilities: ModelAbilities
     rows: tuple[torch.Tensor, ...]
+    expected: Expected
     noise: float
 
 
@@ -125,7 +125,7 @@ def probe_abilities(
         ]
         is_linear = passes.add(partial(_gives_outputs_of_head, row=rows[0]))
         tried = {
-            it: passes.add(partial(_probe, rows=rows), it)
+            it: passes.add(partial(probe_model, rows=rows), it)
             for it in dict.fromkeys((packed, fastest))
         }
         passes.run()
@@ -143,7 +143,7 @@ def probe_abilities(
     def distance(abilities: ModelAbilities) -> float:
         if abilities not in tried:
             alone = _ModelPasses(model, fill)
-            tried[abilities] = alone.add(partial(_probe, rows=rows), abilities)
+            tried[abilities] = alone.add(partial(probe_model, rows=rows), abilities)
             alone.run()
         try:
             return expected.distance(tried[abilities].result())
@@ -163,7 +163,8 @@ def probe_abilities(
     if not found.has_linear_head and model.head is ModelHead.lm:
         logger.info("model=%s changes its logits: they are made by its own forward", name)
     is_likely = torch.cat([torch.arange(len(row)) < len(row) - 1 for row in rows])
-    return ModelTrial(found, tuple(rows), float(noises[-1][is_likely].mean()))
+    in_dtype = Expected(expected.values, noises[-1], dtype)
+    return ModelTrial(found, tuple(rows), in_dtype, float(noises[-1][is_likely].mean()))
 
 
 def _check_padded(name: str, apart: float) -> None:
@@ -209,66 +210,6 @@ def _targets(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([row.roll(-1) for row in rows])
 
 
-@torch.no_grad()
-def probe_hidden(
-    model: PackedModel,
-    layers: Sequence[nn.Module],
-    rows: Sequence[torch.Tensor],
-    device: torch.device,
-) -> torch.Tensor:
-    """Hidden states of rows behind the last of the layers, float32, of this rank's tokens.
-
-    The model may be spread over ranks; all make the call.
-
-    Args:
-        rows: each [T] int64.
-        device: on which it computes.
-    Returns: [1, C, H], padding included; or padded rows, where the model does not pack them.
-    Raises: ModelError: no layer is called.
-    """
-    newest: list[torch.Tensor] = []
-
-    def capture(_module: Any, _inputs: Any, outputs: Any) -> None:
-        newest[:] = [outputs if isinstance(outputs, torch.Tensor) else outputs[0]]
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.enter_context(layer.register_forward_hook(capture))
-        _outputs(model, [row.to(device) for row in rows])
-    if not newest:
-        raise ModelError(f"{type(model.causal_lm).__name__} does not name its decoder layers")
-    return newest[0].float().cpu()
-
-
-def expected_hidden(
-    model: PackedModel,
-    fill: Callable[[Any], None],
-    rows: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-) -> Expected:
-    """What `probe_hidden` has to give where the model computes in `dtype`, on any ranks.
-
-    Args:
-        model: whole, in float32, on the CPU. One whose layers are streamed is read once.
-        fill: as of `probe_abilities`.
-    Returns: of [C, H] or, where the model does not pack its rows, [R * L, H].
-    """
-
-    def compute(model: PackedModel, num_copies: int) -> torch.Tensor:
-        layers = decoder_layers(model.causal_lm)
-        hidden = probe_hidden(model, layers, [*rows] * num_copies, torch.device("cpu"))
-        return hidden.view(num_copies, -1, hidden.shape[-1])
-
-    def noise(model: PackedModel) -> torch.Tensor:
-        return measure_noise(model.causal_lm, dtype, partial(compute, model))
-
-    passes = _ModelPasses(model, fill)
-    once = passes.add(partial(compute, num_copies=1), model.abilities)
-    moved = passes.add(noise, model.abilities)
-    passes.run()
-    return Expected(once.result()[0], moved.result(), dtype)
-
-
 def _gives_outputs_of_head(model: PackedModel, row: torch.Tensor) -> bool:
     """Whether the logits are what the output layer gives, even if that were large.
 
@@ -288,13 +229,21 @@ def _gives_outputs_of_head(model: PackedModel, row: torch.Tensor) -> bool:
     return len(given) == 1 and torch.allclose(logits, given[0])
 
 
-def _probe(model: PackedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[T] what `model` with its abilities gives of the rows; as `_of_batch`."""
+@torch.no_grad()
+def probe_model(model: PackedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[T] log-probabilities of what `_targets` says, of this rank's tokens.
+
+    The model may be spread over ranks; all make the call. Of a model with a value head, whose
+    values are 0 at first, what `_summed` gives.
+    """
     if model.head is ModelHead.lm:
         return _outputs(model, rows)
-    layout = model.layout([len(row) for row in rows], model.device).on(model.device)
-    _, hidden = model.hidden_states(torch.cat(list(rows)), layout)
-    return _summed(hidden)  # values are 0 at first
+    found = list[torch.Tensor]()
+    with model.body.register_forward_hook(lambda *it: found.append(it[-1].last_hidden_state)):
+        _outputs(model, rows)
+    if model.abilities.packs:
+        return _summed(found[0][0])
+    return torch.cat([_summed(it[: len(row)]) for it, row in zip(found[0], rows, strict=True)])
 
 
 def _outputs(model: PackedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import attention
 
 from areal_sc.algorithms.packing import padded_size
@@ -28,6 +29,7 @@ from areal_sc.engines.fsdp.model import load_sharded_model
 from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.fsdp.sharded_state import ShardedState
+from areal_sc.engines.handle_base import FLOAT32_BYTES
 from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.training.adapters.adapter_files import begin_adapter
 from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
@@ -48,6 +50,9 @@ from areal_sc.transport.packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
 
+ROOM_SHARE = 0.8
+"""Of the free memory of a GPU, that gradients and parameters of all ranks may take."""
+
 
 class FSDPEngine(RankEngine):
     """One rank of the mesh; see `RankEngine`."""
@@ -59,7 +64,7 @@ class FSDPEngine(RankEngine):
         self._parts: CutParts
         self._optimizer: ShardedAdamW
         self._stowed: Stowed
-        self._told_compilation = False
+        self._told_compilation = self._is_room_known = False
 
     def _join(
         self, rank: int, world_size: int, init_method: str, device: torch.device
@@ -181,7 +186,8 @@ class FSDPEngine(RankEngine):
 
     def _add_gradients(self, batch: PlannedBatch, loss: MinibatchLoss) -> None:
         with self._model.computing():
-            for micro_rows in batch.packed:
+            for number, micro_rows in enumerate(batch.packed, 1):
+                self._model.begin_micro_batch(is_last=number == len(batch.packed))
                 micro_batch = self._micro_batch(batch, micro_rows)
                 value = loss.of(micro_batch, self._forward(micro_batch, batch.rows))
                 # FSDP averages over its ranks, but the denominator is already the global one.
@@ -194,19 +200,41 @@ class FSDPEngine(RankEngine):
             spent = torch._dynamo.utils.calculate_time_spent()
             logger.info("layers_compiled seconds=%.1f", spent["total_wall_time"])
 
+        if not self._is_room_known:
+            self._is_room_known = True
+            tokens = max(sum(batch.rows.lengths[row] for row in rows) for rows in batch.packed)
+            if self.rows.size > 1 and self._has_room_to_meet_once(tokens):
+                self._model.meet_once()
+                logger.info("ranks_meet_once an update: there is room for what they would gather")
+
+    def _has_room_to_meet_once(self, num_tokens: int) -> bool:
+        """Whether every rank has room for all parameters and their gradients, beside its own.
+
+        What an update has needed is known then, and so is what others have of the device.
+
+        Args: num_tokens: of its largest micro-batch.
+        """
+        free = 0.0
+        if self.is_cuda and not self.config.cpu_offload:
+            fullness = max(1, num_tokens) / self.config.max_tokens_per_micro_batch
+            used = torch.cuda.max_memory_allocated() / fullness
+            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - used
+        width = compute_dtype(self.config).itemsize
+        needed = 0
+        for parameter in self._model.causal_lm.parameters():
+            num_ranks = 1 if isinstance(parameter, DTensor) else self.rows.size
+            size = width + FLOAT32_BYTES * parameter.requires_grad
+            needed += parameter.numel() * num_ranks * size
+        is_short = torch.tensor(free * ROOM_SHARE < needed, dtype=torch.uint8)
+        return not bool(self.world.max(is_short))
+
     def load_snapshot(self, folder: Path) -> None:
-        self._forget_gradients()
+        self._model.forget_gradients()
         super().load_snapshot(folder)
 
     def load_state(self, folder: Path, name: str) -> None:
-        self._forget_gradients()
+        self._model.forget_gradients()
         super().load_state(folder, name)
-
-    def _forget_gradients(self) -> None:
-        """Those of an update that has failed."""
-        copies = self._model.copies
-        for parameter in (*self._model.parameters(), *(copies.tensors if copies else ())):
-            parameter.grad = None
 
     def _take_step(self, step: int, *, is_void: bool) -> float:
         return self._optimizer.update(step, is_void=is_void)
@@ -218,6 +246,10 @@ class FSDPEngine(RankEngine):
     @property
     def _pads_rows(self) -> bool:
         return not self._model.abilities.packs
+
+    @property
+    def _meets_each(self) -> bool:
+        return not self._model.meets_once
 
     @property
     def _has_few_sizes(self) -> bool:

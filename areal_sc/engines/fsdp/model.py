@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,7 @@ from torch.utils.checkpoint import (
 
 from areal_sc.algorithms.logprobs import VocabularyPart
 from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, Dtype, ModelHead
-from areal_sc.engines.fsdp.ability_probe import (
-    ModelTrial,
-    expected_hidden,
-    probe_abilities,
-    probe_hidden,
-)
+from areal_sc.engines.fsdp.ability_probe import ModelTrial, probe_abilities, probe_model
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.gradient_reduction import InPlaceReduceScatter
 from areal_sc.engines.fsdp.handle import needs_fsdp, rounds_copies
@@ -84,20 +79,6 @@ _KEPT_OPERATIONS = frozenset(
 _SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed", "lsh")
 
 
-@dataclass(frozen=True, eq=False)
-class _RankTrial:
-    """What rank 0 finds out about a model before the ranks load it.
-
-    Attributes:
-        trial: of the model.
-        hidden: states that the ranks have to compute together, or in float16; None: each computes
-            alone, and in a type with float32's range.
-    """
-
-    trial: ModelTrial
-    hidden: Expected | None
-
-
 def load_sharded_model(
     config: ActorConfig, groups: ProcessGroups
 ) -> tuple[PackedModel, CutParts, ModelTrial]:
@@ -125,8 +106,7 @@ def load_sharded_model(
         _fill_adapters(model, parts, config, world)
         return model.to(world.device), parts, trial
     weights = SharedWeights(config, world)
-    found = weights.open(lambda opened: _try_model(opened, config, groups))
-    trial = found.trial
+    trial = weights.open(lambda opened: _try_model(opened, config, world))
     model = _packed(weights.build(), config, world.device, groups.tensor.size)
     causal_lm = model.causal_lm
     model.abilities = trial.abilities
@@ -139,8 +119,8 @@ def load_sharded_model(
     _spread(model, layers, parts, config, groups)
     _fill(model, weights, parts)
     _fill_adapters(model, parts, config, world)
-    if found.hidden is not None:
-        _check_spread(model, layers, trial.rows, found.hidden, groups)
+    if groups.is_model_split or config.dtype == Dtype.float16:
+        _check_spread(model, trial, groups)
     return model, parts, trial
 
 
@@ -157,21 +137,15 @@ def _packed(
     )
 
 
-def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups) -> _RankTrial:
+def _try_model(weights: ModelWeights, config: ActorConfig, world: ProcessGroup) -> ModelTrial:
     """What rank 0 finds out with the whole model, layer by layer."""
-    longest_input = config.max_tokens_per_micro_batch
     causal_lm = build_without_parameters(Path(config.path), config.head)
     model = _packed(causal_lm, config, torch.device("cpu"), 1)
     _check_supported(causal_lm, config)
 
-    fill = functools.partial(stream_layers, read=weights.read, num_ranks=groups.world.size)
+    fill = functools.partial(stream_layers, read=weights.read, num_ranks=world.size)
     fill(causal_lm)
-    trial = probe_abilities(model, longest_input, fill, compute_dtype(config))
-    model.abilities = trial.abilities
-    hidden, layers = None, decoder_layers(causal_lm)
-    if groups.is_model_split or (layers and config.dtype == Dtype.float16):
-        hidden = expected_hidden(model, fill, trial.rows, compute_dtype(config))
-    return _RankTrial(trial, hidden)
+    return probe_abilities(model, config.max_tokens_per_micro_batch, fill, compute_dtype(config))
 
 
 def _check_supported(causal_lm: Any, settings: ActorConfig) -> None:
@@ -299,11 +273,12 @@ def _spread(
     if needs_fsdp(groups.rows.size, config):
         # One rank would compute with all rows where they lie; FSDP brings them to the device.
         if model.abilities.has_linear_head and not (is_whole and config.cpu_offload):
-            own_rows, model.head_rows = spread_vocabulary(
-                causal_lm, groups.rows, compute_dtype(config)
+            most_tokens = -(-config.max_tokens_per_micro_batch // groups.sequence.size)
+            own_rows, model.spread_rows = spread_vocabulary(
+                causal_lm, groups.rows, compute_dtype(config), most_tokens
             )
             head = causal_lm.get_output_embeddings()
-            model.adds_head_gradient = model.head_rows is None and head.weight in own_rows
+            model.adds_head_gradient = not model.spread_rows and head.weight in own_rows
         if not is_rounded:
             _shard(model, layers, own_rows, config, groups)
     else:
@@ -423,23 +398,19 @@ def _fill_adapters(
     fill_adapters(local, parts, config.seed, stored)
 
 
-def _check_spread(
-    model: PackedModel,
-    layers: Sequence[nn.Module],
-    rows: Sequence[torch.Tensor],
-    expected: Expected,
-    groups: ProcessGroups,
-) -> None:
+def _check_spread(model: PackedModel, trial: ModelTrial, groups: ProcessGroups) -> None:
     """Raises: ModelError: on every rank: they compute something else than rank 0 in float32."""
+    expected = trial.expected
 
     def measure() -> float:
         with model.computing(), without_adapters(model.causal_lm):
-            hidden = probe_hidden(model, layers, rows, groups.world.device)
-        found, own_expected = hidden.flatten(0, -2), expected
+            found = probe_model(model, [row.to(groups.world.device) for row in trial.rows])
+        own = range(len(expected.values))
         if groups.sequence.size > 1:
-            own = SequencePart(len(expected.values), groups.sequence).own
-            found, own_expected = found[: len(own)], expected.part(own)
-        return own_expected.distance(found)
+            own = SequencePart(len(own), groups.sequence).own
+        values, noise = expected.values[None, own], expected.noise[None, own]
+        # all together: rounding may send some tokens to other experts
+        return Expected(values, noise, expected.dtype).distance(found[: len(own)].cpu()[None])
 
     advice = "set actor.dtype=bfloat16"
     if groups.is_model_split:

@@ -10,6 +10,10 @@ keeps those of its own.
 
 Gradients are added to `grad` of the rank's rows piece by piece, and not handed to autograd, which
 would hold those of tied embeddings and output layer twice until both are there.
+
+On a GPU the matrix is one piece as a rule. That of the output layer is on its way while the layers
+before it compute, and its gradients while they go backward. Embeddings are not gathered where the
+ranks' tokens are fewer than the rows: each rank looks up those of its rows that others ask for.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from areal_sc.algorithms.logprobs import gradient_of
 from areal_sc.engines.training.process_group import ProcessGroup
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SpreadRows:
     """How the rows of a matrix [R, H] are spread over the ranks of a group.
 
@@ -35,6 +39,9 @@ class SpreadRows:
         group: several ranks; each has a run of rows, the ranks before it those above.
         dtype: in which they are gathered; gradients are float32.
         piece_bytes: in float32 of what is gathered at a time.
+        most_tokens: that a rank looks up in a micro-batch; 0: not known.
+        meets_once: the matrix is gathered, and gradients of it are reduced, once between two calls
+            of `finish`: whatever else the ranks do then, they do not meet here.
 
     Rows and gradients that a rank keeps may lie in host memory: what is gathered is on its device.
     """
@@ -43,6 +50,11 @@ class SpreadRows:
     group: ProcessGroup
     dtype: torch.dtype
     piece_bytes: int
+    most_tokens: int = 0
+    meets_once: bool = False
+    _held: tuple[torch.Tensor, dist.Work] | None = None
+    _sums: tuple[torch.Tensor, torch.Tensor] | None = None
+    _leaving: tuple[torch.Tensor, torch.Tensor, dist.Work] | None = None
 
     @property
     def share(self) -> int:
@@ -56,6 +68,7 @@ class SpreadRows:
             width: H.
         """
         step = max(1, self.piece_bytes // (4 * width * self.group.size))
+        step = self.share if self.meets_once else step
         for first in range(0, self.share, step):
             yield range(first, min(self.share, first + step))
 
@@ -80,34 +93,138 @@ class SpreadRows:
         stops = (self.num_rows - rank * self.share for rank in range(self.group.size))
         return sum(max(0, min(stop, piece.stop) - piece.start) for stop in stops)
 
+    def prefetch(self, own: torch.Tensor) -> None:
+        """Begins to gather the matrix, if it is one piece, and not here."""
+        piece = range(self.share)
+        if self._held is None and next(iter(self.pieces(own.shape[1]))) == piece:
+            self._held = self._begin_gather(own, piece)
+
     def gather(self, own: torch.Tensor, piece: range) -> torch.Tensor:
-        """[M, H] of each rank's own [n, H]: the rows of the piece, as `rows_in`."""
-        sent = own[piece.start : piece.stop].to(self.group.device, self.dtype)
-        sent = _padded(sent, len(piece))
-        gathered = sent.new_empty(self.group.size * len(piece), sent.shape[1])
-        # `dist.all_gather` would copy each rank's part once more on a GPU, and the function for one
-        # tensor has another name in each version of torch
-        self.group.torch_group._allgather_base(gathered, sent.contiguous()).wait()
+        """[M, H] of each rank's own [n, H]: the rows of the piece, as `rows_in`.
+
+        A matrix of one piece stays here until its gradient is taken, or `let_go`.
+        """
+        self.prefetch(own)
+        gathered, work = self._held or self._begin_gather(own, piece)
+        work.wait()
         return gathered[: self.num_rows_in(piece)]
 
+    def _begin_gather(self, own: torch.Tensor, piece: range) -> tuple[torch.Tensor, dist.Work]:
+        sent = own.detach()[piece.start : piece.stop].to(self.group.device, self.dtype)
+        return _gathered(_padded(sent, len(piece)), self.group)
+
+    def let_go(self) -> None:
+        """Nothing of the matrix is held any more."""
+        self._held = None
+
     def new_gradient(self, own: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[M, H] zeros for the gradient of the gathered values of a piece."""
-        return torch.zeros_like(values, dtype=own.dtype)
+        """[M, H] for the gradient of the gathered values of a piece: zeros, or what is there."""
+        return self.new_sums(own, len(values))
+
+    def new_sums(self, own: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """[num_rows, H], as `new_gradient`."""
+        if self._sums is not None:
+            return self._sums[1]
+        return own.new_zeros(num_rows, own.shape[1], device=self.group.device)
 
     def take_gradient(self, own: torch.Tensor, gradient: torch.Tensor, piece: range) -> None:
         """Adds the mean of all ranks' gradients of a piece to those of this rank, as FSDP does.
+
+        They are there after `finish`.
 
         Args:
             own: [n, H] this rank's rows.
             gradient: [M, H] float32.
         """
+        if self.meets_once:
+            self._sums = own, gradient
+            return
+        self.let_go()
+        self._begin_reduction(own, gradient, piece)
+        if len(piece) < self.share:
+            self._add_arrived()
+
+    def _begin_reduction(self, own: torch.Tensor, gradient: torch.Tensor, piece: range) -> None:
+        self._add_arrived()  # those of tied embeddings and output layer follow each other
         gathered = _padded(gradient, self.group.size * len(piece))
         summed = gathered.new_empty(len(piece), gathered.shape[1])
-        self.group.torch_group._reduce_scatter_base(
+        work = self.group.torch_group._reduce_scatter_base(
             summed, gathered, dist.ReduceScatterOptions()
+        )
+        self._leaving = gradient_of(own)[piece.start : piece.stop], summed, work
+
+    def _add_arrived(self) -> None:
+        if self._leaving is not None:
+            target, summed, work = self._leaving
+            work.wait()
+            target.add_(summed[: len(target)].to(target.device), alpha=1 / self.group.size)
+            self._leaving = None
+
+    def finish(self) -> None:
+        """The gradients so far are in `grad` of the rows. All ranks make the call."""
+        if self._sums is not None:
+            own, gradient = self._sums
+            self._sums = None
+            self._begin_reduction(own, gradient, range(self.share))
+        self._add_arrived()
+
+    def forget_gradients(self) -> None:
+        """Those that are not in `grad` yet, of an update that has failed."""
+        self._sums = self._leaving = None
+
+    def moves_less(self, own: torch.Tensor, token_ids: torch.Tensor) -> bool:
+        """Whether to look rows up where they are moves less than the matrix; alike on all ranks."""
+        num_tokens = self.group.size * self.most_tokens
+        is_less = len(token_ids) <= self.most_tokens and 0 < num_tokens < self.num_rows
+        return is_less and not self.meets_once and own.device == self.group.device
+
+    def look_up(
+        self, own: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, H] of [N] token ids, from the ranks that have them.
+
+        Returns: also the places of all ranks' tokens in the rows of this one, for `add_looked_up`.
+        """
+        missing = self.most_tokens - len(token_ids)
+        asked, work = _gathered(F.pad(token_ids, (0, missing), value=-1), self.group)
+        work.wait()
+        local = asked - self.group.rank * self.share
+        local = torch.where((local >= 0) & (local < len(own)), local, -1)
+        found = own.detach().to(self.dtype).index_select(0, local.clamp(min=0))
+        found.masked_fill_((local < 0)[:, None], 0)
+        summed = found.new_empty(self.most_tokens, own.shape[1])
+        self.group.torch_group._reduce_scatter_base(
+            summed, found, dist.ReduceScatterOptions()
         ).wait()
-        target = gradient_of(own)[piece.start : piece.stop]
-        target.add_(summed[: len(target)].to(target.device), alpha=1 / self.group.size)
+        return summed[: len(token_ids)], local
+
+    def add_looked_up(
+        self, own: torch.Tensor, grad: torch.Tensor, local: torch.Tensor, padding: int | None
+    ) -> None:
+        """Adds the mean of all ranks' gradients [N, H] of what `look_up` gave.
+
+        Args: padding: a row of the matrix that gets none.
+        """
+        gathered, work = _gathered(_padded(grad, self.most_tokens), self.group)
+        work.wait()
+        is_foreign = local < 0
+        if padding is not None:
+            is_foreign |= local == padding - self.group.rank * self.share
+        gathered.masked_fill_(is_foreign[:, None], 0)
+        target, ids = gradient_of(own), local.clamp(min=0)
+        for of_rank in range(0, len(ids), self.most_tokens):
+            part = slice(of_rank, of_rank + self.most_tokens)
+            values = gathered[part].to(target.dtype)
+            target.index_add_(0, ids[part], values, alpha=1 / self.group.size)
+
+
+def _gathered(own: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """What all ranks have, one after the other, and until when it comes."""
+    gathered = own.new_empty(group.size * len(own), *own.shape[1:])
+    # `dist.all_gather` would copy each rank's part once more on a GPU, and the function for one
+    # tensor has another name in each version of torch
+    work = group.torch_group._allgather_base(gathered, own.contiguous())
+    return gathered, work
 
 
 def spread_embedding(
@@ -142,8 +259,13 @@ class _SpreadEmbedding(torch.autograd.Function):
         rows: SpreadRows,
         padding_idx: int | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(weight, token_ids)
         ctx.rows, ctx.padding_idx = rows, padding_idx
+        ctx.are_looked_up = rows.moves_less(weight, token_ids)
+        if ctx.are_looked_up:
+            found, local = rows.look_up(weight, token_ids)
+            ctx.save_for_backward(weight, local)
+            return found
+        ctx.save_for_backward(weight, token_ids)
         found = token_ids.new_zeros(len(token_ids), weight.shape[1], dtype=rows.dtype)
         for piece in rows.pieces(weight.shape[1]):
             is_in, places = rows.places_in(piece, token_ids)
@@ -156,12 +278,14 @@ class _SpreadEmbedding(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
         weight, token_ids = ctx.saved_tensors
         rows = ctx.rows
+        if ctx.are_looked_up:
+            rows.add_looked_up(weight, grad, token_ids, ctx.padding_idx)
+            return None, None, None, None
         for piece in rows.pieces(weight.shape[1]):
             is_in, places = rows.places_in(piece, token_ids)
             if ctx.padding_idx is not None:
                 is_in &= token_ids != ctx.padding_idx
-            size = rows.num_rows_in(piece), weight.shape[1]
-            gathered = grad.new_zeros(size, dtype=weight.dtype)
+            gathered = rows.new_sums(weight, rows.num_rows_in(piece))
             of_piece = grad.to(weight.dtype).masked_fill(~is_in[:, None], 0)
             gathered.index_add_(0, places, of_piece)
             rows.take_gradient(weight, gathered, piece)

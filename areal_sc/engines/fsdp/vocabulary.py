@@ -21,8 +21,8 @@ from areal_sc.sizing.output_layer import piece_bytes
 
 
 def spread_vocabulary(
-    causal_lm: Any, group: ProcessGroup, dtype: torch.dtype
-) -> tuple[set[nn.Parameter], SpreadRows | None]:
+    causal_lm: Any, group: ProcessGroup, dtype: torch.dtype, most_tokens: int = 0
+) -> tuple[set[nn.Parameter], list[SpreadRows]]:
     """Leaves each rank its rows of embeddings and output layer, without values, where it can.
 
     It can where the embeddings look rows up and do no more, and no third module has these rows; of
@@ -32,24 +32,27 @@ def spread_vocabulary(
         causal_lm: its logits are the product of the output layer and the hidden states.
         group: ranks that have the same rows so far.
         dtype: in which the model computes.
-    Returns: the parameters that FSDP is to leave alone; and how the output layer is spread, None
-        where this rank has all of it.
+        most_tokens: that a rank computes in a micro-batch; 0: not known.
+    Returns: the parameters that FSDP is to leave alone; and how they are spread, that of the output
+        layer last. Nothing where this rank has all of them.
     """
     embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
     if not _is_plain(embeddings) or _has_other_users(causal_lm, embeddings, head):
-        return set(), None
+        return set(), []
     spread = {id(p): p for p in (embeddings.weight, head.weight)}
     own = {key: _own_rows(weight, group) for key, weight in spread.items()}
     pieces = piece_bytes(group.device.type, memory_of(group.device))
-    of_embeddings = SpreadRows(len(embeddings.weight), group, dtype, pieces)
-    of_head = SpreadRows(len(head.weight), group, dtype, pieces)
+    rows_of = {
+        key: SpreadRows(len(weight), group, dtype, pieces, most_tokens)
+        for key, weight in spread.items()
+    }
+    of_embeddings, of_head = rows_of[id(embeddings.weight)], rows_of[id(head.weight)]
     embeddings.weight, head.weight = own[id(embeddings.weight)], own[id(head.weight)]
-    embeddings.forward = (
-        partial(_look_up_spread, embeddings, of_embeddings)
-        if group.size > 1
-        else partial(_look_up, embeddings, dtype)
-    )
-    return set(own.values()), of_head if group.size > 1 else None
+    if group.size == 1:
+        embeddings.forward = partial(_look_up, embeddings, dtype)
+        return set(own.values()), []
+    embeddings.forward = partial(_look_up_spread, embeddings, of_embeddings, head, of_head)
+    return set(own.values()), list(rows_of.values())
 
 
 def look_up_whole(causal_lm: Any) -> None:
@@ -79,9 +82,18 @@ def _own_rows(weight: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(own), requires_grad=weight.requires_grad)
 
 
-def _look_up_spread(own: nn.Embedding, rows: SpreadRows, input: torch.Tensor) -> torch.Tensor:
-    """The forward of an embedding of which this rank has some rows."""
-    return spread_embedding(own.weight, input, rows, own.padding_idx)
+def _look_up_spread(
+    own: nn.Embedding, rows: SpreadRows, head: nn.Linear, of_head: SpreadRows, input: torch.Tensor
+) -> torch.Tensor:
+    """The forward of an embedding of which this rank has some rows.
+
+    The output layer comes while the layers compute: its memory is needed behind them anyway.
+    """
+    found = spread_embedding(own.weight, input, rows, own.padding_idx)
+    if rows is not of_head and not rows.meets_once:
+        rows.let_go()
+    of_head.prefetch(head.weight)
+    return found
 
 
 def _look_up(own: nn.Embedding, dtype: torch.dtype, input: torch.Tensor) -> torch.Tensor:

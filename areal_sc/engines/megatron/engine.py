@@ -2,9 +2,10 @@
 
 Ranks share the layers (tensor and sequence parallelism), stages of layers (pipelines, also
 interleaved), experts and rows; the optimizer's state is spread over the ranks that have the same
-layers. Micro-batches go through Megatron-core's schedules. A pipeline moves tensors of one shape,
-and ranks that share experts exchange equally many tokens. In these cases all micro-batches get the
-same length: a padding row is added, and no token of it is trained.
+layers. Micro-batches go through Megatron-core's schedules. A pipeline moves tensors of one shape:
+all of its micro-batches get the length of the longest. Ranks that share experts exchange equally
+many tokens: each micro-batch gets the length of the longest on any rank. A padding row is added,
+and no token of it is trained.
 
 Outside, the weights have their Hugging Face names: exports, publication and snapshots are those of
 every engine, and a snapshot goes on with any mesh, also of `engine: fsdp`.
@@ -269,18 +270,17 @@ class MegatronEngine(RankEngine):
 
     def _run(self, batch: PlannedBatch, loss_of: LossOf, *, forward_only: bool) -> None:
         """All micro-batches through the stages, and back; `loss_of` is asked by the last one."""
-        num_tokens = self._padded_length(batch)
+        lengths = self._padded_lengths(batch)
 
         def micro_batches() -> Iterator[MicroBatch]:
-            for chosen in batch.packed:
-                length = sum(batch.rows.lengths[row] for row in chosen) or 1
+            for chosen, length in zip(batch.packed, lengths, strict=True):
                 yield make_micro_batch(
                     batch.rows,
                     chosen,
                     batch.asked,
                     self._layout,
                     self.world.device,
-                    num_tokens=num_tokens or self._divisible(length),
+                    num_tokens=length,
                     numbers=batch.numbers,
                 )
 
@@ -301,22 +301,19 @@ class MegatronEngine(RankEngine):
             data_iterator=each if len(each) > 1 else each[0],
             model=self._stages if len(each) > 1 else self._stages[0],
             num_microbatches=len(batch.packed),
-            seq_length=num_tokens,
+            seq_length=max(lengths),
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
-    def _padded_length(self, batch: PlannedBatch) -> int:
-        """Length that all micro-batches of all ranks are padded to; 0: each may have its own."""
-        if self.config.parallel.pipeline == self.config.parallel.expert == 1:
-            return 0
-        lengths = batch.rows.lengths
-        longest = max(sum(lengths[row] for row in chosen) for chosen in batch.packed) or 1
-        return self._divisible(int(self.world.max(torch.tensor(longest))))
-
-    def _divisible(self, length: int) -> int:
-        """Tensor ranks share the tokens, equally many each."""
-        return -(-length // self.config.parallel.tensor) * self.config.parallel.tensor
+    def _padded_lengths(self, batch: PlannedBatch) -> list[int]:
+        """Tokens of each micro-batch with its padding; tensor ranks share them, equally many each."""
+        parallel = self.config.parallel
+        sizes = [sum(batch.rows.lengths[row] for row in chosen) or 1 for chosen in batch.packed]
+        lengths = [-(-size // parallel.tensor) * parallel.tensor for size in sizes]
+        if parallel.expert > 1:
+            lengths = self.world.max(torch.tensor(lengths)).tolist()
+        return [max(lengths)] * len(lengths) if parallel.pipeline > 1 else lengths
 
     def _layout(self, lengths: Any, device: torch.device) -> PackedLayout:
         width = self._sizes.heads // self.config.parallel.tensor * self._sizes.head_dim

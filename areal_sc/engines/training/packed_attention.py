@@ -203,7 +203,8 @@ def _padding_indices(
 def register_packed_attention() -> None:
     """Makes the attention known to transformers, under both names."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    AttentionInterface.register(COMPILED_NAME, _compiled_attention)
+    compiled = functools.partial(packed_attention, is_compiled=True)
+    AttentionInterface.register(COMPILED_NAME, compiled)
 
 
 def packed_attention(
@@ -218,6 +219,7 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     *,
     layout: PackedLayout,
+    is_compiled: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` [1, H, T, D] over `key` and `value` [1, H_kv, T, D].
@@ -229,18 +231,22 @@ def packed_attention(
         softcap: tanh soft-capping of the scores (Gemma).
         s_aux: [H] sink logits (gpt-oss).
         layout: the rows in T.
+        is_compiled: it is a part of the graph of a layer, which is the same for all rows. Torch
+            knows the varlen kernel; all else is one operation that it does not look into.
     Returns: [1, T, H, D], and None in place of the attention weights. Dropout is not applied.
     Raises: TypeError: the model makes a mask of its own.
     """
-    _refuse_mask(module, attention_mask)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = AttentionRule(scale, sliding_window, softcap, s_aux)
-    return _attend(query, key, value, rule, layout), None
-
-
-def _refuse_mask(module: torch.nn.Module, attention_mask: torch.Tensor | None) -> None:
     if attention_mask is not None:
         raise TypeError(f"{type(module).__name__} makes an attention mask of its own")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(scale, sliding_window, softcap, s_aux)
+    has_kernel = layout.part is None and rule.is_plain and _has_varlen_kernel(query, value)
+    if not is_compiled or has_kernel:
+        return _attend(query, key, value, rule, layout), None
+    attended = torch.ops.areal_sc.packed_attention(
+        query, key, value, s_aux, layout.handle.number, scale, sliding_window, softcap
+    )
+    return attended, None
 
 
 def _attend(
@@ -263,35 +269,6 @@ def _attend(
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         attended = attend_rows(query, key, value, rule, layout)[None]
     return attended if part is None else part.to_tokens(attended)
-
-
-def _compiled_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    *,
-    layout: PackedLayout,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Computes `packed_attention` in the graph of the layer, which is the same for all rows.
-
-    Torch knows the varlen kernel. Everything else is one operation that it does not look into.
-    """
-    _refuse_mask(module, attention_mask)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    is_plain = AttentionRule(scale, sliding_window, softcap, s_aux).is_plain
-    if layout.part is None and is_plain and _has_varlen_kernel(query, value):
-        return _varlen_attention(query, key, value, scale, sliding_window, layout), None
-    attended = torch.ops.areal_sc.packed_attention(
-        query, key, value, s_aux, layout.handle.number, scale, sliding_window, softcap
-    )
-    return attended, None
 
 
 def attend_rows(
@@ -448,16 +425,15 @@ def _gradients_by_number(
     value: torch.Tensor,
     sinks: torch.Tensor | None,
     number: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    *rule: Any,
 ) -> list[torch.Tensor]:
     """Gradients by queries, keys, values and sinks, where there are any: computed once more."""
+    scale, window, softcap = rule
     with torch.enable_grad():
         given = [it for it in (query, key, value, sinks) if it is not None]
         query, key, value, *others = inputs = [it.detach().requires_grad_() for it in given]
-        rule = AttentionRule(scale, window, softcap, *others)
-        attended = _attend(query, key, value, rule, PackedLayout.numbered(number))
+        of_scores = AttentionRule(scale, window, softcap, *others)
+        attended = _attend(query, key, value, of_scores, PackedLayout.numbered(number))
         gradients = torch.autograd.grad(attended, inputs, grad)
     return [it.contiguous() for it in gradients]
 

@@ -1,8 +1,9 @@
 """What one rank of every training engine does: rows in, an update or log-probabilities out.
 
 A minibatch (one optimizer update) is cut into micro-batches of whole rows, packed without padding.
-The ranks' collectives meet only if every rank runs equally many micro-batches, so ranks agree on
-the largest count, and a rank with fewer rows, even none, fills up with empty ones.
+Where ranks meet in each of them, every rank runs equally many: they agree on the largest count, and
+a rank with fewer rows than that fills up with empty ones. Where they meet once an update, a rank
+runs its own, or an empty one if it has no rows.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class PlannedBatch:
     Attributes:
         rows: all of them.
         asked: [T] bool, tokens that the model is asked for.
-        packed: the rows of each micro-batch; equally many on every rank.
+        packed: the rows of each micro-batch; equally many on every rank, where they meet in each.
+        most_packed: micro-batches of the rank that has most of them.
         is_behind: the model is asked behind these tokens, which it has read; else before them.
         numbers: what a loss may know of the rows; None: there is no loss.
     """
@@ -76,6 +78,7 @@ class PlannedBatch:
     rows: PackedRows
     asked: torch.Tensor
     packed: list[list[int]]
+    most_packed: int
     is_behind: bool = False
     numbers: RowNumbers | None = None
 
@@ -268,7 +271,7 @@ class RankEngine(ABC):
             if not math.isfinite(norm):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
             metrics.gradient_norms.append(norm)
-            metrics.num_micro_batches += len(batch.packed)
+            metrics.num_micro_batches += batch.most_packed
         summary = metrics.summary(
             self.world,
             is_counted=self.counts_metrics,
@@ -372,10 +375,16 @@ class RankEngine(ABC):
         if len(set(lengths)) > 1:
             raise ValueError(f"the ranks have {lengths} minibatches; expected equally many")
         most = [max(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True)]
+        counts = [self._rounded_count(count) for count in most]
         return [
-            PlannedBatch(rows, tokens, pack(rows, of_rows, self._rounded_count(count)))
-            for rows, tokens, of_rows, count in zip(batches, asked, chosen, most, strict=True)
+            PlannedBatch(rows, tokens, pack(rows, of_rows, count if self._meets_each else 1), count)
+            for rows, tokens, of_rows, count in zip(batches, asked, chosen, counts, strict=True)
         ]
+
+    @property
+    def _meets_each(self) -> bool:
+        """Whether ranks that compute other tokens meet in each micro-batch."""
+        return True
 
     @property
     def _has_few_sizes(self) -> bool:

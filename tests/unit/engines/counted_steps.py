@@ -52,11 +52,13 @@ def vocabulary(num_pieces: int) -> dict[str, Any]:
     own, whole = weight(share), weight(total)
     with DeviceCounter() as of_embedding:
         spread_embedding(own, tokens, rows).sum().backward()
+        rows.finish()
     with DeviceCounter() as of_ranks:
         logprobs, entropy = chunked_logprobs(
             weight(NUM_CHUNKS), own, tokens, chunk_tokens=1, rows=rows
         )
         (logprobs + entropy).sum().backward()
+        rows.finish()
     with DeviceCounter() as alone:
         logprobs, entropy = chunked_logprobs(
             weight(NUM_CHUNKS), whole, tokens, chunk_tokens=1, adds_gradient=True

@@ -68,24 +68,33 @@ def gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("piece_bytes", PIECES)
-def test_embeddings(size: int, piece_bytes: int) -> None:
-    def embed(group: ProcessGroup) -> tuple[torch.Tensor, ...]:
-        own, rows = (
-            own_rows(WEIGHT, group),
-            spread.SpreadRows(VOCABULARY, group, torch.float32, piece_bytes),
-        )
-        found = spread.spread_embedding(own, TOKENS[group.rank], rows, PADDING)
-        (found * HIDDEN[group.rank]).sum().backward()
-        return found.detach(), *gradients(own)
+@pytest.mark.parametrize("most_tokens", [0, max(NUM_TOKENS)])
+@pytest.mark.parametrize("meets_once", [False, True])
+def test_embeddings(size: int, piece_bytes: int, most_tokens: int, meets_once: bool) -> None:
+    """Also where rows are looked up by the ranks that have them, and over two micro-batches."""
+    weight, tokens = draw(40, WIDTH), [(ids * 5 + 3) % 40 for ids in TOKENS]
 
-    expected = WEIGHT.clone().requires_grad_()
+    def embed(group: ProcessGroup) -> tuple[torch.Tensor, ...]:
+        rows = spread.SpreadRows(len(weight), group, torch.float32, piece_bytes, most_tokens)
+        rows.meets_once = meets_once
+        own, found = own_rows(weight, group), []
+        assert rows.moves_less(own, tokens[group.rank]) == (most_tokens > 0 and not meets_once)
+        for factor in (1.0, 2.0):
+            found.append(spread.spread_embedding(own, tokens[group.rank], rows, PADDING))
+            (found[-1] * HIDDEN[group.rank]).sum().mul(factor).backward()
+        assert (own.grad is None) == meets_once
+        rows.finish()
+        return found[0].detach(), found[1].detach(), *gradients(own)
+
+    expected = weight.clone().requires_grad_()
     ranks = on_ranks(size, embed)
-    for rank, (found, _) in enumerate(ranks):
-        whole = F.embedding(TOKENS[rank], expected, PADDING)
-        assert torch.equal(found, whole)
-        (whole * HIDDEN[rank]).sum().backward()
+    for rank, (first, second, _) in enumerate(ranks):
+        whole = F.embedding(tokens[rank], expected, PADDING)
+        assert torch.equal(first, whole)
+        assert torch.equal(second, whole)
+        (whole * HIDDEN[rank]).sum().mul(3.0).backward()
     assert expected.grad is not None
-    gradient = torch.cat([own for _, own in ranks])
+    gradient = torch.cat([own for *_, own in ranks])
     assert torch.allclose(gradient, expected.grad / size, atol=1e-6)
     assert not gradient[PADDING].any()
 
@@ -93,13 +102,16 @@ def test_embeddings(size: int, piece_bytes: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("piece_bytes", PIECES)
 @pytest.mark.parametrize("chunk_tokens", [2, 100])
-def test_logprobs(size: int, piece_bytes: int, chunk_tokens: int) -> None:
+@pytest.mark.parametrize("meets_once", [False, True])
+def test_logprobs(size: int, piece_bytes: int, chunk_tokens: int, meets_once: bool) -> None:
     """With gradients of the mean over the ranks, against all logits in float64."""
 
     def compute(group: ProcessGroup) -> list[torch.Tensor]:
         rank = group.rank
         hidden, bias = HIDDEN[rank].clone().requires_grad_(), BIAS.clone().requires_grad_()
         own = own_rows(WEIGHT, group)
+        rows = spread.SpreadRows(VOCABULARY, group, torch.float32, piece_bytes)
+        rows.meets_once = meets_once
         logprobs, entropy = chunked_logprobs(
             hidden,
             own,
@@ -107,9 +119,10 @@ def test_logprobs(size: int, piece_bytes: int, chunk_tokens: int) -> None:
             bias=bias,
             temperatures=TEMPERATURES[rank],
             chunk_tokens=chunk_tokens,
-            rows=spread.SpreadRows(VOCABULARY, group, torch.float32, piece_bytes),
+            rows=rows,
         )
         weighed(logprobs, entropy, rank).backward()
+        rows.finish()
         return [logprobs.detach(), entropy.detach(), *gradients(hidden, bias, own)]
 
     check_against_all_logits(on_ranks(size, compute))
@@ -149,8 +162,9 @@ def test_a_vocabulary_that_is_split_over_tensor_ranks(piece_bytes: int, chunk_to
     def compute(world: ProcessGroup) -> list[torch.Tensor]:
         rows_rank, tensor_rank = divmod(world.rank, 2)
         part = slice(0, border) if tensor_rank == 0 else slice(border, None)
-        rows, tensor = group_of(tensor_rank, rows_rank), group_of(2 + rows_rank, tensor_rank)
-        hidden, own = HIDDEN[rows_rank].clone().requires_grad_(), own_rows(WEIGHT[part], rows)
+        group, tensor = group_of(tensor_rank, rows_rank), group_of(2 + rows_rank, tensor_rank)
+        rows = spread.SpreadRows(len(WEIGHT[part]), group, torch.float32, piece_bytes)
+        hidden, own = HIDDEN[rows_rank].clone().requires_grad_(), own_rows(WEIGHT[part], group)
         bias = BIAS[part].clone().requires_grad_()
         logprobs, entropy = chunked_logprobs(
             hidden,
@@ -160,9 +174,10 @@ def test_a_vocabulary_that_is_split_over_tensor_ranks(piece_bytes: int, chunk_to
             temperatures=TEMPERATURES[rows_rank],
             chunk_tokens=chunk_tokens,
             vocabulary=VocabularyPart(part.start, tensor.handle),
-            rows=spread.SpreadRows(len(WEIGHT[part]), rows, torch.float32, piece_bytes),
+            rows=rows,
         )
         weighed(logprobs, entropy, rows_rank).backward()
+        rows.finish()
         return [logprobs.detach(), entropy.detach(), *gradients(hidden, bias, own)]
 
     ranks = on_ranks(4, compute)

@@ -112,9 +112,10 @@ def test_which_models_are_spread(config: Any, is_spread: bool) -> None:
     embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
     assert (embeddings.weight is head.weight) == config.tie_word_embeddings
     if not is_spread:
-        assert (own, rows, head.weight is before) == (set(), None, True)
+        assert (own, rows, head.weight is before) == (set(), [], True)
         return
     assert own == {embeddings.weight, head.weight}
+    assert len(rows) == len(own)
     assert {tuple(weight.shape) for weight in own} == {(32, 32)}
     assert all(isinstance(weight, nn.Parameter) for weight in own)
 
@@ -124,5 +125,5 @@ def test_rows_that_a_third_module_has_are_not_spread() -> None:
     causal_lm.further = nn.Linear(1, 1, bias=False)
     causal_lm.further.weight = before = causal_lm.get_input_embeddings().weight
     group = ProcessGroup(0, 2, CPU)
-    assert spread_vocabulary(causal_lm, group, torch.float32) == (set(), None)
+    assert spread_vocabulary(causal_lm, group, torch.float32) == (set(), [])
     assert causal_lm.get_input_embeddings().weight is causal_lm.further.weight is before
