@@ -3,10 +3,11 @@
     begin ──► running ──► end ──► sealed, needed ──► sealed, dead ──► forgotten by the worker
               takes room   │      takes room         takes room       room is free
                            └────► nothing was sealed                  room is free
+    shards that are held for it, from an earlier life of the worker, are its own from `begin` on
 
 A run of a group, or a computation, takes room from the moment it is given to the worker until the
-worker has said that nothing of it is left. A run that nobody waits for any more may still seal its
-shard, so it keeps its room until the worker has ended it.
+worker has said that nothing of it is left, however many shards it seals. A run that nobody waits
+for any more may still seal some, so it keeps its room until the worker has ended it.
 
 Pure state: nothing here waits.
 """
@@ -54,8 +55,10 @@ class WorkerStore(Generic[RunT]):
 
     @property
     def num_held(self) -> int:
-        """Shards that are not known to be gone."""
-        return len(self._shards)
+        """Runs that have ended, and whose shards are not known to be gone; so each other shard."""
+        runs = set(self._shards.values())
+        num_others = sum(run is None for run in self._shards.values()) if None in runs else 0
+        return len(runs - self._runs - {None}) + num_others
 
     @property
     def has_dead(self) -> bool:
@@ -67,9 +70,10 @@ class WorkerStore(Generic[RunT]):
         """Whether a shard lies in the store that somebody needs."""
         return any(map(self._is_needed, self._shards.values()))
 
-    def begin(self, run: RunT) -> None:
-        """The worker is asked for it."""
+    def begin(self, run: RunT, shard_ids: Iterable[str] = ()) -> None:
+        """The worker is asked for it, and has these shards of it already."""
         self._runs.add(run)
+        self._shards.update(dict.fromkeys(shard_ids, run))
 
     def end(self, run: RunT, shard_ids: Iterable[str]) -> None:
         """The worker has ended the run, and told what it sealed."""
@@ -80,15 +84,18 @@ class WorkerStore(Generic[RunT]):
         """These shards are there, as the ledger says; `note_adopted` with what is there follows."""
         self._shards = dict(shards)
 
-    def note_adopted(self, shard_ids: Iterable[str]) -> list[RunT]:
+    def note_adopted(self, held: Mapping[str, RunT | None]) -> list[RunT]:
         """The worker was started again, or taken over, and holds these shards.
 
+        Args:
+            held: each with the run that it is for, where nobody needs it for the one known here.
         Returns: the runs whose shards are gone. Unknown shards, of runs whose reply was lost, take
             room until they are swept.
         """
-        held = set(shard_ids)
-        lost = [run for shard_id, run in self._shards.items() if shard_id not in held]
-        self._shards = {i: self._shards.get(i) for i in sorted(held)}
+        known = self._shards
+        lost = {run for shard_id, run in known.items() if shard_id not in held}
+        needed = {i: run for i, run in known.items() if run is not None and self._needs(run)}
+        self._shards = {i: needed.get(i, held[i]) for i in sorted(held)}
         return [run for run in lost if run is not None]
 
     def plan_sweep(self, incarnation: str) -> tuple[Sweep, list[str]]:
@@ -132,4 +139,4 @@ class WorkerStore(Generic[RunT]):
             self._mark = _Mark(incarnation, last_sequence, frozenset(self._runs))
 
     def _is_needed(self, run: RunT | None) -> bool:
-        return run is not None and self._needs(run)
+        return run is not None and (run in self._runs or self._needs(run))

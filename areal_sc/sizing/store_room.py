@@ -21,10 +21,12 @@ def trajectory_bytes(num_tokens: int, field_bytes: int = 0) -> int:
 def max_group_bytes(rollout: RolloutConfig, field_bytes: int = 0) -> int:
     """What a store counts for a group all of whose episodes have as many tokens as they may.
 
+    Each episode is a shard.
+
     Args:
         field_bytes: what `trajectory_bytes` gives.
     """
-    return trajectory_bytes(rollout.group_size * rollout.episode_tokens, field_bytes)
+    return rollout.group_size * trajectory_bytes(rollout.episode_tokens, field_bytes)
 
 
 def live_row_bytes(rollout: RolloutConfig) -> int:

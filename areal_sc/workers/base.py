@@ -31,6 +31,7 @@ from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.passes import WorkerKeys
+from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.transport.shards.memory_folder import OFF, ArenaFolder
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.weights.group import tell_nccl
@@ -154,8 +155,17 @@ class Worker:
         self.plane.store.sweep(sweep.live, sweep.acknowledged, sweep.dead, adopted_live=adopted)
         return self.plane.store.last_sequence
 
-    async def adopted_shards(self, _: None) -> tuple[str, ...]:
-        return tuple(self.plane.store.adopted_ids)
+    async def adopted_shards(self, _: None) -> tuple[calls.HeldShard, ...]:
+        own = self.spec.order.incarnation
+        return tuple(it for it in self.held_shards() if parse_shard_id(it.shard_id)[0] != own)
+
+    def held_shards(self) -> tuple[calls.HeldShard, ...]:
+        """All shards in the store."""
+        episode = calls.FinishedEpisode
+        return tuple(
+            calls.HeldShard(shard_id, msgpack.decode(note, type=episode) if note else None)
+            for shard_id, note in self.plane.store.notes.items()
+        )
 
     async def stats(self, _: None) -> calls.WorkerStats:
         refused = self._security.refused.num

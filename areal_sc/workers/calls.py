@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from areal_sc.agents.routes import AgentsAt
-from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 from areal_sc.rejection import Rejection
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Method
@@ -61,11 +61,50 @@ class WorkerStats(Struct, frozen=True):
         return {**asdict(self.plane), "control_refused": self.control_refused, **self.engine}
 
 
+class GroupAttempt(Struct, frozen=True, array_like=True):
+    """One run of a group."""
+
+    group_id: int
+    attempt: int
+
+
+class FinishedEpisode(Struct, frozen=True, array_like=True):
+    """An episode of a group of training that has ended: the note of its shard.
+
+    Attributes:
+        run: that has played it.
+        number: of the episode within the group, from 0.
+        rows: of its shard; none: it was rejected.
+        metrics: of each row.
+        rejection: why there are no rows.
+        num_tokens: that were sampled.
+        took_s: from its begin to its end.
+        answer, vote: of the last row, see `Trajectory`, as far as a group's reward reads them.
+    """
+
+    run: GroupAttempt
+    number: int
+    rows: tuple[RowMetadata, ...] = ()
+    metrics: tuple[dict[str, float], ...] = ()
+    rejection: Rejection | None = None
+    num_tokens: int = 0
+    took_s: float = 0.0
+    answer: str = ""
+    vote: str | None = None
+
+
+class HeldShard(Struct, frozen=True, array_like=True):
+    """A shard in a worker's store, and the episode that it is of; None: it is of something else."""
+
+    shard_id: str
+    episode: FinishedEpisode | None = None
+
+
 PING = Method("ping", NoneType, NoneType)
 SWEEP = Method("sweep", Sweep, int)
 """Its reply is the number of the newest shard in the store."""
-ADOPTED_SHARDS = Method("adopted_shards", NoneType, tuple[str, ...])
-"""Ids of the shards of earlier lives of the worker that it has taken over, and still holds."""
+ADOPTED_SHARDS = Method("adopted_shards", NoneType, tuple[HeldShard, ...])
+"""The shards of earlier lives of the worker that it has taken over, and still holds."""
 STATS = Method("stats", NoneType, WorkerStats)
 SLEEP = Method("sleep", NoneType, NoneType)
 """The engine gives up the memory of its device. It takes it again when it is asked to compute, or,
@@ -84,8 +123,19 @@ class SealedShard(Struct, frozen=True, array_like=True):
     last_sequence: int
 
 
+class KeptEpisode(Struct, frozen=True, array_like=True):
+    """A finished episode of an earlier attempt of a group, and where its shard is."""
+
+    shard: ShardReference
+    episode: FinishedEpisode
+
+
 class RunGroup(Struct, frozen=True, array_like=True):
-    """Episodes of one prompt, to be run beside each other."""
+    """Episodes of one prompt, to be run beside each other.
+
+    Attributes:
+        kept: those that an earlier attempt has finished, each number once.
+    """
 
     group_id: int
     attempt: int
@@ -93,6 +143,7 @@ class RunGroup(Struct, frozen=True, array_like=True):
     prompt: PromptReference
     workflow: int
     group_size: int
+    kept: tuple[KeptEpisode, ...] = ()
 
 
 class RejectedEpisodes(Struct, frozen=True, array_like=True):
@@ -100,13 +151,6 @@ class RejectedEpisodes(Struct, frozen=True, array_like=True):
 
     num_episodes: int
     first: Rejection
-
-
-class GroupAttempt(Struct, frozen=True, array_like=True):
-    """One run of a group."""
-
-    group_id: int
-    attempt: int
 
 
 class GroupReply(Struct, frozen=True, array_like=True):

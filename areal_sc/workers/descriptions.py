@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from areal_sc.engines.base import RankPosition
 from areal_sc.transport.rpc.method import Method
-from areal_sc.workers.calls import GroupAttempt
+from areal_sc.workers.calls import GroupAttempt, HeldShard
 from areal_sc.workers.operations import Operation
 
 NO_POLICY: Final = (-1, -1)
@@ -54,13 +54,13 @@ class RolloutDescription(Struct, frozen=True, array_like=True):
         policy: lineage and version of its weights; None: those that its engine was built with.
         going: runs of groups that go on.
         ended: those whose replies are kept.
-        shards: ids of all that is in its store.
+        shards: all that are in its store.
     """
 
     policy: tuple[int, int] | None
     going: tuple[GroupAttempt, ...]
     ended: tuple[EndedRun, ...]
-    shards: tuple[str, ...]
+    shards: tuple[HeldShard, ...]
 
 
 DESCRIBE_RANK = Method("describe_rank", NoneType, RankDescription)

@@ -11,6 +11,7 @@ import torch
 from areal_sc.metadata import RowMetadata
 from areal_sc.rewards.base import PART_PREFIX
 from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
+from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers.calls import RunGroup
 from areal_sc.workers.evaluated import version_spans
 from areal_sc.workflows.base import Trajectory
@@ -34,6 +35,45 @@ def fields_of(
         for column, flat in zip(field.columns(name), columns, strict=True):
             fields[column] = torch.from_numpy(np.ascontiguousarray(flat))
     return fields
+
+
+def dtypes_of(declared: Mapping[str, TensorMetadata]) -> dict[str, str]:
+    """The names of the dtypes of what `fields_of` gives, in the same order."""
+    columns = {name: it.dtype for own, it in declared.items() for name in it.columns(own)}
+    return {**TRAJECTORY_FIELDS, **columns}
+
+
+def rows_of(
+    packed: PackedRows,
+    metrics: Sequence[Mapping[str, float]],
+    declared: Mapping[str, TensorMetadata],
+) -> list[Trajectory]:
+    """Sealed rows as the worker had them before: the inverse of `fields_of` and `metadata_of`.
+
+    Only what the episode has told for people, its output and its calls, is not there any more.
+
+    Args:
+        metrics: of each row.
+    """
+    assert packed.metadata is not None
+    whole = {name: it.numpy() for name, it in packed.joined().fields.items()}
+    rows = []
+    for row, start, own_metrics in zip(packed.metadata, packed.starts, metrics, strict=True):
+        own = {name: it[start : start + row.sequence_length] for name, it in whole.items()}
+        values = {name: own[name].copy() for name in TRAJECTORY_FIELDS}
+        fields = {name: own[name][0 if it.per_row else ...].copy() for name, it in declared.items()}
+        rows.append(
+            Trajectory(
+                **values,
+                reward=row.reward,
+                metrics=dict(own_metrics),
+                fields=fields,
+                returns=row.returns,
+                shaping=row.shaping,
+                weights={name: weight for name, _, weight in row.reward_parts},
+            )
+        )
+    return rows
 
 
 def metadata_of(

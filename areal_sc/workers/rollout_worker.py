@@ -1,9 +1,9 @@
 """A generation engine as a process: runs workflows, seals trajectories, follows the weights.
 
-run_group    `group_size` episodes of one prompt, concurrently -> one sealed shard; the reply
-             is its metadata. An episode gives one or several rows. One whose workflow or reward
-             fails is rejected with its cause; an engine that fails is no result of any episode
-             and fails the call.
+run_group    `group_size` episodes of one prompt, concurrently; each is sealed when it ends (see
+             `finished_episodes`), and the reply is the metadata of all. An episode gives one or
+             several rows. One whose workflow or reward fails is rejected with its cause; an engine
+             that fails is no result of any episode and fails the call.
              Asked for again, the run is joined, or its reply repeated: see `group_runs`.
              `give_up_group` ends the episodes; the reply then says that nothing was sealed
 weights      read beside generation (`weights/adopter.py`), then applied between two decode steps
@@ -16,7 +16,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,9 +29,9 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.base import EndsWithServer, FollowingEngine
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.engines.tokenizer import check_ends
-from areal_sc.errors import ConfigError, EngineFailed, WorkerLost
+from areal_sc.errors import ConfigError, EngineFailed, StoreFull, WorkerLost
 from areal_sc.hub import local_model
-from areal_sc.metadata import BatchMetadata, Columns, PromptReference, RowRun, ShardMetadata
+from areal_sc.metadata import PromptReference
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.records.spans import START_UP
 from areal_sc.rejection import Rejection, RejectionKind
@@ -40,7 +41,6 @@ from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.waiting import all_of
 from areal_sc.transport.rpc.method import Served
-from areal_sc.transport.tensor_bytes import dtype_name
 from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe, text_of
 from areal_sc.weights.adopter import Adopter
 from areal_sc.workers import calls
@@ -53,8 +53,8 @@ from areal_sc.workers.evaluated import (
     evaluated_text,
     evaluation_reply,
 )
+from areal_sc.workers.finished_episodes import EndedEpisode, FinishedEpisodes
 from areal_sc.workers.group_judging import Episode, judged_group
-from areal_sc.workers.group_rows import fields_of, metadata_of
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.played_groups import played_answer, played_group, row_text
 from areal_sc.workers.trajectory_checks import checked_episode
@@ -63,6 +63,10 @@ from areal_sc.workflows.text import describe_unknown
 from areal_sc.workflows.text_checks import MAX_JUDGED, PromptTexts
 
 logger = logging.getLogger(__name__)
+
+NoteEnd = Callable[[int, Episode | Rejection, int, float], None]
+"""Is told the number of an episode that has ended, what came of it, how many tokens were sampled,
+and how many seconds it took."""
 
 
 def _context(episode: Episode) -> list[int]:
@@ -108,7 +112,15 @@ class RolloutWorker(Worker):
         self._runs = GroupRuns(config.group_timeout_s + 2 * CANCEL_GRACE_S)
         self._starting: asyncio.Task[None] | None = None
         self._weights = Adopter(self, lambda: self.engine, self._agents.clock)
-        self._group_counters = {"finished_groups": 0, "group_s": 0.0}
+        self._finished = FinishedEpisodes(spec.name, lambda: self.address, self.plane)
+        self._group_counters = {
+            "finished_groups": 0,
+            "group_s": 0.0,
+            "episodes_played": 0,
+            "episodes_taken_over": 0,
+            "episode_tokens": 0,
+            "episode_s": 0.0,
+        }
 
     @property
     def engine(self) -> FollowingEngine:
@@ -165,16 +177,14 @@ class RolloutWorker(Worker):
 
     async def describe(self, _: None) -> RolloutDescription:
         runs = self._runs
-        return RolloutDescription(
-            self._weights.policy, runs.going, runs.ended, tuple(self.plane.store.ids)
-        )
+        return RolloutDescription(self._weights.policy, runs.going, runs.ended, self.held_shards())
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         run = calls.GroupAttempt(group.group_id, group.attempt)
         return await self._runs.join(run, lambda: self._play_group(run, group))
 
     async def _play_group(self, run: calls.GroupAttempt, group: calls.RunGroup) -> calls.GroupReply:
-        """Episodes of one prompt; cancelled, it seals nothing."""
+        """Episodes of one prompt; cancelled, it leaves nothing in the store."""
         began, began_s = time.time(), time.perf_counter()
         if group.attempt and group.group_id >= 0 and self.recorder.is_on:
             # it may be what killed the worker before: then only this tells its prompt
@@ -183,23 +193,65 @@ class RolloutWorker(Worker):
             self.recorder.add_group(begun)
             await asyncio.to_thread(self.recorder.flush)
         prefix_group = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
-        row, played = await self._episodes(
-            group.prompt, group.workflow, prefix_group, group.group_size
-        )
+        await self.files.bring_source(group.workflow)
+        declared = self.sources.workflow(group.workflow).fields
+        ended: dict[int, EndedEpisode] = {}
+
+        def note_end(
+            number: int, outcome: Episode | Rejection, num_tokens: int, took_s: float
+        ) -> None:
+            cost = {"num_tokens": num_tokens, "took_s": took_s}
+            ended[number] = self._finished.seal(group, number, outcome, declared, **cost)
+            if group.group_id >= 0:
+                self._group_counters["episodes_played"] += 1
+                self._group_counters["episode_tokens"] += num_tokens
+                self._group_counters["episode_s"] += took_s
+
+        try:
+            ended |= await self._finished.take_over(group, declared)
+            missing = [number for number in range(group.group_size) if number not in ended]
+            row, _ = await self._episodes(
+                group.prompt, group.workflow, prefix_group, missing, note_end=note_end
+            )
+            outcomes = {number: it.outcome for number, it in sorted(ended.items())}
+            judged = await self._judge_group(group.workflow, group.prompt, row, outcomes)
+        except (asyncio.CancelledError, StoreFull):
+            self._finished.drop(ended.values())
+            raise
+        complete = {number: replace(ended[number], outcome=it) for number, it in judged.items()}
+        reply = self._close_group(run, group, row, complete, began)
+        self._group_counters["episodes_taken_over"] += group.group_size - len(missing)
+        if reply.batch is not None and group.group_id >= 0:  # of training
+            self._group_counters["finished_groups"] += 1
+            self._group_counters["group_s"] += time.perf_counter() - began_s
+        return reply
+
+    def _close_group(
+        self,
+        run: calls.GroupAttempt,
+        group: calls.RunGroup,
+        row: dict[str, Any] | None,
+        ended: Mapping[int, EndedEpisode],
+        began: float,
+    ) -> calls.GroupReply:
+        """The reply of a group that is complete: every episode of it is in `ended`, by its number.
+
+        Args:
+            row: of the dataset; None: it cannot be had.
+            began: Unix time in seconds.
+        """
         kept: dict[int, Episode] = {}
         rejected: dict[str, list[Rejection]] = {}
         metrics: dict[str, list[float]] = {}
-        for number, episode in enumerate(played):
-            if isinstance(episode, Rejection):
-                rejected.setdefault(episode.cause, []).append(episode)
+        for number, it in sorted(ended.items()):
+            if isinstance(it.outcome, Rejection):
+                rejected.setdefault(it.outcome.cause, []).append(it.outcome)
                 continue
-            kept[number] = episode
-            for name, value in episode_metrics(episode).items():
+            kept[number] = it.outcome
+            for name, value in episode_metrics(it.outcome).items():
                 metrics.setdefault(name, []).append(value)
-        batch = self._seal(group, kept) if kept else None
-        if batch is not None and group.group_id >= 0:  # of training
-            self._group_counters["finished_groups"] += 1
-            self._group_counters["group_s"] += time.perf_counter() - began_s
+        declared = self.sources.workflow(group.workflow).fields
+        batch = self._finished.batch_of(group, ended, declared)
         if self.recorder.is_open and group.group_id >= 0:
             text = text_of(row, row_text) if row is not None else ""
             it = played_group(self.spec.name, group, text, began, kept, rejected)
@@ -213,7 +265,11 @@ class RolloutWorker(Worker):
         """One episode, of which nothing is stored."""
         name, seen = f"evaluation.0.{wanted.prompt.index}", EvaluatedEpisode(wanted.temperature)
         began = time.time()
-        row, (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, seen)
+        row, (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, [0], seen)
+        judged = await self._judge_group(
+            wanted.workflow, wanted.prompt, row, {0: rows}, is_trained=False
+        )
+        rows = judged[0]
         if wanted.evaluation and self.recorder.is_on:
             prompt = text_of(row, row_text) if row is not None else ""
             it = played_answer(self.spec.name, wanted, prompt, began, rows)
@@ -276,8 +332,9 @@ class RolloutWorker(Worker):
         reference: PromptReference,
         workflow_number: int,
         name: str,
-        num_episodes: int,
+        numbers: Sequence[int],
         evaluated: EvaluatedEpisode | None = None,
+        note_end: NoteEnd = lambda *_: None,
     ) -> tuple[dict[str, Any] | None, list[Episode | Rejection]]:
         """The row of the dataset, None where it cannot be had, and what came of each episode."""
         for number in (workflow_number, reference.dataset):
@@ -289,29 +346,50 @@ class RolloutWorker(Worker):
         except BaseException as error:  # the user's code may raise anything
             what = f"row {reference.index} of the dataset: {describe(error)}"
             rejection = Rejection.raised(RejectionKind.dataset_error, what, error)
-            return None, [self._noted(rejection, reference.index)] * num_episodes
+            rejection = self._noted(rejection, reference.index)
+            for number in numbers:
+                note_end(number, rejection, 0, 0.0)
+            return None, [rejection] * len(numbers)
         wire = row_to_wire(prompt, reference.index, type(dataset).__name__)
         where = f"row {reference.index}"
         played = await all_of(
-            self._episode(workflow, row_of(wire, where), reference, name, evaluated)
-            for _ in range(num_episodes)
+            self._episode(
+                workflow, row_of(wire, where), reference, name, number, evaluated, note_end
+            )
+            for number in numbers
         )
         self._judge_text(reference, prompt, played)
+        return prompt, played
+
+    async def _judge_group(
+        self,
+        workflow_number: int,
+        reference: PromptReference,
+        prompt: dict[str, Any] | None,
+        played: Mapping[int, Episode | Rejection],
+        *,
+        is_trained: bool = True,
+    ) -> dict[int, Episode | Rejection]:
+        """What came of the episodes of a complete group, by their numbers; see `judged_group`."""
+        if prompt is None:
+            return dict(played)
+        workflow = self.sources.workflow(workflow_number)
         judged = await judged_group(
             workflow,
-            row_of(wire, where),
-            played,
+            prompt,
+            list(played.values()),
             self.engine.tokenizer,
             self.handle.config,
-            is_trained=evaluated is None,
+            is_trained=is_trained,
         )
-        if workflow.scores_groups:  # whose episodes count now
-            pairs = zip(played, judged, strict=True)
-            judged = [
-                was if isinstance(was, Rejection) else self._counted(it, reference.index, prompt)
-                for was, it in pairs
-            ]
-        return prompt, judged
+        found = dict(zip(played, judged, strict=True))
+        for number, was in played.items() if workflow.scores_groups else ():
+            it = found[number]
+            if isinstance(it, Rejection) and not isinstance(was, Rejection):
+                found[number] = self._noted(it, reference.index, prompt)
+            elif not isinstance(it, Rejection):
+                self._all_episodes.note_kept()
+        return found
 
     def _judge_text(
         self, prompt: PromptReference, row: dict[str, Any], played: Sequence[Episode | Rejection]
@@ -332,7 +410,9 @@ class RolloutWorker(Worker):
         prompt: dict[str, Any],
         reference: PromptReference,
         group: str,
+        number: int,
         evaluated: EvaluatedEpisode | None,
+        note_end: NoteEnd,
     ) -> Episode | Rejection:
         config: RolloutConfig = self.handle.config
         own = self.engine, self._rewards, group, config.generation, evaluated
@@ -347,6 +427,7 @@ class RolloutWorker(Worker):
             return checked_episode(returned, config, workflow.fields, is_trained=is_trained)
 
         episode: Episode | Rejection
+        began_s = time.perf_counter()
         try:
             with self._all_episodes.running(engine):
                 episode = await await_user_code(run, limit_s, clock)
@@ -357,17 +438,12 @@ class RolloutWorker(Worker):
             raise engine.failure
         if engine.failure:
             raise EngineFailed(f"generation failed: {engine.failure!r}") from engine.failure
-        if isinstance(episode, Rejection) or not workflow.scores_groups:
-            return self._counted(episode, reference.index, prompt)
-        return episode
-
-    def _counted(
-        self, episode: Episode | Rejection, prompt_index: int, prompt: Mapping[str, Any]
-    ) -> Episode | Rejection:
-        """The episode, as it counts among all of this worker."""
         if isinstance(episode, Rejection):
-            return self._noted(episode, prompt_index, prompt)
-        self._all_episodes.note_kept()
+            episode = self._noted(episode, reference.index, prompt)
+        elif not workflow.scores_groups:
+            self._all_episodes.note_kept()
+        num_tokens = sum(wait.num_tokens for wait in engine.past_waits)
+        note_end(number, episode, num_tokens, time.perf_counter() - began_s)
         return episode
 
     def _warning(self, prompt: PromptReference, kept: Mapping[int, Episode]) -> str:
@@ -394,20 +470,3 @@ class RolloutWorker(Worker):
         self._all_episodes.note_rejected(rejection)
         logger.info("rejected %s", rejection.describe())  # the controller warns of it
         return rejection
-
-    def _seal(self, group: calls.RunGroup, episodes: Mapping[int, Episode]) -> BatchMetadata:
-        """One shard of the rows of all episodes, which are given by their numbers."""
-        rows = [row for episode in episodes.values() for row in episode]
-        fields = fields_of(rows, self.sources.workflow(group.workflow).fields)
-        shard = ShardMetadata(
-            node_id=self.spec.name,
-            node_addr=self.address,
-            shard_id=self.plane.store.put(fields, [len(row.input_ids) for row in rows]),
-            runs=(RowRun(0, 0, len(rows)),),
-        )
-        return BatchMetadata(
-            f"g{group.group_id}.{group.attempt}",
-            group.admitted_version,
-            (Columns({name: dtype_name(it.dtype) for name, it in fields.items()}, (shard,)),),
-            metadata_of(group, episodes),
-        )

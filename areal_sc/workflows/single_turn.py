@@ -95,7 +95,8 @@ class SingleTurnWorkflow(Workflow):
         metrics["stopped"] = float(completion.finish_reason == "stop")
         if isinstance(self.group_reward, MajorityLabel):
             vote = await engine.vote(self.group_reward.voter, text)
-        return replace(transcript.trajectory(reward, metrics), answer=text, vote=vote)
+        answer = text if self.scores_groups else ""
+        return replace(transcript.trajectory(reward, metrics), answer=answer, vote=vote)
 
     def check(self) -> None:
         if self.reward is not None:

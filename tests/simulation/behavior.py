@@ -15,7 +15,7 @@ class Behavior:
     """How simulated workers behave.
 
     Attributes:
-        generation_s: of one group.
+        generation_s: of one episode.
         completion_tokens: of one row.
         training_s: of one training step, and of one recomputation of log-probabilities.
         sealing_s: of one rank's seal of its weights.

@@ -142,7 +142,7 @@ class RunBooks:
         counted_apart = {state.name for state in lost}
         counted_apart |= {s.name for s in self.rollout._workers._states if not s.life.has_served}
         taken = sum(state.store.num_running + state.store.num_held for state in lost) + sum(
-            len(worker.running) + len(worker.store.group_of)
+            len({run.group_id for run in worker.running} | set(worker.store.group_of.values()))
             for worker in self.present_workers
             if worker.name not in counted_apart
         )
@@ -180,9 +180,10 @@ class RunBooks:
         """Its group is rejected, or was trained in a step that is over, or runs once more."""
         version = self.rollout.version
         is_over = group_id in self.rejected or self.trained_at.get(group_id, version) < version
-        newest = max(a for group, a in self.cluster.shard_of if group == group_id)
+        attempts = [a for group, a in self.cluster.shards_of if group == group_id]
+        newest = max(attempts, default=-1)
         is_again = self._attempt(group_id) > newest
-        is_lost = is_again or shard_id != self.cluster.shard_of[group_id, newest]
+        is_lost = is_again or shard_id not in self.cluster.shards_of[group_id, newest]
         is_lost |= self.is_nobodys(shard_id, group_id, newest)
         assert group_id < 0 or is_over or is_lost, f"group {group_id} is needed: {shard_id}"
 

@@ -80,7 +80,9 @@ class SimulatedCluster:
         room_bytes: what workers that start from now on find for the stores of their node; 0: they
             do not say.
         workers: by name, e.g. `rollout/0`.
-        shard_of: (group id, attempt) -> the newest shard with its rows.
+        shards_of: (group id, attempt) -> the newest shards with its rows.
+        sealed_episodes: (group id, number) -> the rows of an episode, each time it was played.
+        num_taken_over: episodes that a later attempt did not play.
         addresses: of all lives of workers, by incarnation.
         starts: groups that workers were asked to run, in order.
         sealed_rows: (group id, attempt) -> the rows that a worker sealed.
@@ -105,7 +107,9 @@ class SimulatedCluster:
         self.behavior = behavior
         self.rng = random.Random(seed)
         self.workers: dict[str, SimulatedWorker] = {}
-        self.shard_of: dict[tuple[int, int], str] = {}
+        self.shards_of: dict[tuple[int, int], frozenset[str]] = {}
+        self.sealed_episodes: dict[tuple[int, int], list[tuple[RowMetadata, ...]]] = {}
+        self.num_taken_over = 0
         self.addresses: dict[str, str] = {}
         self.starts: list[GroupStart] = []
         self.sealed_rows: dict[tuple[int, int], tuple[RowMetadata, ...]] = {}

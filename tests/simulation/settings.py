@@ -63,9 +63,8 @@ class Settings:
 
     @property
     def group_bytes(self) -> int:
-        return trajectory_bytes(
-            self.group_size * (self.max_episode_tokens or self.max_context_tokens)
-        )
+        episode_tokens = self.max_episode_tokens or self.max_context_tokens
+        return self.group_size * trajectory_bytes(episode_tokens)
 
 
 def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:

@@ -36,6 +36,7 @@ class SimulatedStore:
     Attributes:
         sizes: shard id -> bytes.
         group_of: shard id -> the group whose rows the shard holds; weights have none.
+        episodes: shard id -> the finished episode that the shard is of.
         copies: weights that others have sealed, and what each of them is a copy of.
     """
 
@@ -46,25 +47,33 @@ class SimulatedStore:
         self.last_sequence = 0
         self.sizes: dict[str, int] = {}
         self.group_of: dict[str, int] = {}
+        self.episodes: dict[str, calls.FinishedEpisode] = {}
         self.copies: dict[str, tuple[int, int]] = {}
 
     def adopt(self, earlier: SimulatedStore) -> None:
         """Takes over all that an earlier life has sealed."""
         self.sizes.update(earlier.sizes)
         self.group_of.update(earlier.group_of)
+        self.episodes.update(earlier.episodes)
         self.copies.update(earlier.copies)
 
     def lose(self) -> None:
         """The memory that the shards lay in is gone."""
         self.sizes.clear()
         self.group_of.clear()
+        self.episodes.clear()
         self.copies.clear()
 
     @property
-    def adopted_ids(self) -> tuple[str, ...]:
-        return tuple(i for i in self.sizes if parse_shard_id(i)[0] != self.incarnation)
+    def held(self) -> tuple[calls.HeldShard, ...]:
+        return tuple(calls.HeldShard(i, self.episodes.get(i)) for i in self.sizes)
 
-    def put(self, num_bytes: int, group_id: int | None = None) -> str:
+    @property
+    def adopted(self) -> tuple[calls.HeldShard, ...]:
+        own = self.incarnation
+        return tuple(it for it in self.held if parse_shard_id(it.shard_id)[0] != own)
+
+    def put(self, num_bytes: int, episode: calls.FinishedEpisode | None = None) -> str:
         if 0 < self.max_bytes < sum(self.sizes.values()) + num_bytes:
             raise StoreFull(
                 f"{self.node_id}: {num_bytes} bytes beside {sum(self.sizes.values())}, "
@@ -73,8 +82,9 @@ class SimulatedStore:
         self.last_sequence += 1
         shard_id = make_shard_id(self.incarnation, self.last_sequence)
         self.sizes[shard_id] = num_bytes
-        if group_id is not None:
-            self.group_of[shard_id] = group_id
+        if episode is not None:
+            self.group_of[shard_id] = episode.run.group_id
+            self.episodes[shard_id] = episode
         return shard_id
 
     def put_copy(self, policy: tuple[int, int]) -> str:
@@ -85,6 +95,12 @@ class SimulatedStore:
     def remove(self, shard_id: str) -> None:
         self.sizes.pop(shard_id, None)
         self.copies.pop(shard_id, None)
+        self.episodes.pop(shard_id, None)
+
+    def drop(self, shard_id: str) -> None:
+        """Forgets rows that no reply tells of."""
+        self.remove(shard_id)
+        self.group_of.pop(shard_id, None)
 
     def require(self, shard_id: str) -> None:
         if shard_id not in self.sizes:

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
 from simulation.behavior import Number
 from simulation.process import Process
 from simulation.store import SimulatedStore
 
-from areal_sc.errors import EngineFailed, StoreFull
+from areal_sc.errors import EngineFailed, StoreFull, TransportError
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.nodes.spec import Beat, WorkerOrder
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.sizing.store_room import trajectory_bytes
+from areal_sc.system.waiting import all_of
 from areal_sc.token_fields import TRAJECTORY_FIELDS
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Served
@@ -142,8 +144,8 @@ class SimulatedWorker:
             self.cluster.on_forgotten(shard_id, group_id)
         return self.store.last_sequence
 
-    async def adopted_shards(self, _: None) -> tuple[str, ...]:
-        return self.store.adopted_ids
+    async def adopted_shards(self, _: None) -> tuple[calls.HeldShard, ...]:
+        return self.store.adopted
 
     async def stats(self, _: None) -> calls.WorkerStats:
         return calls.WorkerStats(PlaneStats(store_bytes=sum(self.store.sizes.values())))
@@ -257,37 +259,92 @@ class SimulatedRolloutWorker(SimulatedWorker):
         return await self.runs.join(run, lambda: self._play_group(run, group))
 
     async def _play_group(self, run: calls.GroupAttempt, group: calls.RunGroup) -> calls.GroupReply:
-        """Cancelled, it seals nothing."""
-        behavior, rng = self.cluster.behavior, self.cluster.rng
+        """Cancelled, it leaves nothing in the store."""
         self.cluster.note_start(self, group)
-        self.check_room()
+        self.check_room(group)
         self.running.add(run)
+        sealed: dict[int, str] = {}
         try:
-            began = self.cluster.now_s
-            await self.spend(behavior.generation_s)
-            await self._until_it_samples()
+            await self._take_over(run, group, sealed)
+            own = [number for number in range(group.group_size) if number not in sealed]
+            await all_of(self._play_episode(run, group, number, sealed) for number in own)
         except asyncio.CancelledError:
-            await self.spend(behavior.give_up_s)
+            await self.spend(self.cluster.behavior.give_up_s)
+            for shard_id in sealed.values():
+                if self.store.episodes[shard_id].run == run:
+                    self.store.drop(shard_id)
             raise
         finally:
             self.running.discard(run)
-        kept = [n for n in range(group.group_size) if rng.random() >= behavior.episode_rejection]
-        if rng.random() < behavior.group_rejection:
+        self.cluster.num_taken_over += group.group_size - len(own)
+        return self._close_group(run, group, sealed)
+
+    async def _take_over(
+        self, run: calls.GroupAttempt, group: calls.RunGroup, sealed: dict[int, str]
+    ) -> None:
+        for shard, episode in ((it.shard, it.episode) for it in group.kept):
+            assert episode.number not in sealed, "an episode was kept twice"
+            assert episode.run.group_id == run.group_id
+            if shard.shard_id in self.store.sizes:
+                sealed[episode.number] = shard.shard_id
+                continue
+            try:
+                owner = await self.cluster.reach(shard.node_id, shard.node_addr)
+                owner.require(shard.shard_id)
+            except TransportError:
+                continue
+            num_bytes = trajectory_bytes(sum(row.sequence_length for row in episode.rows))
+            sealed[episode.number] = self.store.put(num_bytes, replace(episode, run=run))
+
+    async def _play_episode(
+        self, run: calls.GroupAttempt, group: calls.RunGroup, number: int, sealed: dict[int, str]
+    ) -> None:
+        behavior, rng, began = self.cluster.behavior, self.cluster.rng, self.cluster.now_s
+        await self.spend(behavior.generation_s)
+        await self._until_it_samples()
+        rows, rejection = (), None
+        if rng.random() < behavior.episode_rejection:
+            rejection = Rejection(RejectionKind.reward_error, "it raised")
+        else:
+            num_rows = int(self.cluster.draw(behavior.episode_rows))
+            rows = tuple(self._row(group, began, number) for _ in range(num_rows))
+        episode = calls.FinishedEpisode(run, number, rows, rejection=rejection)
+        num_bytes = trajectory_bytes(sum(row.sequence_length for row in rows))
+        sealed[number] = self.store.put(num_bytes, episode)
+        self.cluster.sealed_episodes.setdefault((run.group_id, number), []).append(rows)
+
+    def _close_group(
+        self, run: calls.GroupAttempt, group: calls.RunGroup, sealed: dict[int, str]
+    ) -> calls.GroupReply:
+        """What the episodes come to, whoever has played them."""
+        episodes = {number: self.store.episodes[it] for number, it in sorted(sealed.items())}
+        kept = [number for number, it in episodes.items() if it.rejection is None]
+        if self.cluster.rng.random() < self.cluster.behavior.group_rejection:
             kept = []
+        for number, shard_id in sealed.items():
+            if number not in kept and self.store.episodes[shard_id].run == run:
+                self.store.drop(shard_id)
         num_rejected = group.group_size - len(kept)
         rejection = Rejection(RejectionKind.reward_error, "it raised")
         rejected = (calls.RejectedEpisodes(num_rejected, rejection),) if num_rejected else ()
         if not kept:
             self.cluster.rejected_groups.add(group.group_id)
             return calls.GroupReply(run, rejected=rejected)
-        rows = tuple(
-            self._row(group, began, episode)
-            for episode in kept
-            for _ in range(int(self.cluster.draw(behavior.episode_rows)))
-        )
+        shards, rows = [], list[RowMetadata]()
+        for number in kept:
+            its = [replace(row, attempt=run.attempt) for row in episodes[number].rows]
+            part = (RowRun(len(rows), 0, len(its)),)
+            shards.append(ShardMetadata(self.name, self.address, sealed[number], part))
+            rows += its
         accuracy = fmean(row.reward for row in rows)
         metrics = {"accuracy": (accuracy * len(kept), len(kept))}
-        return calls.GroupReply(run, self._seal(group, rows), rejected, metrics)
+        self.cluster.sealed_rows[run.group_id, run.attempt] = tuple(rows)
+        named = frozenset(shard.shard_id for shard in shards)
+        self.cluster.shards_of[run.group_id, run.attempt] = named
+        columns = Columns(dict(TRAJECTORY_FIELDS), tuple(shards))
+        batch_id = f"g{group.group_id}.{group.attempt}"
+        batch = BatchMetadata(batch_id, group.admitted_version, (columns,), tuple(rows))
+        return calls.GroupReply(run, batch, rejected, metrics)
 
     async def _until_it_samples(self) -> None:
         """It has weights, which are the newest that it was given, and is not paused."""
@@ -297,11 +354,12 @@ class SimulatedRolloutWorker(SimulatedWorker):
         assert self.has_memory, f"{self.name} samples, and has no memory"
         assert self.policy != NO_POLICY, f"{self.name} samples, and has no weights"
 
-    def check_room(self) -> None:
+    def check_room(self, group: calls.RunGroup) -> None:
         """Whatever runs here may fill its rows, and one more group is about to begin."""
-        config, num_groups = self.config, len(self.running) + len(self.store.group_of) + 1
+        groups = {run.group_id for run in self.running} | set(self.store.group_of.values())
+        config, num_groups = self.config, len(groups | {group.group_id})
         episode_tokens = config["max_episode_tokens"] or config["max_context_tokens"]
-        group_bytes = trajectory_bytes(config["group_size"] * episode_tokens)
+        group_bytes = config["group_size"] * trajectory_bytes(episode_tokens)
         if 0 < self.store.max_bytes < num_groups * group_bytes:
             raise StoreFull(f"{self.name} was given {num_groups} groups of {group_bytes} bytes")
 
@@ -321,8 +379,8 @@ class SimulatedRolloutWorker(SimulatedWorker):
         return calls.EvaluationReply(1.0, {"accuracy": 1.0}, (versions[0], versions[-1]))
 
     async def describe(self, _: None) -> RolloutDescription:
-        runs, shards = self.runs, tuple(self.store.sizes)
-        return RolloutDescription(self.policy, runs.going, runs.ended, shards)
+        runs = self.runs
+        return RolloutDescription(self.policy, runs.going, runs.ended, self.store.held)
 
     async def sweep(self, sweep: calls.Sweep) -> int:
         last_sequence = await super().sweep(sweep)
@@ -411,17 +469,3 @@ class SimulatedRolloutWorker(SimulatedWorker):
             version_spans=tuple(sorted(counts.items())),
             episode=episode,
         )
-
-    def _seal(self, group: calls.RunGroup, rows: tuple[RowMetadata, ...]) -> BatchMetadata:
-        num_tokens = sum(row.sequence_length for row in rows)
-        self.cluster.sealed_rows[group.group_id, group.attempt] = rows
-        shard = ShardMetadata(
-            node_id=self.name,
-            node_addr=self.address,
-            shard_id=self.store.put(trajectory_bytes(num_tokens), group.group_id),
-            runs=(RowRun(0, 0, len(rows)),),
-        )
-        self.cluster.shard_of[group.group_id, group.attempt] = shard.shard_id
-        columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))
-        batch_id = f"g{group.group_id}.{group.attempt}"
-        return BatchMetadata(batch_id, group.admitted_version, (columns,), rows)

@@ -2,6 +2,7 @@
 
     a worker      runs the group's attempt, or keeps its reply     the run is taken over
     has ...       rows that the ledger needs                       they stay
+                  finished episodes of open groups                 the next attempt gets them
                   runs, rows and replies that nobody needs         are given up, and swept
     has not ...   a run, or rows, that the ledger counts on        the group runs again
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 
 from areal_sc.controller.ledger.group import Group, GroupState
 from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.rollout.kept_episodes import KeptEpisodes
 from areal_sc.controller.rollout.worker_state import NO_VERSION, RolloutWorkerState
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
@@ -60,7 +62,7 @@ class FoundRuns:
 
 
 async def find_runs(
-    states: Sequence[RolloutWorkerState], fleet: Fleet, ledger: Ledger
+    states: Sequence[RolloutWorkerState], fleet: Fleet, ledger: Ledger, kept: KeptEpisodes
 ) -> FoundRuns:
     """Asks the workers, and brings what is known of their stores and weights up to date."""
     open_states = (GroupState.queued, GroupState.running)
@@ -82,9 +84,10 @@ async def find_runs(
         if not state.life.is_up:
             continue  # it has died, and its next life tells what it holds
         if description is not None:
-            _take_over(state, description, wanted, ledger, found)
+            _take_over(state, description, wanted, ledger, found, kept)
         elif held is not None:
-            found.lost += state.store.note_adopted(held)
+            runs = kept.note_held(state.name, state.member.worker.address, held)
+            found.lost += state.store.note_adopted(runs)
             state.version = state.built_with if ledger.version == 0 else NO_VERSION
     return found
 
@@ -95,14 +98,22 @@ def _take_over(
     wanted: set[GroupAttempt],
     ledger: Ledger,
     found: FoundRuns,
+    kept: KeptEpisodes,
 ) -> None:
     found.num_workers += 1
-    replies = {ended.run: ended.shards for ended in description.ended}
-    taken = (wanted & {*description.going, *replies}) - found.owners.keys()
-    told_later = {shard for run in taken for shard in replies.get(run, ())}
-    found.lost += state.store.note_adopted(set(description.shards) - told_later)
+    present = {*description.going, *(ended.run for ended in description.ended)}
+    taken = (wanted & present) - found.owners.keys()
+    of_group: dict[int, list[str]] = {run.group_id: [] for run in taken}
+    others = []
+    for it in description.shards:  # the reply of a run will say which of its group's it names
+        if it.episode is not None and it.episode.run.group_id in of_group:
+            of_group[it.episode.run.group_id].append(it.shard_id)
+        else:
+            others.append(it)
+    runs = kept.note_held(state.name, state.member.worker.address, others)
+    found.lost += state.store.note_adopted(runs)
     for run in taken:
-        state.store.begin(run)
+        state.store.begin(run, of_group[run.group_id])
         found.owners[run] = state
     state.version = NO_VERSION
     if description.policy is None:  # as it was built; every lineage begins from that model

@@ -28,6 +28,7 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.events import Hear, RoomFreed, RowsLost
 from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.rollout.kept_episodes import KeptEpisodes
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
 from areal_sc.controller.rollout.store_sweeps import StoreSweeps
 from areal_sc.controller.rollout.worker_set import WorkerSet
@@ -68,6 +69,7 @@ class RolloutWorkers:
 
     Attributes:
         set: the workers.
+        kept: episodes of groups that have to run again.
         updates: their weights.
         sweeps: of their stores.
         card: as given.
@@ -88,6 +90,7 @@ class RolloutWorkers:
         self.yield_memory: YieldMemory = _has_nothing_to_spare
         self.is_tracked = asyncio.Event()
         self.is_tracked.set()
+        self.kept = KeptEpisodes()
         self._engine = engine
         self._config = engine.config
         self._fleet = fleet
@@ -125,7 +128,7 @@ class RolloutWorkers:
             goes_on: see `RolloutController.take_over_async`.
         """
         self.updates.take_over(ledger.version, goes_on=goes_on)
-        found = await find_runs(self._states, self._fleet, ledger)
+        found = await find_runs(self._states, self._fleet, ledger, self.kept)
         self._is_ledger_known = True
         self.set.recount_soon()
         return found
@@ -211,8 +214,9 @@ class RolloutWorkers:
             logger.warning("worker=%s is not back: its rows are taken for lost", state.name)
             self._note_rows(state, ())  # whatever turns up later
 
-    def _note_rows(self, state: RolloutWorkerState, held: tuple[str, ...]) -> None:
-        lost = state.store.note_adopted(held)
+    def _note_rows(self, state: RolloutWorkerState, held: tuple[calls.HeldShard, ...]) -> None:
+        runs = self.kept.note_held(state.name, state.member.worker.address, held)
+        lost = state.store.note_adopted(runs)
         state.are_rows_known = True
         self.set.recount(state)
         self._hear(RowsLost(lost))
@@ -260,6 +264,19 @@ class RolloutWorkers:
         self._is_paused = is_paused
         method = calls.PAUSE if is_paused else calls.RESUME
         await self._fleet.call_living(method, None, self.up_members)
+
+    async def take_worker(self, group: Group) -> RolloutWorkerState:
+        """Takes a worker for the group's next attempt: by preference one with episodes of it.
+
+        What its last attempt has left is waited for; see `WorkerSet.take_worker`.
+        """
+        lost_with = self.kept.lost_with(group.group_id)
+        if lost_with is not None:
+            what = f"{lost_with} to tell which episodes it still holds"
+            await self._background.wait_until(lambda: self.are_rows_known(lost_with), what)
+        return await self.set.take_worker(
+            group.admitted_version, lambda: self.kept.homes(group.group_id)
+        )
 
     def are_rows_known(self, *workers: str | None) -> bool:
         """Whether it is certain that the rows are there which these workers hold.
@@ -361,7 +378,8 @@ class RolloutWorkers:
         """
         run = GroupAttempt(group.group_id, group.attempt)
         incarnation = state.member.worker.incarnation
-        state.store.begin(run)
+        kept = self.kept.of_group(group.group_id)
+        state.store.begin(run, self.kept.hand_over(group.group_id, state.name))
         self.set.recount(state)
         request = calls.RunGroup(
             group.group_id,
@@ -370,6 +388,7 @@ class RolloutWorkers:
             group.prompt,
             source.workflow if source is not None else 0,
             self._config.group_size,
+            kept,
         )
         try:
             while True:
@@ -391,6 +410,7 @@ class RolloutWorkers:
             raise
         except ArealError:
             self._end_run(state, run, None)
+            self.sweeps.begin_one(state)
             raise
         self._end_run(state, run, reply.batch)
         if reply.batch is not None:

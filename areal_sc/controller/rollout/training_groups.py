@@ -75,6 +75,8 @@ class TrainingGroups(Groups):
         )
         self.admission = Admission(config, self._policy, lambda: asyncio.get_running_loop().time())
         self._signal = GroupSignal(config)
+        self._kept = tools.workers.kept
+        self._kept.is_open = self._is_open
         self._source: RolloutSource | None = None
         self._is_paused = False
         self._restored: dict[int, Group] = {}  # queued groups without a task
@@ -104,8 +106,13 @@ class TrainingGroups(Groups):
         return 0 if self._is_paused else self.num_open
 
     def needs(self, run: GroupAttempt) -> bool:
-        """Whether its rows wait to be trained, or are in the batch of the current version."""
-        return self.ledger.needs_rows(run.group_id, run.attempt)
+        """Whether its rows wait to be trained, or for the rest of their group, or are in the batch
+        of the current version."""
+        return self._kept.needs(run) or self.ledger.needs_rows(run.group_id, run.attempt)
+
+    def _is_open(self, group_id: int) -> bool:
+        group = self.ledger.get(group_id)
+        return group is not None and group.state in (GroupState.queued, GroupState.running)
 
     async def next_batch(self, source: RolloutSource) -> BatchMetadata:
         """The batch for `RolloutController.prepare_batch_async`.
@@ -254,16 +261,15 @@ class TrainingGroups(Groups):
             self._start(group, self._run(group, self._source))
         if self.step.gone:
             return
-        num_queued = self.ledger.num(GroupState.queued)
+        num_queued = self._num_without_room
         if num_queued and not self._workers.set.has_room(num_queued - 1):
             self._make_room()  # there was more when they were admitted
             return
         num_counted = self.ledger.num_admitted_not_rejected
         for _ in range(self.admission.num_admissible(self.version, num_counted)):
-            num_queued = self.ledger.num(GroupState.queued)
             if not self._has_slot:
                 return
-            if not self._workers.set.has_room(num_queued):
+            if not self._workers.set.has_room(self._num_without_room):
                 self._make_room()
                 return
             # prompts of stale groups come again first
@@ -272,6 +278,13 @@ class TrainingGroups(Groups):
                 prompt, num_passed = self._next_prompt(self._source)
             group = self.ledger.admit(prompt, self.version, num_passed)
             self._start(group, self._run(group, self._source))
+
+    @property
+    def _num_without_room(self) -> int:
+        """Queued groups that have no room in a store yet."""
+        kept = (self.ledger.get(group_id) for group_id in self._kept.group_ids)
+        num_at_home = sum(it is not None and it.state is GroupState.queued for it in kept)
+        return self.ledger.num(GroupState.queued) - num_at_home
 
     def _next_prompt(self, source: RolloutSource) -> tuple[PromptReference, int]:
         """The next prompt that is chosen, and how many before it are passed over."""
@@ -349,7 +362,7 @@ class TrainingGroups(Groups):
 
         async def take() -> RolloutWorkerState:
             await self._durable()  # its admission, or new attempt, before a worker hears of it
-            return await self._workers.set.take_worker(group.admitted_version)
+            return await self._workers.take_worker(group)
 
         self._end(group, await self._reply(group, source, take))
 
@@ -375,6 +388,7 @@ class TrainingGroups(Groups):
         cause = "had no room for its rows"
         if isinstance(error, WorkerLost):
             self.run_again[worker.name] += 1
+            self._kept.note_lost(group.group_id, worker.name)
             cause = "was lost"
         self.ledger.requeue(group.group_id, f"{worker.name} {cause}")
 
@@ -392,6 +406,9 @@ class TrainingGroups(Groups):
                 self._workers.sweeps.begin()
             self.admission.note_finished(self.ledger.num(GroupState.finished))
         else:
+            self._workers.sweeps.begin()
+        if group.attempt:  # of earlier attempts there may be shards that it did not take over
+            self._kept.forget(group.group_id)
             self._workers.sweeps.begin()
         self._signal.check()
         self._rejections.check_rate(self._source.num_prompts if self._source else None)
@@ -421,4 +438,5 @@ class TrainingGroups(Groups):
             if group.group_id in self._tasks:
                 self._tasks.pop(group.group_id).cancel()
             self._restored.pop(group.group_id, None)
+            self._kept.forget(group.group_id)
             self.ledger.reject(group.group_id, STALE, returns_prompt=True)

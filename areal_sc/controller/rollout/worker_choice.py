@@ -6,6 +6,8 @@ unblocked by every change that `Background` tells of: a weight update, a group's
 
 All groups of a step may be admitted at the moment at which a version exists, and some worker is the
 first that holds it. So while others are about to, nobody gets more than its share of the groups.
+A group that has room in a store already, since an earlier attempt has left episodes there, goes to
+that worker, whoever waits before it: its room is of no use to others.
 
 A step hands hundreds of groups to thousands of workers. So the workers' counts lie in arrays that
 are compared at once, and one task serves all groups: if each looked for itself, every change would
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -114,6 +116,10 @@ class WorkerLoads:
         num_groups = int(busy[shares].sum()) + num_waiting
         return worker if busy[worker] * int(shares.sum()) < num_groups else None
 
+    def takes(self, worker: int, version: int) -> bool:
+        """Whether the worker takes groups, and holds `version` or a later one."""
+        return bool(self._takes_groups[worker] and self._version[worker] >= version)
+
     @property
     def full(self) -> list[int]:
         """Workers that take groups; none if any of them has room, or was chosen for a group."""
@@ -127,6 +133,10 @@ class WorkerLoads:
         return has_room & (self._on_node < self._max_on_node)[self._node]
 
 
+_Waiter = asyncio.Future[tuple[int, int]]
+"""Gets the number of a worker, and how many groups were promised to it."""
+
+
 class WorkerQueue:
     """Hands out workers, to groups of the oldest version first.
 
@@ -137,26 +147,34 @@ class WorkerQueue:
     def __init__(self, loads: WorkerLoads, background: Background) -> None:
         self.loads = loads
         self._background = background
-        self._waiting: dict[int, deque[asyncio.Future[int]]] = {}
+        self._waiting: dict[int, deque[_Waiter]] = {}
+        self._homes: dict[_Waiter, tuple[int, Callable[[], Sequence[int]]]] = {}
         self._serving: asyncio.Task[None] | None = None
 
-    async def take_worker(self, version: int) -> int:
+    async def take_worker(self, version: int, homes: Callable[[], Sequence[int]] = list) -> int:
         """The number of the least loaded worker that holds `version` or a later one and has room.
 
+        Args:
+            homes: workers that have room for this group, the one to be preferred first.
         Raises: WaitTimeout: nothing changed for too long. The failure of background work.
         """
-        waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        waiter: _Waiter = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(version, deque()).append(waiter)
+        if homes():
+            self._homes[waiter] = version, homes
         if self._serving is None or self._serving.done():
             self._serving = self._background.hold(self._serve_all(), "workers for groups")
         try:
-            return await waiter
+            worker, _ = await waiter
+            return worker
         except asyncio.CancelledError:
             self._background.notify()  # the worker, if there was one, is free for another
             raise
         finally:
+            self._homes.pop(waiter, None)
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self.loads.promise(waiter.result(), -1)  # the caller counts it from here on
+                worker, num_promised = waiter.result()
+                self.loads.promise(worker, -num_promised)  # the caller counts it from here on
 
     async def _serve_all(self) -> None:
         try:
@@ -183,6 +201,10 @@ class WorkerQueue:
         if self._background.standstill.is_on:
             return 0
         num_served = 0
+        for waiter, (version, homes) in list(self._homes.items()):
+            home = next((it for it in homes() if self.loads.takes(it, version)), None)
+            if home is not None and not waiter.done():
+                waiter.set_result((home, 0))  # the group's shards there count all the while
         num_waiting = sum(map(len, self._waiting.values()))
         for version in sorted(self._waiting):
             waiters = self._waiting[version]
@@ -196,7 +218,7 @@ class WorkerQueue:
                 if worker is None:
                     return num_served  # nor is there one for later versions
                 self.loads.promise(worker, 1)
-                waiters.popleft().set_result(worker)
+                waiters.popleft().set_result((worker, 1))
                 num_served += 1
             del self._waiting[version]
         return num_served

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -172,9 +172,22 @@ class WorkerSet:
         """Whether the stores hold one more group at its worst-case size beside the queued ones."""
         return num_queued + self.loads.num_stored < self._max_groups
 
-    async def take_worker(self, version: int) -> RolloutWorkerState:
-        """Takes a worker that may run a group; call its `run_group` before the next await."""
-        number = await self._queue.take_worker(version)
+    async def take_worker(
+        self, version: int, homes: Callable[[], Mapping[str, int]] = dict
+    ) -> RolloutWorkerState:
+        """Takes a worker that may run a group; call its `run_group` before the next await.
+
+        Args:
+            homes: workers, by name, in whose stores the group has room already: the one with most
+                of it is taken as soon as it takes groups, if no other one was before.
+        """
+
+        def homes_by_number() -> list[int]:
+            sizes = homes()
+            found = [state for state in self.states if state.name in sizes] if sizes else []
+            return [it.number for it in sorted(found, key=lambda it: -sizes[it.name])]
+
+        number = await self._queue.take_worker(version, homes_by_number)
         return self._by_number[number]  # of now: meanwhile there may be others
 
     def renew(self) -> None:
@@ -236,7 +249,8 @@ def store_room(
     for worker in workers:
         if free := worker.store_room_bytes:  # 0: not known
             # a limit counts shards; of the memory itself their blocks take whole pages
-            on_node[worker.node] = min(on_node[worker.node], free // block_span(group_bytes))
+            span = config.group_size * block_span(group_bytes // config.group_size)
+            on_node[worker.node] = min(on_node[worker.node], free // span)
     return StoreRoom(on_worker, on_node)
 
 

@@ -40,8 +40,9 @@ class _FieldHeader(Struct, array_like=True, forbid_unknown_fields=True):
 class _Header(Struct, array_like=True, forbid_unknown_fields=True):
     """A layout; row lengths that fields have in common are written once."""
 
-    version: Literal[3]
+    version: Literal[4]
     is_copy: bool
+    note: bytes
     num_bytes: _Count
     row_lengths: list[tuple[_Count, ...]]
     fields: list[_FieldHeader]
@@ -114,11 +115,13 @@ class ShardLayout:
         num_bytes: of the shard, the gaps before cache lines included.
         fields: by name, in the order in which they lie.
         is_copy: what it holds can be had elsewhere; see `TensorStore.begin`.
+        note: what its owner wants to know of it later; it lies in the header, beside the shard.
     """
 
     num_bytes: int
     fields: Mapping[str, FieldLayout]
     is_copy: bool = False
+    note: bytes = b""
 
     @property
     def counted_bytes(self) -> int:
@@ -132,6 +135,7 @@ class ShardLayout:
         row_lengths: Mapping[str, Sequence[int]] | Sequence[int],
         *,
         is_copy: bool = False,
+        note: bytes = b"",
     ) -> ShardLayout:
         """The layout of a shard that will hold these tensors.
 
@@ -160,7 +164,7 @@ class ShardLayout:
             field = FieldLayout(stored, lengths, _row_bounds(stored, lengths), position)
             fields[name] = field
             position = _aligned(field.stop)
-        return cls(position, fields, is_copy)
+        return cls(position, fields, is_copy, note)
 
     def over(self, memory: memoryview) -> dict[str, SealedField]:
         """The fields in memory that holds a shard of this layout."""
@@ -184,7 +188,8 @@ class ShardLayout:
             )
             for name, field in self.fields.items()
         ]
-        packed = _encoder.encode(_Header(3, self.is_copy, self.num_bytes, list(rows), fields))
+        header = _Header(4, self.is_copy, self.note, self.num_bytes, list(rows), fields)
+        packed = _encoder.encode(header)
         num_bytes = _aligned(_LENGTH_BYTES + len(packed))
         return (len(packed).to_bytes(_LENGTH_BYTES, "little") + packed).ljust(num_bytes, b"\0")
 
@@ -204,7 +209,8 @@ class ShardLayout:
             raise ProtocolError(
                 f"the header names bytes {start} to {start + header.num_bytes} of {len(memory)}"
             )
-        return cls(header.num_bytes, _field_layouts(header), header.is_copy), start
+        layout = cls(header.num_bytes, _field_layouts(header), header.is_copy, header.note)
+        return layout, start
 
 
 def check_field_name(name: str) -> None:

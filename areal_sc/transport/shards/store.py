@@ -145,6 +145,7 @@ class TensorStore:
         row_lengths: Mapping[str, Sequence[int]] | Sequence[int],
         *,
         values: Iterable[torch.Tensor] | None = None,
+        note: bytes = b"",
     ) -> str:
         """Copies the fields into a new shard, seals it and returns its id.
 
@@ -153,12 +154,13 @@ class TensorStore:
             row_lengths: of each field, or common to all.
             values: what is copied, in the order of the fields, one tensor at a time; the fields
                 themselves may then be on `meta`. None: the fields.
+            note: see `ShardLayout`.
 
         Raises:
             MetadataError: a tensor is not 1-D, or its size is not that of its rows.
             StoreFull: the shard does not fit under `max_bytes`, or there is no memory for it.
         """
-        block = self.begin(ShardLayout.of(fields, row_lengths))
+        block = self.begin(ShardLayout.of(fields, row_lengths, note=note))
         try:
             tensors = fields.values() if values is None else values
             for tensor, field in zip(tensors, block.layout.fields.values(), strict=True):
@@ -214,16 +216,10 @@ class TensorStore:
         return len(found)
 
     @property
-    def ids(self) -> list[str]:
-        """All shards that can be read."""
+    def notes(self) -> dict[str, bytes]:
+        """What was noted with each shard that can be read, by its id."""
         with self._lock:
-            return [make_shard_id(*key) for key in self._shards]
-
-    @property
-    def adopted_ids(self) -> list[str]:
-        """Shards of earlier incarnations that can be read."""
-        with self._lock:
-            return [make_shard_id(*key) for key in self._shards if key[0] != self.incarnation]
+            return {make_shard_id(*key): it.block.layout.note for key, it in self._shards.items()}
 
     def describe(self, shard_id: str) -> dict[str, SealedField]:
         """The fields of a shard.

@@ -1,0 +1,110 @@
+"""Finished episodes of groups whose attempt was lost: where they are, for the next attempt.
+
+    the next life of a worker tells what it holds ──► kept, if their group is queued or runs
+                                                        │
+    the group's next attempt waits for that,            ├──► given to an attempt
+    and prefers the worker that has them                └──► swept, when the group has ended
+
+Their shards take the room of one group in the store that they lie in, under the run number `KEPT`.
+An attempt that runs there takes that room over; one that runs elsewhere leaves it as it is until
+the group has ended, since its own worker may die as well. The same holds for a script that takes
+workers over. Groups outside of training have no kept episodes: another start gives their ids again.
+
+Pure state: nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from areal_sc.weights.published import ShardReference
+from areal_sc.workers.calls import GroupAttempt, HeldShard, KeptEpisode
+
+KEPT: Final = -1
+"""In place of an attempt: the shards are for whichever comes next."""
+
+
+class KeptEpisodes:
+    """The finished episodes of open groups, by group and number.
+
+    Attributes:
+        is_open: whether a group is queued or runs; set by whoever has the groups.
+    """
+
+    def __init__(self) -> None:
+        self.is_open: Callable[[int], bool] = lambda group_id: False
+        self._kept: dict[int, dict[int, KeptEpisode]] = {}
+        self._lost_with: dict[int, str] = {}
+
+    def needs(self, run: GroupAttempt) -> bool:
+        """Whether shards that are held for this run are kept episodes of an open group."""
+        return run.attempt == KEPT and run.group_id in self._kept and self.is_open(run.group_id)
+
+    def of_group(self, group_id: int) -> tuple[KeptEpisode, ...]:
+        """All that its next attempt need not play."""
+        return tuple(self._kept.get(group_id, {}).values())
+
+    def homes(self, group_id: int) -> dict[str, int]:
+        """The workers that hold some of them, each with how many."""
+        homes: dict[str, int] = {}
+        for kept in self.of_group(group_id):
+            homes[kept.shard.node_id] = homes.get(kept.shard.node_id, 0) + 1
+        return homes
+
+    @property
+    def group_ids(self) -> list[int]:
+        """Open groups with kept episodes."""
+        return list(filter(self.is_open, self._kept))
+
+    def note_lost(self, group_id: int, worker: str) -> None:
+        """An attempt was lost with this worker, which may have finished episodes of it."""
+        self._lost_with[group_id] = worker
+
+    def lost_with(self, group_id: int) -> str | None:
+        """The worker that is to tell what is left of the attempt before; None: there is none."""
+        return self._lost_with.get(group_id)
+
+    def note_held(
+        self, worker: str, address: str, held: Iterable[HeldShard]
+    ) -> dict[str, GroupAttempt | None]:
+        """A worker tells what it holds, in place of what it has told before.
+
+        Returns: the run that each shard is held for, by its id: that which has sealed it, unless it
+            is of a kept episode.
+        """
+        for group_id in list(self._kept):
+            its = self._kept[group_id]
+            left = {number: it for number, it in its.items() if it.shard.node_id != worker}
+            self._set(group_id, left if self.is_open(group_id) else {})
+        runs: dict[str, GroupAttempt | None] = {}
+        for it in held:
+            runs[it.shard_id] = None if it.episode is None else it.episode.run
+            if it.episode is None or not self.is_open(group_id := it.episode.run.group_id):
+                continue
+            its = self._kept.setdefault(group_id, {})
+            if it.episode.number not in its:
+                shard = ShardReference(worker, address, it.shard_id)
+                its[it.episode.number] = KeptEpisode(shard, it.episode)
+                runs[it.shard_id] = GroupAttempt(group_id, KEPT)
+        return runs
+
+    def hand_over(self, group_id: int, worker: str) -> list[str]:
+        """An attempt begins on a worker: the ids of the shards there, which are its own now."""
+        its = self._kept.get(group_id, {})
+        taken = [it.shard.shard_id for it in its.values() if it.shard.node_id == worker]
+        left = {number: it for number, it in its.items() if it.shard.node_id != worker}
+        self._set(group_id, left)
+        self._lost_with.pop(group_id, None)
+        return taken
+
+    def forget(self, group_id: int) -> None:
+        """The group has ended."""
+        self._set(group_id, {})
+        self._lost_with.pop(group_id, None)
+
+    def _set(self, group_id: int, its: dict[int, KeptEpisode]) -> None:
+        if its:
+            self._kept[group_id] = its
+        else:
+            self._kept.pop(group_id, None)

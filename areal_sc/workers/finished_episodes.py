@@ -1,0 +1,181 @@
+"""Finished episodes are durable: whatever dies, what has ended is not played again.
+
+    an episode ends ──► its rows are sealed, as a shard of their own, with a note ──► the group is
+                                                                                      complete
+    the worker dies ──► its next life adopts the shards, and tells their notes
+                    ──► the group's next attempt is given those that are there, plays the missing
+                        numbers, and replies with all of them
+
+The episode is the unit of durability. The note (`FinishedEpisode`) says what a controller knows of
+the rows, or why there are none, so shard and note come and go as one. They lie in shared memory,
+which outlives the worker and the script, and goes with its machine. Without shared memory nothing
+outlives the worker.
+
+Who knows what:
+
+- The controller alone decides which shards an attempt takes over (`RunGroup.kept`): those of groups
+  that are queued or run, each number once. So an attempt that nobody needs, or that was given up,
+  adds nothing to a later one. See `controller/rollout/kept_episodes.py`.
+- An attempt prefers the worker whose store has the shards, which stay where they are. Elsewhere it
+  pulls the rows and seals a copy: all rows of a finished group lie in one store. What cannot be had
+  any more is played again.
+- A reply names the shards of all episodes with rows. Rows count as those of the attempt that
+  replies: their versions are at least the group's admission version, whoever sampled them.
+- A run that is given up drops what it has sealed, since no reply will tell of it. One whose engine
+  fails keeps it: the worker ends, and its next life tells.
+- A rejected episode has ended, too: its shard has the note alone, and goes with the run's end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from msgspec import msgpack
+
+from areal_sc.errors import TransportError
+from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
+from areal_sc.rejection import Rejection
+from areal_sc.token_fields import TensorMetadata
+from areal_sc.transport.plane import DataPlane
+from areal_sc.workers.calls import FinishedEpisode, GroupAttempt, KeptEpisode, RunGroup
+from areal_sc.workers.group_judging import Episode
+from areal_sc.workers.group_rows import dtypes_of, fields_of, metadata_of, rows_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EndedEpisode:
+    """An episode of a group, before the group is complete.
+
+    Attributes:
+        outcome: its rows, or why it has none.
+        shard_id: in the worker's own store; "" if nothing of it is there.
+        is_taken_over: an earlier attempt has played it.
+    """
+
+    outcome: Episode | Rejection
+    shard_id: str
+    is_taken_over: bool = False
+
+
+class FinishedEpisodes:
+    """Seals the episodes of one worker as they end, and takes over those of earlier attempts.
+
+    Args:
+        name: of the worker.
+        address: of its store; known once it serves.
+    """
+
+    def __init__(self, name: str, address: Callable[[], str], plane: DataPlane) -> None:
+        self._name = name
+        self._address = address
+        self._plane = plane
+
+    def seal(
+        self,
+        group: RunGroup,
+        number: int,
+        outcome: Episode | Rejection,
+        declared: Mapping[str, TensorMetadata],
+        *,
+        num_tokens: int = 0,
+        took_s: float = 0.0,
+    ) -> EndedEpisode:
+        """Makes the end of an episode durable.
+
+        Args:
+            declared: the workflow's own fields.
+            num_tokens, took_s: what it has cost.
+        Raises: StoreFull: there is no room.
+        """
+        rows = [] if isinstance(outcome, Rejection) else outcome
+        note = FinishedEpisode(
+            run=GroupAttempt(group.group_id, group.attempt),
+            number=number,
+            rows=metadata_of(group, {number: rows}),
+            metrics=tuple({name: float(it) for name, it in row.metrics.items()} for row in rows),
+            rejection=outcome if isinstance(outcome, Rejection) else None,
+            num_tokens=num_tokens,
+            took_s=took_s,
+            answer=(rows[-1].answer if rows else "").encode(errors="replace").decode(),
+            vote=rows[-1].vote if rows else None,
+        )
+        shard_id = self._plane.store.put(
+            fields_of(rows, declared) if rows else {},
+            [len(row.input_ids) for row in rows],
+            note=msgpack.encode(note),
+        )
+        return EndedEpisode(outcome, shard_id)
+
+    async def take_over(
+        self, group: RunGroup, declared: Mapping[str, TensorMetadata]
+    ) -> dict[int, EndedEpisode]:
+        """The kept episodes of a group that can be had, by their numbers.
+
+        Raises: StoreFull: there is no room for a copy.
+        """
+        found = {}
+        for kept in group.kept:
+            try:
+                outcome = kept.episode.rejection or await self._pull_rows(kept, declared)
+            except TransportError as error:
+                logger.warning(
+                    "group=%d episode=%d plays again: %s",
+                    group.group_id,
+                    kept.episode.number,
+                    error,
+                )
+                continue
+            number, shard_id = kept.episode.number, kept.shard.shard_id
+            if shard_id not in self._plane.store:
+                cost = {"num_tokens": kept.episode.num_tokens, "took_s": kept.episode.took_s}
+                shard_id = self.seal(group, number, outcome, declared, **cost).shard_id
+            found[number] = EndedEpisode(outcome, shard_id, is_taken_over=True)
+        return found
+
+    def batch_of(
+        self,
+        group: RunGroup,
+        ended: Mapping[int, EndedEpisode],
+        declared: Mapping[str, TensorMetadata],
+    ) -> BatchMetadata | None:
+        """The rows of a complete group, whose shards of rejected episodes go; None: it has none."""
+        shards, kept, num_rows = [], dict[int, Episode](), 0
+        for number, episode in sorted(ended.items()):
+            if isinstance(episode.outcome, Rejection):
+                self.drop([episode])
+                continue
+            kept[number] = episode.outcome
+            run = RowRun(num_rows, 0, len(episode.outcome))
+            shards.append(ShardMetadata(self._name, self._address(), episode.shard_id, (run,)))
+            num_rows += len(episode.outcome)
+        if not kept:
+            return None
+        return BatchMetadata(
+            f"g{group.group_id}.{group.attempt}",
+            group.admitted_version,
+            (Columns(dtypes_of(declared), tuple(shards)),),
+            metadata_of(group, kept),
+        )
+
+    def drop(self, ended: Iterable[EndedEpisode]) -> None:
+        """Forgets shards of this run, of which no reply tells."""
+        for episode in ended:
+            if episode.shard_id and not episode.is_taken_over:
+                self._plane.store.remove(episode.shard_id)
+
+    async def _pull_rows(
+        self, kept: KeptEpisode, declared: Mapping[str, TensorMetadata]
+    ) -> Episode:
+        """Raises: TransportError: its rows cannot be had."""
+        shard, episode = kept.shard, kept.episode
+        run = RowRun(0, 0, len(episode.rows))
+        where = ShardMetadata(shard.node_id, shard.node_addr, shard.shard_id, (run,))
+        columns = Columns(dtypes_of(declared), (where,))
+        batch = BatchMetadata("kept", episode.rows[0].admitted_version, (columns,), episode.rows)
+        rows = rows_of(await self._plane.puller.pull(batch), episode.metrics, declared)
+        rows[-1] = replace(rows[-1], answer=episode.answer, vote=episode.vote)
+        return rows
