@@ -15,10 +15,6 @@ import torch
 _MOST_LOG_RATIO: Final = 20.0
 """Above this log-ratio a gate is 1 to the last bit of a float64, and its slope 0."""
 
-_GATE_POSITIVE: Final = 1.0
-_GATE_NEGATIVE: Final = 1.05
-"""Temperatures of a gate: the larger one lets what lowers a probability fade sooner."""
-
 
 @dataclass(frozen=True, slots=True)
 class GainTerms:
@@ -72,16 +68,23 @@ def plain_gain(terms: GainTerms) -> Gains:
     return _moving_gain(terms, terms.is_dropped), is_clipped
 
 
-def divergence_gain(terms: GainTerms, limit: float) -> Gains:
+def divergence_gain(terms: GainTerms, limit: float, divergence: str) -> Gains:
     """w M r A: tokens that lead further away from a centre that is too far already gain nothing.
 
-    M = 0 where A > 0 and r > 1, or A < 0 and r < 1, and |p - q| > limit: the total variation
-    between the centre p and the policy q, of the token against all others.
-    Source: DPPO, arXiv:2602.04879 (binary approximation).
+    M = 0 where A > 0 and r > 1, or A < 0 and r < 1, and D > limit; D is the divergence between
+    the centre p and the policy q of the token against all others: tv |p - q|, or
+    kl p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
+    Source: DPPO, arXiv:2602.04879 (binary approximations).
     """
-    log_q, log_ratio = terms.logprobs.detach(), terms.log_ratio.detach()
-    distance = ((log_q - log_ratio).exp() - log_q.exp()).abs()
-    advantages = terms.advantages
+    log_q = terms.logprobs.detach()
+    log_p = log_q - terms.log_ratio.detach()
+    p, q = log_p.exp(), log_q.exp()
+    if divergence == "tv":
+        distance = (p - q).abs()
+    else:
+        rest_p, rest_q = -torch.expm1(log_p.clamp(max=0)), -torch.expm1(log_q.clamp(max=0))
+        distance = p * (log_p - log_q) + torch.xlogy(rest_p, rest_p / rest_q)
+    log_ratio, advantages = terms.log_ratio.detach(), terms.advantages
     is_leaving = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
     is_clipped = is_leaving & (distance > limit)
     return _moving_gain(terms, terms.is_dropped | is_clipped), is_clipped
@@ -99,14 +102,14 @@ def stop_gradient_clip_gain(terms: GainTerms, low: float, high: float) -> Gains:
     return factors * logprobs, bounded != terms.ratio
 
 
-def soft_gate_gain(terms: GainTerms) -> Gains:
-    """w f(r) A, f(r) = (4 / tau) sigmoid(tau (r - 1)), tau = 1 where A > 0, else 1.05.
+def soft_gate_gain(terms: GainTerms, positive: float, negative: float) -> Gains:
+    """w f(r) A, f(r) = (4 / tau) sigmoid(tau (r - 1)), tau = positive where A > 0, else negative.
 
-    Source: SAPO, arXiv:2511.20347, eq. 5 and 6, and its experiments for tau. Nothing is cut.
+    Source: SAPO, arXiv:2511.20347, eq. 5 and 6. Nothing is cut.
     """
     advantages = terms.advantages
     is_without_gain = terms.is_dropped | (advantages == 0)
-    tau = torch.full_like(advantages, _GATE_NEGATIVE).masked_fill(advantages > 0, _GATE_POSITIVE)
+    tau = torch.full_like(advantages, negative).masked_fill(advantages > 0, positive)
     ratio = terms.log_ratio.clamp(max=_MOST_LOG_RATIO).exp()
     gates = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     weight = terms.weight.masked_fill(is_without_gain, 0.0)

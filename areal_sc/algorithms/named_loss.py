@@ -58,8 +58,8 @@ _COMPARES_ROWS: Final = ("dpo", *_READS_SCORES)
 _EXPECTED = f"{', '.join(BUILT_IN)} or package.module:function"
 
 _SWITCHES: Final = (
-    *("ratio", "gain", "clip_low", "clip_high", "clip_dual", "max_divergence", "clip_center"),
-    *("behavior_weight", "behavior_weight_bound"),
+    *("ratio", "gain", "clip_low", "clip_high", "clip_dual", "gate_positive", "gate_negative"),
+    *("divergence", "max_divergence", "clip_center", "behavior_weight", "behavior_weight_bound"),
     *("behavior_weight_floor", "behavior_weight_cap", "max_second_moment", "max_behavior_kl"),
     *("aggregation", "aggregation_tokens", "kl_estimator", "entropy_coefficient"),
 )

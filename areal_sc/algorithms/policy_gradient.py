@@ -40,6 +40,9 @@ def policy_gradient(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     clip_dual: float = math.inf,
+    gate_positive: float = 1.0,
+    gate_negative: float = 1.05,
+    divergence: str = "tv",
     max_divergence: float = math.inf,
     clip_center: str = "proximal",
     behavior_weight: str = "token",
@@ -69,7 +72,8 @@ def policy_gradient(
         gain: `clip`, `stop_gradient_clip`, `soft_gate`, `divergence`, `none`.
         clip_low, clip_high: how far r may fall below and rise above 1 before the gain is cut.
         clip_dual: with gain `clip`, where A < 0, r counts as no more than this.
-        max_divergence: of gain `divergence`: its limit.
+        gate_positive, gate_negative: temperatures of gain `soft_gate`.
+        divergence, max_divergence: of gain `divergence`: `tv` or `kl`, and its limit.
         clip_center: `proximal`; `behavior`: w is 1 then; or `interpolated` between the sampling
             policy and the trained one.
         behavior_weight: `token`; `sequence`: the geometric mean over a row; `none`: w is 1.
@@ -124,8 +128,8 @@ def policy_gradient(
     by_name: dict[str, Callable[[], Gains]] = {
         "clip": lambda: clip_gain(terms, clip_low, clip_high, clip_dual),
         "stop_gradient_clip": lambda: stop_gradient_clip_gain(terms, clip_low, clip_high),
-        "soft_gate": lambda: soft_gate_gain(terms),
-        "divergence": lambda: divergence_gain(terms, max_divergence),
+        "soft_gate": lambda: soft_gate_gain(terms, gate_positive, gate_negative),
+        "divergence": lambda: divergence_gain(terms, max_divergence, divergence),
         "none": lambda: plain_gain(terms),
     }
     gains, is_clipped = by_name[gain]()

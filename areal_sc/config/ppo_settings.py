@@ -80,7 +80,7 @@ class Gain(StrEnum):
     clip: PPO's: it is cut beyond clip_low and clip_high.
     stop_gradient_clip: it only weighs the log-probability, within these bounds.
     soft_gate: it counts less the further away it is.
-    divergence: not at all where the token's probabilities differ by more than max_divergence.
+    divergence: not at all where the token's divergence is above max_divergence.
     none: always.
     """
 
@@ -89,6 +89,13 @@ class Gain(StrEnum):
     soft_gate = "soft_gate"
     divergence = "divergence"
     none = "none"
+
+
+class Divergence(StrEnum):
+    """The distance of two policies at a token: total variation, or Kullback-Leibler."""
+
+    tv = "tv"
+    kl = "kl"
 
 
 class ClipCenter(StrEnum):
@@ -197,9 +204,22 @@ class PPOConfig(Section):
         infinite=True,
         idle=(*_OF_RATIO, "gain!=clip"),
     )
+    gate_positive: float = setting(
+        1.0,
+        "of soft_gate, where the advantage is positive",
+        gt=0,
+        idle=(*_OF_RATIO, "gain!=soft_gate"),
+    )
+    gate_negative: float = setting(
+        1.05,
+        "of soft_gate, where the advantage is negative",
+        gt=0,
+        idle=(*_OF_RATIO, "gain!=soft_gate"),
+    )
+    divergence: Divergence = setting(Divergence.tv, idle=(*_OF_RATIO, "gain!=divergence"))
     max_divergence: float = setting(
         math.inf,
-        "of gain divergence: of the token's two probabilities",
+        "of gain divergence; in nats, or for tv of [0, 1]",
         gt=0,
         infinite=True,
         idle=(*_OF_RATIO, "gain!=divergence"),

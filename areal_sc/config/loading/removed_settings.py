@@ -59,7 +59,7 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
                 *("rollout.max_prefill_tokens", "transport.stalled_peer_timeout_s"),
                 *("rollout.max_lost_s", "scheduler.shipping_timeout_s", "actor.optimizer.eps"),
                 *("critic.optimizer.eps", "actor.ppo.advantage_eps", "weight_update.bucket_bytes"),
-                *("actor.ppo.gate_positive", "actor.ppo.gate_negative", "servers.busy_limit_s"),
+                "servers.busy_limit_s",
                 *("sglang.hung_after_s", "vllm.hung_after_s"),
                 *("sglang.busy_limit_s", "vllm.busy_limit_s"),
             ),
@@ -111,8 +111,6 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
             (f"{role}.revision" for role in ("actor", *LIKE_ACTOR)),
             "it is a part of path now: owner/model@revision",
         ),
-        "actor.ppo.divergence": "it is the total variation, tv, always: leave it out, and set "
-        "max_divergence in its units, of [0, 1]",
         **{
             f"scheduler.slurm.{section}qos": "set it as a flag: "
             f"scheduler.slurm.{section}extra_flags: [--qos=...]"
@@ -129,13 +127,10 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
 FORMER_DEFAULTS: Final[Mapping[str, object]] = MappingProxyType(
     {
         "actor.ppo.advantage_eps": 1e-6,
-        "actor.ppo.gate_positive": 1.0,
-        "actor.ppo.gate_negative": 1.05,
         **dict.fromkeys(
             (f"{role}.revision" for role in ("actor", *LIKE_ACTOR)),
             "it is a part of path now: owner/model@revision",
         ),
-        "actor.ppo.divergence": "tv",
         "rollout.max_lost_s": 300.0,
         "rollout.sandbox.num_processes": 0,
     }

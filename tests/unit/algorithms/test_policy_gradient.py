@@ -77,11 +77,14 @@ def gain_of(
         factor = min(max(r, low), high) * advantage
         return factor * logprob, factor
     if s["gain"] == "soft_gate":
-        tau = 1.0 if advantage > 0 else 1.05
+        tau = s["gate_positive"] if advantage > 0 else s["gate_negative"]
         gate = 1 / (1 + math.exp(-tau * (r - 1)))
         return 4 / tau * gate * advantage, 4 * gate * (1 - gate) * r * advantage
     p, q = math.exp(center), math.exp(logprob)
-    if leaves(advantage, math.log(r)) and abs(p - q) > s["max_divergence"]:
+    distance = abs(p - q)
+    if s["divergence"] == "kl":
+        distance = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    if leaves(advantage, math.log(r)) and distance > s["max_divergence"]:
         return 0.0, 0.0
     return r * advantage, r * advantage
 
@@ -92,6 +95,9 @@ DEFAULTS: dict[str, Any] = {
     "clip_low": 0.2,
     "clip_high": 0.2,
     "clip_dual": math.inf,
+    "gate_positive": 1.0,
+    "gate_negative": 1.05,
+    "divergence": "tv",
     "max_divergence": 0.1,
     "clip_center": "proximal",
     "behavior_weight": "token",
@@ -193,9 +199,10 @@ GAINS = {
     "clip": {"clip_high": 0.28},
     "dual clip": {"clip_dual": 1.5},
     "stop_gradient_clip": {"gain": "stop_gradient_clip", "clip_low": 0.5, "clip_high": 0.4},
-    "soft_gate": {"gain": "soft_gate"},
+    "soft_gate": {"gain": "soft_gate", "gate_negative": 1.9},
     "none": {"gain": "none"},
-    "divergence": {"gain": "divergence"},
+    "tv": {"gain": "divergence"},
+    "kl": {"gain": "divergence", "divergence": "kl", "max_divergence": 0.02},
 }
 
 
@@ -321,14 +328,14 @@ def test_ratios_that_overflow_keep_the_gradient_of_the_others(gain: str) -> None
 
 def test_the_gates_are_as_exact_as_the_tokens() -> None:
     tokens = made_tokens(SHAPE, seed=4)
-    given = {"gain": "soft_gate", "behavior_weight": "none"}
+    given = {"gain": "soft_gate", "behavior_weight": "none", "gate_positive": 0.7}
     loss, _ = policy_gradient(tokens, **(DEFAULTS | given))
     differences = tokens.logprobs - tokens.fields["proximal_logprobs"]
     gains = []
     for difference, a in zip(
         differences.tolist(), tokens.fields["advantages"].tolist(), strict=True
     ):
-        tau = 1.0 if a > 0 else 1.05
+        tau = 0.7 if a > 0 else 1.05
         gains.append(4 / tau / (1 + math.exp(-tau * math.expm1(difference))) * a)
     assert loss.item() == pytest.approx(-math.fsum(gains) / len(gains), rel=1e-13)
 
