@@ -12,7 +12,7 @@ import numpy.typing as npt
 from areal_sc.config.ppo_settings import BASELINES
 from areal_sc.reward_signal import ROUNDING
 
-SCOPES = ("group", "batch", "none")
+SCOPES = ("group", "leave_one_out", "batch", "none")
 DEVIATIONS = ("population", "sample")
 
 
@@ -72,7 +72,8 @@ def normalized_advantages(
         episodes: [N] hashable; rows of one group and episode are of one episode. None: each row is
             an episode.
         mean: "group", "batch", "none", or "leave_one_out": over the group's other episodes.
-        std: "group", "batch" or "none".
+        std: "group", "batch", "none", or "leave_one_out": over the group's other episodes, and
+            where these are all equal nothing is divided.
         deviation: "population", or "sample": of n episodes, (n / (n - 1))^0.5 times as large.
         eps: added to the standard deviation.
         judged: [N] the rewards before shaping; None: they are `rewards`.
@@ -108,10 +109,15 @@ def normalized_advantages(
     if std != "none":
         deviations = values - _mean(values, weights, within[std])
         variances = _mean(deviations**2, weights, within[std])
+        num_counted = _num_episodes(weights, within[std])
+        if std == "leave_one_out":
+            variances = _variances_of_others(values, weights, groups, of_groups)
+            num_counted = np.maximum(num_counted - 1, 1)
         if deviation == "sample":
-            num_episodes = _num_episodes(weights, within[std])
-            variances *= num_episodes / np.maximum(num_episodes - 1, 1)
+            variances *= num_counted / np.maximum(num_counted - 1, 1)
         divisors = np.sqrt(variances) + eps
+        if std == "leave_one_out":
+            divisors[variances == 0.0] = 1.0
         if judged is not None:
             divisors[~_differs(judged, within[std])] = 1.0
         advantages /= divisors
@@ -128,6 +134,24 @@ def _differs(
     np.minimum.at(lowest, groups, values)
     least = ROUNDING * np.maximum(np.abs(highest), np.abs(lowest))
     return np.asarray((highest - lowest > least)[groups], dtype=np.bool_)
+
+
+def _variances_of_others(
+    values: npt.NDArray[np.float64],
+    weights: npt.NDArray[np.float64],
+    groups: npt.NDArray[np.int64],
+    episodes: npt.NDArray[np.int64],
+) -> npt.NDArray[np.float64]:
+    """[N] variance over the other episodes of each row's group; 0 where these are equal."""
+    variances = np.zeros_like(values)
+    for episode in np.unique(episodes):
+        own = episodes == episode
+        others = (groups == groups[own][0]) & ~own
+        rewards, shares = values[others], weights[others]
+        if _differs(rewards, np.zeros(len(rewards), dtype=np.int64)).any():
+            mean = np.average(rewards, weights=shares)
+            variances[own] = np.average((rewards - mean) ** 2, weights=shares)
+    return variances
 
 
 def _numbered(ids: Iterable[Hashable]) -> npt.NDArray[np.int64]:

@@ -49,9 +49,10 @@ _OF_KL: Final = (
 
 
 class NormScope(StrEnum):
-    """Which episodes give an advantage's statistic: the prompt's, the batch's, or none."""
+    """Which episodes give an advantage's deviation: the prompt's, its others, the batch's, none."""
 
     group = "group"
+    leave_one_out = "leave_one_out"
     batch = "batch"
     none = "none"
 
