@@ -9,6 +9,9 @@ import torch
 
 from areal_sc.algorithms.loss_tokens import LossRows
 
+_MOST_LOG_WEIGHT: Final = 300.0
+"""So that sums of exponentials stay finite in float64."""
+
 _MOST_SQUARE: Final = 1e6
 """Squared log-ratios count as no more than this, so that sums over rows stay exact and finite."""
 
@@ -44,6 +47,43 @@ def bounded_weights(
         log_weight.masked_fill(is_dropped, 0.0),
         is_dropped,
     )
+
+
+def is_outside_of_row(
+    log_weight: torch.Tensor,
+    rows: LossRows,
+    *,
+    of: str = "ratio",
+    over: str = "geometric_mean",
+    low: float = -math.inf,
+    high: float = math.inf,
+) -> torch.Tensor:
+    """Tokens of rows that are too far from the policy that sampled them.
+
+    With d = log(pi / pi_behav) a token is exp(d) (`ratio`), -d (`k1`), d^2 / 2 (`k2`) or
+    exp(d) - 1 - d (`k3`): estimates of KL(pi_behav || pi). A row is their mean, sum, largest or
+    smallest one over its trained tokens; of the ratio also their product or geometric mean. All
+    tokens of a row outside of [low, high] have to go. So `product` rejects by the whole answer's
+    importance, and `min` a row with one token that the policy would hardly sample.
+    Source: Y. Liu, J. Li et al., "When Speed Kills Stability", 2025 (sequence and geometric
+    rejection); the estimates: J. Schulman, "Approximating KL divergence", 2020.
+
+    Args:
+        log_weight: [N] d in nats, without gradient.
+    Returns: [N] bool. A row of which that is NaN goes.
+    """
+    d = log_weight.double()
+    if over in ("product", "geometric_mean"):
+        of_rows = (rows.sum(d) if over == "product" else rows.mean(d)).exp()
+    else:
+        ratio = d.clamp(max=_MOST_LOG_WEIGHT).exp()
+        values = {"ratio": ratio, "k1": -d, "k2": d.square() / 2, "k3": ratio - 1 - d}[of]
+        if over in ("mean", "sum"):
+            of_rows = rows.mean(values) if over == "mean" else rows.sum(values)
+        else:
+            empty = values.new_zeros(len(rows.num_tokens))
+            of_rows = empty.scatter_reduce(0, rows.of_token, values, f"a{over}", include_self=False)
+    return rows.spread(~((of_rows >= low) & (of_rows <= high)))
 
 
 def exceeds_second_moment(

@@ -88,6 +88,19 @@ def kl_of_row(ppo: PPOConfig) -> TokenFunction:
     return TokenFunction("areal_sc.algorithms.kl:sampled_kl", {"estimator": str(ppo.kl_estimator)})
 
 
+def weight_spread(metrics: Mapping[str, float]) -> dict[str, float]:
+    """How unequal the weights of a step's tokens are.
+
+    Args: metrics: with the means of the weights and of their squares.
+    Returns: their standard deviation, `behavior_weight_std`; and `effective_share`, the share of
+        equally weighted tokens that would tell as much: (mean w)^2 / mean w^2 (Kish).
+    """
+    mean, square = metrics["behavior_weight"], metrics["behavior_weight_square"]
+    share = mean**2 / square if square > 0 else math.nan
+    spread = math.sqrt(max(0.0, square - mean**2)) if math.isfinite(square) else math.nan
+    return {"behavior_weight_std": spread, "effective_share": share}
+
+
 def explained_variance(metrics: Mapping[str, float]) -> float:
     """The share of the returns' variance that a critic's values explain, at most 1.
 

@@ -61,7 +61,7 @@ _SWITCHES: Final = (
     *("ratio", "gain", "clip_low", "clip_high", "clip_dual", "gate_positive", "gate_negative"),
     *("divergence", "max_divergence", "clip_center", "behavior_weight", "behavior_weight_bound"),
     *("behavior_weight_floor", "behavior_weight_cap", "max_second_moment", "max_behavior_kl"),
-    *("aggregation", "aggregation_tokens", "kl_estimator", "entropy_coefficient"),
+    *("row_filter", "aggregation", "aggregation_tokens", "kl_estimator", "entropy_coefficient"),
 )
 """Settings of `actor.ppo` that the policy-gradient loss has under the same name."""
 
@@ -180,6 +180,7 @@ def needed_fields(settings: Mapping[str, Any]) -> tuple[str, ...]:
     needs = {
         "advantages": True,
         "behavior_logprobs": min(bounds) < math.inf
+        or bool(settings.get("row_filter"))
         or center != "proximal"
         or settings.get("kl_coefficient", 0.0) > 0
         or settings.get("behavior_weight", "token") != "none",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 
@@ -12,6 +12,7 @@ from areal_sc.algorithms.behavior_weights import (
     bounded_weights,
     exceeds_behavior_kl,
     exceeds_second_moment,
+    is_outside_of_row,
 )
 from areal_sc.algorithms.gains import (
     Gains,
@@ -51,6 +52,7 @@ def policy_gradient(
     behavior_weight_cap: float = math.inf,
     max_second_moment: float = math.inf,
     max_behavior_kl: float = math.inf,
+    row_filter: Mapping[str, Any] | None = None,
     aggregation: str = "token",
     aggregation_tokens: int = 0,
     kl_coefficient: float = 0.0,
@@ -80,6 +82,8 @@ def policy_gradient(
         behavior_weight_bound: what becomes of w outside of floor and cap: `mask`: the token leaves
             the numerator, not the denominator; `clamp`.
         max_second_moment, max_behavior_kl: see `algorithms.behavior_weights`.
+        row_filter: arguments of `is_outside_of_row`; its d is that of w, or with clip_center
+            `behavior` log pi_theta / pi_behav. Empty: there is none.
         aggregation: `token`, `sequence`, `episode`, `prompt`: what counts the same in the means of
             the loss, see `LossTokens.mean`; `constant`: they are sums over the tokens, divided by
             episodes * aggregation_tokens, so that no answer's length matters (Dr. GRPO,
@@ -90,8 +94,9 @@ def policy_gradient(
     Returns: scalar loss, and metrics of these tokens: the means `clip_fraction` (the gain was cut),
         `capped_fraction` (dropped by a weight or filter), `ratio`, `abs_advantage`,
         `behavior_weight` (as used: 0 where dropped), and of r - 1 - log r, a divergence estimate,
-        `proximal_kl`, and the same of w, `behavior_kl` (0 for dropped tokens); the largest ratio,
-        `ratio_max`; and with a KL to a reference its mean, `reference_kl`, that of v_t kl_t.
+        `proximal_kl`, and the same of w, `behavior_kl` (0 for dropped tokens), and of the squares
+        of the weights, `behavior_weight_square`; the largest ratio and weight, `ratio_max` and
+        `behavior_weight_max`; and with a KL to a reference the mean of v_t kl_t, `reference_kl`.
     """
 
     def mean(values: torch.Tensor) -> torch.Tensor:
@@ -120,6 +125,12 @@ def policy_gradient(
             is_dropped = is_dropped | exceeds(away, advantages, tokens.rows, limit)
             weight = weight.masked_fill(is_dropped, 0.0)
             log_weight = log_weight.masked_fill(is_dropped, 0.0)
+    if row_filter:
+        policy = logprobs.detach() if clip_center == "behavior" else center
+        away = policy - _field(tokens, "behavior_logprobs")
+        is_dropped = is_dropped | is_outside_of_row(away, tokens.rows, **row_filter)
+        weight = weight.masked_fill(is_dropped, 0.0)
+        log_weight = log_weight.masked_fill(is_dropped, 0.0)
     log_ratio = logprobs - center
     if ratio == "sequence":
         log_ratio = sequence_log_ratio(log_ratio, tokens.rows)
@@ -150,6 +161,8 @@ def policy_gradient(
             "ratio": Metric.mean(of_tokens),
             "ratio_max": Metric.max(of_tokens),
             "behavior_weight": Metric.mean(weight),
+            "behavior_weight_max": Metric.max(weight),
+            "behavior_weight_square": Metric.mean(weight.square()),
             "abs_advantage": Metric.mean(advantages.abs()),
             "proximal_kl": Metric.mean(ratio_divergence(log_ratio)),
             "behavior_kl": Metric.mean(ratio_divergence(log_weight)),

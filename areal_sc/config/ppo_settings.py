@@ -6,7 +6,7 @@ docs/algorithms.md says what each switch is for, and which papers choose what.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -19,6 +19,10 @@ BASELINES: Final = ("group", "leave_one_out", "batch", "none")
 
 BASELINES_OF_OTHERS: Final = ("batch", "none")
 """Baselines to which a prompt's own answers give little or nothing."""
+
+ROW_VALUES: Final = ("ratio", "k1", "k2", "k3")
+ROW_MEANS: Final = ("geometric_mean", "product", "mean", "sum", "max", "min")
+"""What `row_filter` may look at: `of` a token, `over` a row."""
 
 GAE: Final = "gae"
 """Advantages from a critic's values."""
@@ -257,6 +261,11 @@ class PPOConfig(Section):
         infinite=True,
         idle=_OF_LOSS,
     )
+    row_filter: dict[str, Any] = setting(
+        dict,
+        "rows too far from their sampler are left out: {of, over, low, high}",
+        idle=_OF_LOSS,
+    )
     aggregation: Aggregation = setting(Aggregation.token, idle=_OF_LOSS)
     aggregation_tokens: int = apart(
         "${generation.max_new_tokens}",
@@ -318,6 +327,12 @@ def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
             "none with actor.ppo.loss=policy_gradient (its settings are those of actor.ppo)",
         )
     yield (
+        "actor.ppo.row_filter",
+        not ppo.row_filter or _is_row_filter(ppo.row_filter),
+        f"of: one of {', '.join(ROW_VALUES)}; over: one of {', '.join(ROW_MEANS)}, the first two "
+        "of a ratio alone; and a number as low, high or both",
+    )
+    yield (
         "actor.ppo.advantage",
         ppo.advantage in (*BASELINES, GAE) or ":" in ppo.advantage,
         f"one of {', '.join(BASELINES)}, {GAE}, or package.module:function",
@@ -353,4 +368,18 @@ def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
         ppo.clip_center is not ClipCenter.interpolated or ppo.behavior_weight != "none",
         "token or sequence with actor.ppo.clip_center=interpolated (the centre moves with the "
         "policy, so that without the weight the gradient is none of the objective)",
+    )
+
+
+def _is_row_filter(given: Mapping[str, Any]) -> bool:
+    """Whether they are arguments of `algorithms.behavior_weights.is_outside_of_row`."""
+    of, over = given.get("of", ROW_VALUES[0]), given.get("over", ROW_MEANS[0])
+    limits = [given[name] for name in ("low", "high") if name in given]
+    return (
+        not given.keys() - {"of", "over", "low", "high"}
+        and of in ROW_VALUES
+        and over in ROW_MEANS
+        and (of == ROW_VALUES[0] or over not in ROW_MEANS[:2])
+        and bool(limits)
+        and all(isinstance(it, int | float) and not math.isnan(it) for it in limits)
     )

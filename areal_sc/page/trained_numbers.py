@@ -25,6 +25,7 @@ _EXPECTED: Final = {
     "clip_center": "proximal",
     "max_second_moment": "inf",
     "max_behavior_kl": "inf",
+    "row_filter": "{}",
 }
 
 
@@ -110,7 +111,7 @@ def weights_by(settings: Mapping[str, str]) -> Weights | None:
     Returns: None: a loss of the user's does it, or it depends on more than the gaps.
     """
     ppo = {name.removeprefix("actor.ppo."): value for name, value in settings.items()}
-    if any(ppo.get(name) != value for name, value in _EXPECTED.items()):
+    if any(ppo.get(name, value) != value for name, value in _EXPECTED.items()):
         return None
     try:
         kind, is_clamped = ppo["behavior_weight"], ppo["behavior_weight_bound"] == "clamp"

@@ -8,6 +8,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
+from areal_sc.algorithms.named_advantage import weight_spread
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.controller.ledger.ledger_records import Split
@@ -213,4 +214,7 @@ class RankWork:
         metrics = await self._ranks.update(asked, number, trained, split, then)
         if self._ranks.state.version == operation.version:
             self._ranks.step.num_updates = number + 1
+        if "behavior_weight_square" in metrics:
+            metrics |= weight_spread(metrics)
+            del metrics["behavior_weight_square"]
         return metrics

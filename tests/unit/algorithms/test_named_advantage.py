@@ -14,7 +14,12 @@ from loss_rows import ROW, made_tokens, shapes
 
 from areal_sc.algorithms.advantages import SCOPES, AdvantageRows
 from areal_sc.algorithms.loss_tokens import RowTokens
-from areal_sc.algorithms.named_advantage import advantage_of, explained_variance, kl_of_row
+from areal_sc.algorithms.named_advantage import (
+    advantage_of,
+    explained_variance,
+    kl_of_row,
+    weight_spread,
+)
 from areal_sc.config.ppo_settings import (
     BASELINES,
     Deviation,
@@ -192,3 +197,17 @@ def test_explained_variance_is_that_of_the_values() -> None:
     assert explained_variance(metrics(returns.mean())) == pytest.approx(0.0)
     equal = {"return": 2.0, "return_square": 4.0, "value_error": 0.5}
     assert math.isnan(explained_variance(equal))
+
+
+@given(st.lists(st.floats(0, 5), min_size=1, max_size=20))
+def test_the_spread_of_weights(weights: list[float]) -> None:
+    square = statistics.fmean(it * it for it in weights)
+    found = weight_spread(
+        {"behavior_weight": statistics.fmean(weights), "behavior_weight_square": square}
+    )
+    assert found["behavior_weight_std"] == pytest.approx(statistics.pstdev(weights), abs=1e-6)
+    if square > 1e-6:
+        kish = math.fsum(weights) ** 2 / math.fsum(it * it for it in weights) / len(weights)
+        assert found["effective_share"] == pytest.approx(kish)
+    nothing = {"behavior_weight": math.nan, "behavior_weight_square": math.nan}
+    assert all(map(math.isnan, weight_spread(nothing).values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -106,12 +107,46 @@ DEFAULTS: dict[str, Any] = {
     "behavior_weight_cap": math.inf,
     "max_second_moment": math.inf,
     "max_behavior_kl": math.inf,
+    "row_filter": {},
     "aggregation": "token",
     "aggregation_tokens": 0,
     "kl_coefficient": 0.0,
     "kl_estimator": "k3",
     "entropy_coefficient": 0.0,
 }
+
+
+def outside_of_filter(
+    log_ratios: list[float],
+    rows: list[int],
+    *,
+    of: str = "ratio",
+    over: str = "geometric_mean",
+    low: float = -math.inf,
+    high: float = math.inf,
+) -> set[int]:
+    """The rows that a filter leaves out, number by number."""
+    found = set()
+    for row in set(rows):
+        own = [it for it, number in zip(log_ratios, rows, strict=True) if number == row]
+        value = {
+            "ratio": math.exp,
+            "k1": lambda d: -d,
+            "k2": lambda d: d * d / 2,
+            "k3": lambda d: math.exp(d) - 1 - d,
+        }[of]
+        values = [value(d) for d in own]
+        whole = {
+            "mean": statistics.fmean(values),
+            "sum": math.fsum(values),
+            "max": max(values),
+            "min": min(values),
+            "product": math.exp(math.fsum(own)),
+            "geometric_mean": math.exp(statistics.fmean(own)),
+        }[over]
+        if not low <= whole <= high:
+            found.add(row)
+    return found
 
 
 def by_hand(tokens: LossTokens, **given: Any) -> Reference:
@@ -145,6 +180,8 @@ def by_hand(tokens: LossTokens, **given: Any) -> Reference:
         log_weights = [0.0 for _ in count]
     away = [logprobs[t] - behavior[t] for t in count]
     dropped = second_moment(away, advantages, rows, s["max_second_moment"])
+    at = logprobs if s["clip_center"] == "behavior" else center
+    outside = outside_of_filter([at[t] - behavior[t] for t in count], rows, **s["row_filter"])
     loss = 0.0
     gradient, of_entropy = [0.0 for _ in count], [0.0 for _ in count]
     for t in count:
@@ -155,7 +192,7 @@ def by_hand(tokens: LossTokens, **given: Any) -> Reference:
             weight = min(max(weight, s["behavior_weight_floor"]), s["behavior_weight_cap"])
         elif is_outside:
             weight = 0.0
-        if t in dropped:
+        if t in dropped or rows[t] in outside:
             weight = 0.0
         if advantages[t] < 0 and -row_mean(away, rows, rows[t]) > s["max_behavior_kl"]:
             weight = 0.0
@@ -194,6 +231,12 @@ BOUNDS = {
     },
     "second moment": {"max_second_moment": 0.3},
     "behaviour KL": {"max_behavior_kl": 0.1},
+    "product": {"row_filter": {"over": "product", "low": 0.5, "high": 2.0}},
+    "with a weight": {"row_filter": {"low": 0.8}, "behavior_weight_cap": 1.4},
+    "outlier": {"row_filter": {"over": "min", "low": 0.6}},
+    "largest": {"row_filter": {"of": "k3", "over": "max", "high": 0.1}},
+    "sum": {"row_filter": {"of": "k1", "over": "sum", "low": -0.5, "high": 0.5}},
+    "mean": {"row_filter": {"of": "k2", "over": "mean", "high": 0.05}},
 }
 GAINS = {
     "clip": {"clip_high": 0.28},

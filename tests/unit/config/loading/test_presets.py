@@ -159,7 +159,7 @@ def surrogate(name: str, logprobs: torch.Tensor, given: LossTokens) -> torch.Ten
                 of_tokens = capped * clipped
         token_losses.append(-of_tokens.sum())
         row_losses.append(-of_tokens.mean())
-    if name in ("grpo", "gspo", "sapo"):
+    if name in ("grpo", "gdpo", "gspo", "sapo"):
         return torch.stack(row_losses).mean()
     if name in ("dr_grpo", "rloo"):
         return torch.stack(token_losses).sum() / len(SHAPE) / 128  # each row is an answer
@@ -198,6 +198,10 @@ def test_three_steps_of_each_are_those_of_its_paper(name: str) -> None:
         (["advantage=gae"], "advantage_std", "sees no others"),
         (["clip_dual=1.1"], "clip_dual", "above 1 \\+ actor.ppo.clip_high=1.2"),
         (["clip_center=interpolated", "behavior_weight=none"], "behavior_weight", "moves with"),
+        (["row_filter={of: k4, high: 1}"], "row_filter", "ratio, k1, k2, k3"),
+        (["row_filter={of: k1, over: product, high: 1}"], "row_filter", "of a ratio alone"),
+        (["row_filter={of: k1}"], "row_filter", "a number as low"),
+        (["row_filter={high: x}"], "row_filter", "a number as low"),
         (["+loss_settings.beta=1"], "loss_settings", "none with actor.ppo.loss=policy_gradient"),
         (["+advantage_settings.a=1"], "advantage_settings", "of your own function"),
     ],
