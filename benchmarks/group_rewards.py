@@ -8,8 +8,8 @@ reward of its own but in the steps that are named; values are accuracies on 256 
 right: each answer's own reward, 1 or 0, for --steps; what the others are held against.
 ranking: a group's answers are put in the order of how many first letters are right; the best gets
     1, the worst 0.
-majority: --label-steps by their own rewards, until most answers of some groups agree; from there on
-    what most of them say is right, where at least half say it.
+majority: --label-steps by their own rewards, until most answers of some groups agree; from there
+    on what most of them say is right, where at least half say it. Groups of 32, half the rate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,17 @@ from areal_sc.sources.reference import Referable
 
 MODEL: Final = dict(hidden_size=96, num_layers=3, ffn_size=256)
 LENGTHS: Final = dict(median_letters=7.0, sigma_letters=0.6)
-KINDS: Final = ("right", "ranking", "majority")
+KINDS: Final[dict[str, dict[str, object]]] = {
+    "right": {},
+    "ranking": {},
+    "majority": {
+        "rollout__group_size": 32,
+        "rollout__train_batch_groups": 8,
+        "actor__ppo__num_minibatches": 2,
+        "actor__optimizer__lr": 2e-4,
+    },
+}
+"""Settings of each: a label wants many answers, and as some are wrong, a lower rate."""
 
 
 class Letters(Referable):
@@ -73,7 +83,8 @@ def play(
     }
     before = num_label_steps if kind == "majority" else 0
     total_steps = num_steps + before
-    config = job.config(seed=seed, total_steps=total_steps, actor__optimizer__schedule="constant")
+    settings = {"actor__optimizer__schedule": "constant", **KINDS[kind]}
+    config = job.config(seed=seed, total_steps=total_steps, **settings)
     prompts = LetterSortPrompts(seed, **LENGTHS)
     with job.workers(config) as workers:
         for _ in training_steps(workers, before, prompts, own):
@@ -87,10 +98,10 @@ def play(
 def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument(
-        "--label-steps", type=int, default=30, help="before a majority is the label"
+        "--label-steps", type=int, default=25, help="before a majority is the label"
     )
     parser.add_argument("--warm-steps", type=int, default=600)
     arguments = report.parse(parser, seeds=[0], steps=2, label_steps=1, warm_steps=20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_sc.config.fields import apart, in_code, setting
+from areal_sc.config.fields import apart, setting
 from areal_sc.config.sharing import Section
 
 
@@ -28,7 +28,7 @@ class OptimizerConfig(Section):
     lr: float = setting(1e-6, "highest learning rate", ge=0)
     beta1: float = setting(0.9, "decay of the gradient's mean", ge=0, lt=1)
     beta2: float = setting(0.999, "decay of the squared gradient's mean", ge=0, lt=1)
-    eps: float = in_code(1e-8)
+    eps: float = setting(1e-8, "added to the root of the squared gradient's mean", gt=0)
     weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0)
     max_grad_norm: float = setting(1.0, "clips the gradient's norm; 0: no clipping", ge=0)
     schedule: LrSchedule = setting(LrSchedule.constant)
