@@ -19,11 +19,7 @@ class LrSchedule(StrEnum):
 
 @dataclass
 class OptimizerConfig(Section):
-    """AdamW; the learning rate is constant within a training step.
-
-    Attributes:
-        eps: added to the root of the squared gradient's mean.
-    """
+    """AdamW; the learning rate is constant within a training step."""
 
     lr: float = setting(1e-6, "highest learning rate", ge=0)
     beta1: float = setting(0.9, "decay of the gradient's mean", ge=0, lt=1)
