@@ -1,9 +1,8 @@
-"""Fields of rows: which values each token has, and the columns that hold them in a batch."""
+"""Fields of rows: which values each token has."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -22,10 +21,10 @@ TRAJECTORY_FIELDS: Mapping[str, str] = {
 MADE_FIELDS = ("proximal_logprobs", "staleness")
 """Further fields that a trainer makes, by these names."""
 
-MAX_COLUMNS = 240
-"""Values a token that a workflow may add: a request names each of them."""
-
-FIELD_DTYPES: Mapping[str, int] = {"float32": 4, "int32": 4, "uint8": 1, "bool": 1}
+FIELD_DTYPES: Mapping[str, int] = {
+    **{"float32": 4, "float64": 8, "bool": 1, "uint8": 1},
+    **{"int8": 1, "int16": 2, "int32": 4, "int64": 8},
+}
 """The dtypes of fields that workflows add, and the bytes of a value."""
 
 FIELD_ALIGNMENT_BYTES = 64
@@ -34,9 +33,6 @@ FIELD_ALIGNMENT_BYTES = 64
 
 class TensorMetadata(Struct, frozen=True, array_like=True):
     """A field that a workflow adds to its trajectories: one tensor for each token.
-
-    Of [T, *shape] values a batch has a column for each number in `shape`, of one value a token, as
-    every other column has; a model's worker puts them together again.
 
     Attributes:
         shape: of a token's values; () is one number.
@@ -58,34 +54,11 @@ class TensorMetadata(Struct, frozen=True, array_like=True):
             raise MetadataError(f"shape of a field: expected sizes >= 1, got {self.shape}")
 
     @property
-    def num_values(self) -> int:
-        """Numbers of a token."""
-        return math.prod(self.shape)
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of a token's values."""
-        return self.num_values * FIELD_DTYPES[self.dtype]
+        return math.prod(self.shape) * FIELD_DTYPES[self.dtype]
 
-    def columns(self, name: str) -> list[str]:
-        """Names of its columns, in the order of the flat values."""
-        if not self.shape:
-            return [name]
-        shape = "x".join(map(str, self.shape))
-        return [f"{name}[{shape}].{number}" for number in range(self.num_values)]
-
-
-def shape_of_column(column: str) -> tuple[str, tuple[int, ...]]:
-    """The name of its field, and the shape of a token's values there; () of a column alone."""
-    if not (found := _COLUMN.fullmatch(column)):
-        return column, ()
-    return found[1], tuple(map(int, found[2].split("x")))
-
-
-def number_of_column(column: str) -> int:
-    """Its place among the columns of its field."""
-    found = _COLUMN.fullmatch(column)
-    return int(found[3]) if found else 0
-
-
-_COLUMN = re.compile(r"(\w+)\[(\d+(?:x\d+)*)\]\.(\d+)")
+    @property
+    def type_name(self) -> str:
+        """How metadata name the type of a token's values: `float32`, `uint8[48x8]`."""
+        return f"{self.dtype}[{'x'.join(map(str, self.shape))}]" if self.shape else self.dtype

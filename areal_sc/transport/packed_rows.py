@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from areal_sc.metadata import RowMetadata
-from areal_sc.token_fields import number_of_column, shape_of_column
 
 
 @dataclass(frozen=True)
@@ -52,24 +51,6 @@ class PackedRows:
     def starts(self) -> tuple[int, ...]:
         """First token of each row."""
         return tuple(accumulate(self.lengths, initial=0))[:-1]
-
-    def joined(self) -> PackedRows:
-        """The same rows, where the columns of a field with several values a token are one tensor.
-
-        See `TensorMetadata`: columns `choices[2].0` and `choices[2].1` become `choices`, [T, 2].
-        """
-        fields, parts = dict[str, torch.Tensor](), dict[str, list[torch.Tensor]]()
-        shapes = dict[str, tuple[int, ...]]()
-        for column in sorted(self.fields, key=number_of_column):
-            name, shape = shape_of_column(column)
-            if shape:
-                shapes[name] = shape
-                parts.setdefault(name, []).append(self.fields[column])
-            else:
-                fields[name] = self.fields[column]
-        for name, values in parts.items():
-            fields[name] = torch.stack(values, 1).view(-1, *shapes[name])
-        return replace(self, fields=fields) if parts else self
 
     def take(self, rows: Sequence[int]) -> PackedRows:
         """The named rows, in the given order."""

@@ -6,7 +6,10 @@ their dtype; numpy, which knows neither bfloat16 nor float8, only ever sees byte
 
 from __future__ import annotations
 
-from typing import Any, Final
+import math
+import re
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -55,12 +58,45 @@ def dtype_named(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def tensor_over(memory: Any, dtype: torch.dtype, num_bytes: int, start: int) -> torch.Tensor:
-    """The values in a buffer, which begin at byte `start`, [numel]; nothing is copied."""
+class ValueType(NamedTuple):
+    """What a field has at each of its places: a tensor of this shape, () of one number."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of all its numbers."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+_TYPE: Final = re.compile(r"(\w+?)(?:\[([1-9]\d{0,8}(?:x[1-9]\d{0,8}){0,7})\])?")
+
+
+@lru_cache(maxsize=1024)  # a batch names few
+def type_named(name: str) -> ValueType:
+    """The type of this name: that of a dtype, or with a shape behind it, `uint8[48x8]`.
+
+    Raises: MetadataError: there is none.
+    """
+    found = _TYPE.fullmatch(name)
+    dtype = dtype_named(found[1] if found else name)
+    return ValueType(dtype, tuple(map(int, found[2].split("x"))) if found and found[2] else ())
+
+
+def type_name(values: torch.Tensor) -> str:
+    """The name of what stands at each place of a tensor [T, *shape]; inverse of `type_named`."""
+    shape = "x".join(map(str, values.shape[1:]))
+    return f"{dtype_name(values.dtype)}[{shape}]" if shape else dtype_name(values.dtype)
+
+
+def tensor_over(memory: Any, of: ValueType, num_bytes: int, start: int) -> torch.Tensor:
+    """The values in a buffer, which begin at byte `start`, [T, *shape]; nothing is copied."""
     if not num_bytes:
-        return torch.empty(0, dtype=dtype)
-    count = num_bytes // dtype.itemsize
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
+        return torch.empty(0, *of.shape, dtype=of.dtype)
+    count = num_bytes // of.dtype.itemsize
+    values = torch.frombuffer(memory, dtype=of.dtype, count=count, offset=start)
+    return values.view(-1, *of.shape) if of.shape else values
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -71,10 +107,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def copy_to_bytes(tensor: torch.Tensor, buffer: memoryview) -> None:
-    """Copies the values of a 1-D tensor, on whatever device, into a buffer of their size."""
+    """Copies the values of a tensor, on whatever device, into a buffer of their size."""
     if not buffer.nbytes:
         return
-    source = tensor.detach().contiguous().view(torch.uint8)
+    source = tensor.detach().contiguous().flatten().view(torch.uint8)
     if source.device.type == "cpu":
         # beyond some 100 MB twice as fast as torch's copy; both leave the GIL to others
         np.frombuffer(buffer, dtype=np.uint8)[:] = source.numpy()

@@ -20,27 +20,24 @@ from areal_sc.workflows.base import Trajectory
 def fields_of(
     rows: Sequence[Trajectory], declared: Mapping[str, TensorMetadata]
 ) -> dict[str, torch.Tensor]:
-    """Each field of checked rows: [T] over all of them, on the CPU.
+    """Each field of checked rows: [T, *shape] over all of them, on the CPU.
 
     Args:
-        declared: the workflow's own fields. One of several numbers a token has a column for each.
+        declared: the workflow's own fields.
     """
     fields = {
         name: torch.from_numpy(np.concatenate([getattr(row, name) for row in rows]))
         for name in TRAJECTORY_FIELDS
     }
     for name, field in declared.items():
-        values = np.concatenate([_of_tokens(row, name, field) for row in rows])
-        columns = values.reshape(len(values), field.num_values).T
-        for column, flat in zip(field.columns(name), columns, strict=True):
-            fields[column] = torch.from_numpy(np.ascontiguousarray(flat))
+        values = [_of_tokens(row, name, field) for row in rows]
+        fields[name] = torch.from_numpy(np.concatenate(values))
     return fields
 
 
 def dtypes_of(declared: Mapping[str, TensorMetadata]) -> dict[str, str]:
-    """The names of the dtypes of what `fields_of` gives, in the same order."""
-    columns = {name: it.dtype for own, it in declared.items() for name in it.columns(own)}
-    return {**TRAJECTORY_FIELDS, **columns}
+    """The names of the types of what `fields_of` gives, in the same order."""
+    return {**TRAJECTORY_FIELDS, **{name: it.type_name for name, it in declared.items()}}
 
 
 def rows_of(
@@ -56,7 +53,7 @@ def rows_of(
         metrics: of each row.
     """
     assert packed.metadata is not None
-    whole = {name: it.numpy() for name, it in packed.joined().fields.items()}
+    whole = {name: it.numpy() for name, it in packed.fields.items()}
     rows = []
     for row, start, own_metrics in zip(packed.metadata, packed.starts, metrics, strict=True):
         own = {name: it[start : start + row.sequence_length] for name, it in whole.items()}

@@ -28,7 +28,7 @@ async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedS
     """Seals the field, if this rank is the head of its model group."""
     with _computing(rank):
         with rank.recorder.span("pulling rows", version=rank.operations.version):
-            rows = (await rank.plane.puller.pull(args.batch)).joined()
+            rows = await rank.plane.puller.pull(args.batch)
         values_of = await _values_of(rank, args.output)
 
         def compute() -> str:
@@ -82,7 +82,7 @@ async def score_batch(rank: Rank, args: rank_methods.Compute) -> tuple[float, ..
     """A number of each row."""
     with _computing(rank):
         with rank.recorder.span("pulling rows", version=rank.operations.version):
-            rows = (await rank.plane.puller.pull(args.batch)).joined()
+            rows = await rank.plane.puller.pull(args.batch)
         values_of = await _values_of(rank, args.output)
         with rank.recorder.span("computing scores", version=rank.operations.version):
             values = await rank.compute(lambda: values_of(rows))
@@ -117,8 +117,7 @@ async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
             minibatches = [await _read(rank, args.rows)]
         else:
             with rank.recorder.span("pulling rows", version=operation.version):
-                pulled = [await rank.plane.puller.pull(batch) for batch in args.rows]
-            minibatches = [rows.joined() for rows in pulled]
+                minibatches = [await rank.plane.puller.pull(batch) for batch in args.rows]
             oldest = args.rows[0].min_token_version
         trace = _trace_of(rank, minibatches)
 

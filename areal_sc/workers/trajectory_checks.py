@@ -192,14 +192,14 @@ def _problem_of_fields(row: Trajectory, declared: Mapping[str, TensorMetadata]) 
     return ""
 
 
-@np.errstate(over="ignore")  # what is too large for float32 becomes infinite
+@np.errstate(over="ignore", invalid="ignore")  # what is too large for a type is seen below
 def _held(values: Any, dtype: str) -> Any:
     """The values as an array of this dtype; None if it cannot hold them."""
     if values.dtype == dtype and values.dtype.kind in "bi":
         return values
     if values.size == 0:
         return values.astype(dtype)
-    if dtype == "float32":
+    if np.dtype(dtype).kind == "f":
         if values.dtype.kind not in "fiub":
             return None
         held = values.astype(dtype)

@@ -40,7 +40,7 @@ from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.shards.store import TensorStore
 from areal_sc.transport.sockets.interface import Interface
-from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
+from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named, type_name
 from areal_sc.weights.published import ShardReference, WeightsReference
 
 LARGE = 8 << 20
@@ -74,7 +74,7 @@ class Owner:
             shard_id=self.store.put(fields, lengths),
             runs=(RowRun(0, 0, len(lengths)),),
         )
-        dtypes = {n: str(values.dtype).removeprefix("torch.") for n, values in fields.items()}
+        dtypes = {name: type_name(values) for name, values in fields.items()}
         rows = tuple(
             RowMetadata(first_group + i, 0, length, 1.0, 0, ((0, length),), 0)
             for i, length in enumerate(lengths)
@@ -138,6 +138,48 @@ async def spread_batch(made: list[Owner], lengths: list[list[int]]) -> BatchMeta
         batches.append(owner.put({"input_ids": ids, "loss_mask": ids % 2 == 0}, its, first))
         first += len(its)
     return concat(batches, batch_id="all", global_step=1)
+
+
+async def test_values_of_any_shape_from_everywhere() -> None:
+    """Rows of a slice that is cut into several requests, in another order, own ones among them."""
+    lengths = [[3, 0, 2000], [700], [1, 5]]
+    async with owners(3) as made:
+        batches, whole = [], []
+        for owner, its in zip(made, lengths, strict=True):
+            values = torch.randint(0, 255, (sum(its), 48, 8), dtype=torch.uint8)
+            fields = {
+                "routes": values,
+                "one": values[:, 0, 0].long(),
+                "pair": values[:, :2, 0].half(),
+            }
+            batches.append(owner.put(fields, its, len(whole)))
+            whole += values.split(its)
+        order = [5, 0, 2, 3, 1, 4]
+        batch = concat(batches, batch_id="all", global_step=1).take(order)
+        async with pulling(local_store=made[1].store) as puller:
+            packed = await puller.pull(batch)
+            part = await puller.pull(batch.select(["routes"]).take([1]))
+    expected = torch.cat([whole[row] for row in order])
+    assert packed.fields["routes"].dtype == torch.uint8
+    assert torch.equal(packed.fields["routes"], expected)
+    assert torch.equal(packed.fields["one"], expected[:, 0, 0].long())
+    assert torch.equal(packed.fields["pair"], expected[:, :2, 0].half())
+    assert torch.equal(packed.take([2]).fields["routes"], whole[2])
+    assert torch.equal(part.fields["routes"], whole[0])
+
+
+async def test_a_shape_other_than_promised_is_refused() -> None:
+    async with owners(1) as (owner,), pulling() as puller:
+        batch = owner.put({"routes": torch.zeros(4, 2, 3)}, [4])
+        (columns,) = batch.columns
+        for wrong in ("float32[3x2]", "float32[6]", "float32"):
+            promised = replace(batch, columns=(replace(columns, dtypes={"routes": wrong}),))
+            with pytest.raises(ProtocolError, match="routes"):
+                await puller.pull(promised)
+        for wrong in ("float32[0]", "float32[2x]", "float32[]", "floaty[2]", "float32[-1]"):
+            promised = replace(batch, columns=(replace(columns, dtypes={"routes": wrong}),))
+            with pytest.raises(MetadataError, match="one of the dtypes"):
+                await puller.pull(promised)
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["authenticated", "encrypted"])

@@ -15,7 +15,7 @@ from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.sources.prompt_choice import PromptPast
 from areal_sc.sources.prompts import JsonlPrompts, prompt_at
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.token_fields import MADE_FIELDS, MAX_COLUMNS, TRAJECTORY_FIELDS, TensorMetadata
+from areal_sc.token_fields import MADE_FIELDS, TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.workflows.base import Workflow
 
 UNUSABLE: Final = 8
@@ -110,7 +110,7 @@ def past_of(
 def check_fields(workflow: Workflow) -> int:
     """The bytes a token of the fields that a workflow adds.
 
-    Raises: WorkflowError: one has no name that a field may have, or they are too many.
+    Raises: WorkflowError: one has no name that a field may have.
     """
     where, taken = f"{type(workflow).__name__}.fields", (*TRAJECTORY_FIELDS, *MADE_FIELDS)
     for name, field in workflow.fields.items():
@@ -120,11 +120,6 @@ def check_fields(workflow: Workflow) -> int:
             raise WorkflowError(
                 f"{where}: expected a name other than {', '.join(taken)}; got {name!r}"
             )
-    num_columns = sum(field.num_values for field in workflow.fields.values())
-    if num_columns > MAX_COLUMNS:
-        raise WorkflowError(
-            f"{where}: expected at most {MAX_COLUMNS} values a token, got {num_columns}"
-        )
     return sum(field.token_bytes for field in workflow.fields.values())
 
 

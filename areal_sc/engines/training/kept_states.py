@@ -36,7 +36,7 @@ from areal_sc.engines.training.snapshots import (
 )
 from areal_sc.engines.training.tensor_file import TensorFile
 from areal_sc.errors import CheckpointError
-from areal_sc.transport.tensor_bytes import tensor_over
+from areal_sc.transport.tensor_bytes import ValueType, tensor_over
 
 _OWNER_ONLY_FILE = 0o600
 
@@ -72,10 +72,12 @@ class SharedBuffer:
         finally:
             os.close(descriptor)
         self.tensors = {
-            name: tensor_over(mapped, it.dtype, it.nbytes, layout.starts[name]).view(it.shape)
+            name: tensor_over(mapped, ValueType(it.dtype), it.nbytes, layout.starts[name]).view(
+                it.shape
+            )
             for name, it in tensors.items()
         }
-        self._pinned_at = tensor_over(mapped, torch.uint8, self.num_bytes, 0).data_ptr()
+        self._pinned_at = tensor_over(mapped, ValueType(torch.uint8), self.num_bytes, 0).data_ptr()
         if not is_pinned:
             self._pinned_at = 0
             return

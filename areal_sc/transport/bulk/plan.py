@@ -20,7 +20,7 @@ from areal_sc.transport.bulk.messages import MAX_REQUEST_FIELDS, MAX_REQUEST_ROW
 from areal_sc.transport.bulk.session import ShardOwner
 from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.transport.shards.layout import SealedField, ShardLayout
-from areal_sc.transport.tensor_bytes import dtype_named
+from areal_sc.transport.tensor_bytes import type_named
 
 
 class OwnedSlice(NamedTuple):
@@ -46,7 +46,7 @@ def shard_slice(
     shard_id: str, fields: Mapping[str, str], rows: Sequence[int], lengths: tuple[int, ...]
 ) -> ShardSlice:
     """Whole rows."""
-    itemsizes = sum(dtype_named(dtype).itemsize for dtype in fields.values())
+    itemsizes = sum(type_named(it).itemsize for it in fields.values())
     return ShardSlice(shard_id, dict(fields), list(rows), lengths, 0, sum(lengths) * itemsizes)
 
 
@@ -79,7 +79,7 @@ def copy_layout(ranks: Iterable[Mapping[str, OwnedSlice]]) -> ShardLayout:
             if dtypes.setdefault(name, dtype) != dtype:
                 raise ProtocolError(f"parts of {name!r} are of {dtypes[name]} and of {dtype}")
     tensors = {
-        name: torch.empty(numel[name], dtype=dtype_named(dtype), device="meta")
+        name: torch.empty(numel[name], dtype=type_named(dtype).dtype, device="meta")
         for name, dtype in dtypes.items()
     }
     return ShardLayout.of(tensors, {name: [numel[name]] for name in tensors}, is_copy=True)
@@ -173,7 +173,7 @@ def cut(transfer: Transfer, max_bytes: int) -> Iterator[Transfer]:
         yield transfer
         return
     for (name, dtype), destination in zip(whole.fields.items(), transfer.destinations, strict=True):
-        itemsize = dtype_named(dtype).itemsize
+        itemsize = type_named(dtype).itemsize
         bounds = tuple(accumulate((n * itemsize for n in whole.lengths), initial=0))
         start = 0
         while start < len(destination):

@@ -47,7 +47,7 @@ from areal_sc.transport.shards.arena_map import ArenaMap, MappedShard
 from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.transport.shards.layout import SealedField
 from areal_sc.transport.shards.store import TensorStore
-from areal_sc.transport.tensor_bytes import dtype_named, tensor_over
+from areal_sc.transport.tensor_bytes import ValueType, tensor_over, type_named
 from areal_sc.weights.published import WeightsReference
 
 _ALIGNMENT: Final = 64
@@ -180,12 +180,12 @@ class Puller:
         views, copied = await _computed(len(slices), lambda: self._views(slices))
         self.mapped_bytes += sum(view.nbytes for view in views.values())
         dtypes = {**dtypes, **{f: dtype for it in slices for f, dtype in it.rows.fields.items()}}
-        rest = {f: dtype_named(dtype) for f, dtype in dtypes.items() if f not in views}
+        rest = {f: type_named(dtype) for f, dtype in dtypes.items() if f not in views}
         copies = await self._copied(rest, copied, deadline) if rest else {}
         return {name: (views if name in views else copies)[name] for name in dtypes}
 
     async def _copied(
-        self, dtypes: Mapping[str, torch.dtype], slices: Sequence[OwnedSlice], deadline: float
+        self, dtypes: Mapping[str, ValueType], slices: Sequence[OwnedSlice], deadline: float
     ) -> dict[str, torch.Tensor]:
         """The tensors, joined in one buffer."""
         tensors, transfers = await _computed(len(slices), lambda: self._allocated(dtypes, slices))
@@ -193,7 +193,7 @@ class Puller:
         return tensors
 
     def _allocated(
-        self, dtypes: Mapping[str, torch.dtype], slices: Iterable[OwnedSlice]
+        self, dtypes: Mapping[str, ValueType], slices: Iterable[OwnedSlice]
     ) -> tuple[dict[str, torch.Tensor], dict[ShardOwner, list[Transfer]]]:
         """The tensors, not filled yet, and what is to fill them."""
         numel = dict.fromkeys(dtypes, 0)

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from areal_sc.errors import MetadataError, ProtocolError
 from areal_sc.token_fields import FIELD_ALIGNMENT_BYTES
-from areal_sc.transport.tensor_bytes import dtype_name, dtype_named, tensor_over
+from areal_sc.transport.tensor_bytes import tensor_over, type_name, type_named
 
 MAX_NAME_BYTES: Final = 256
 """Most bytes of a field's name in UTF-8: requests name many."""
@@ -57,7 +57,7 @@ class FieldLayout:
     """Where one field lies.
 
     Attributes:
-        dtype: name of the values' dtype.
+        dtype: name of the values' type, see `tensor_bytes.type_named`.
         row_lengths: values in each row.
         row_bounds: first byte of each row within the field, and the end; ascending.
         start: the field's first byte within the shard.
@@ -74,8 +74,8 @@ class FieldLayout:
         return self.start + self.row_bounds[-1]
 
     def tensor_in(self, memory: Any) -> torch.Tensor:
-        """[T] all values, where they lie in a buffer that holds the shard."""
-        return tensor_over(memory, dtype_named(self.dtype), self.row_bounds[-1], self.start)
+        """[T, *shape] all values, where they lie in a buffer that holds the shard."""
+        return tensor_over(memory, type_named(self.dtype), self.row_bounds[-1], self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +140,10 @@ class ShardLayout:
         """The layout of a shard that will hold these tensors.
 
         Args:
-            tensors: name -> [T], T = sum of the field's row lengths.
+            tensors: name -> [T, *shape], T = sum of the field's row lengths.
             row_lengths: of each field, or common to all.
-        Raises: MetadataError: a tensor is not 1-D, its size is not that of its rows, or its name is
-            too long.
+        Raises: MetadataError: a tensor is a scalar, its size is not that of its rows, or its name
+            is too long.
         """
         common = None if isinstance(row_lengths, Mapping) else tuple(row_lengths)
         fields = {}
@@ -155,12 +155,13 @@ class ShardLayout:
             else:
                 assert common is not None
                 lengths = common
-            stored = dtype_name(values.dtype)
-            if values.dim() != 1 or min(lengths, default=0) < 0 or values.numel() != sum(lengths):
+            num_values = sum(lengths)
+            if values.dim() < 1 or min(lengths, default=0) < 0 or len(values) != num_values:
                 raise MetadataError(
-                    f"field {name!r}: {len(lengths)} rows with {sum(lengths)} values need a "
-                    f"tensor of shape ({sum(lengths)},), got {tuple(values.shape)}"
+                    f"field {name!r}: {len(lengths)} rows with {num_values} values need a "
+                    f"tensor of shape ({num_values}, ...), got {tuple(values.shape)}"
                 )
+            stored = type_name(values)
             field = FieldLayout(stored, lengths, _row_bounds(stored, lengths), position)
             fields[name] = field
             position = _aligned(field.stop)
@@ -234,7 +235,7 @@ def _field_layouts(header: _Header) -> dict[str, FieldLayout]:
             raise ProtocolError(f"the header of a shard, field {field.name!r}: no row lengths")
         lengths = header.row_lengths[field.rows]
         try:
-            key = field.rows, dtype_named(field.dtype).itemsize
+            key = field.rows, type_named(field.dtype).itemsize
         except MetadataError as error:
             raise ProtocolError(f"the header of a shard, field {field.name!r}: {error}") from error
         if key not in shared:
@@ -261,7 +262,7 @@ def _runs(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def _row_bounds(dtype: str, lengths: Sequence[int]) -> tuple[int, ...]:
-    itemsize = dtype_named(dtype).itemsize
+    itemsize = type_named(dtype).itemsize
     return tuple(accumulate([length * itemsize for length in lengths], initial=0))
 
 

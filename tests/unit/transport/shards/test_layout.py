@@ -37,20 +37,30 @@ def test_fields_start_on_cache_lines() -> None:
 @given(
     st.dictionaries(
         st.text(max_size=5),
-        st.tuples(st.sampled_from(DTYPE_NAMES), st.lists(st.integers(0, 5), max_size=5)),
+        st.tuples(
+            st.sampled_from(DTYPE_NAMES),
+            st.lists(st.integers(0, 5), max_size=5),
+            st.lists(st.integers(1, 3), max_size=3),
+        ),
         max_size=5,
     )
 )
-def test_a_header_is_read_as_it_was_written(shape: dict[str, tuple[str, list[int]]]) -> None:
+def test_a_header_is_read_as_it_was_written(
+    shape: dict[str, tuple[str, list[int], list[int]]],
+) -> None:
     tensors = {
-        name: torch.zeros(sum(rows), dtype=torch.uint8).to(dtype_named(dtype))
-        for name, (dtype, rows) in shape.items()
+        name: torch.zeros(sum(rows), *wide, dtype=torch.uint8).to(dtype_named(dtype))
+        for name, (dtype, rows, wide) in shape.items()
     }
-    rows = {name: rows for name, (_, rows) in shape.items()}
+    rows = {name: rows for name, (_, rows, _) in shape.items()}
     layout = ShardLayout.of(tensors, rows, is_copy=len(shape) == 1)
     header = layout.header()
     memory = memoryview(header + bytes(layout.num_bytes))
     assert ShardLayout.behind_header(memory) == (layout, len(header))
+    for name, values in tensors.items():
+        found = layout.fields[name].tensor_in(bytearray(memory[len(header) :]) or b"")
+        assert found.shape == values.shape
+        assert found.dtype == values.dtype
     assert len(header) % 64 == 0
     if layout.num_bytes:
         with pytest.raises(ProtocolError, match="names bytes"):
