@@ -12,9 +12,8 @@ import pytest
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import NotPermitted, PeerLost, RunFolderError
 from areal_sc.nodes.joining import JOIN_LIMIT_S
-from areal_sc.nodes.script_heard import ScriptHeard
+from areal_sc.nodes.script_heard import ScriptHeard, Wishes
 from areal_sc.nodes.spec import Wish
-from areal_sc.nodes.wishes import Wishes
 
 LIMIT_S = 100.0
 

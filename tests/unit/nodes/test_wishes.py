@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 
+from areal_sc.nodes.script_heard import Wishes
 from areal_sc.nodes.spec import Wish
-from areal_sc.nodes.wishes import Wishes
 from areal_sc.system.process import SNAPSHOT_SIGNALS
 
 LIMIT_S = 60.0
