@@ -170,7 +170,7 @@ class FolderInPlace(NodeFolder):
                 async with asyncio.timeout(self.config.shutdown_timeout_s):
                     async with ScriptFiles.opened(transport, self._files_address) as files:
                         for name, log in logs.items():
-                            await files.write_file(log, f"{below}/{name}", is_log=True)
+                            await files.write_file(log, f"{below}/{name}")
                 return
             except NotPermitted:  # the worker was started again elsewhere, say
                 continue
