@@ -216,16 +216,12 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
             sizes.get(scope, 2) >= 2,
             f"at least 2 with actor.ppo.{key}={scope} (one answer alone has no better or worse)",
         )
-    yield (
-        "rollout.group_size",
-        rollout.keep_groups is KeepGroups.all or group >= 2,
-        "at least 2 with rollout.keep_groups=with_signal (one answer alone never has signal)",
-    )
-    yield (
-        "rollout.group_size",
-        rollout.choose_prompts != WITH_SIGNAL or group >= 2,
-        "at least 2 with rollout.choose_prompts=with_signal (one answer alone never has signal)",
-    )
+    for key in ("keep_groups", "choose_prompts"):
+        yield (
+            "rollout.group_size",
+            value_at(rollout, key) != WITH_SIGNAL or group >= 2,
+            f"at least 2 with rollout.{key}=with_signal (one answer alone never has signal)",
+        )
     context, named = rollout.max_context_tokens, "rollout.max_context_tokens"
     yield (
         "generation.max_new_tokens",
