@@ -175,12 +175,16 @@ asyncio.run(main())
 """
 
 
+def start_controller(run_dir: Path) -> subprocess.Popen[bytes]:
+    arguments = [str(PROGRAM.parents[1]), str(run_dir)]
+    return subprocess.Popen([sys.executable, "-c", CONTROLLER, *arguments])
+
+
 async def test_workers_of_a_killed_controller_end_also_while_their_agent_is_stopped(
     tmp_path: Path,
 ) -> None:
     """One of them is blocked. The fork server misses its agent, and wakes it to clean up."""
-    arguments = [str(PROGRAM.parents[1]), str(tmp_path)]
-    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, *arguments])
+    controller = start_controller(tmp_path)
     pids_file = tmp_path / "pids"
     agent = 0
     try:
