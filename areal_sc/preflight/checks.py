@@ -93,8 +93,10 @@ def check_config(
     _check_evaluation(config)
     is_local = config.scheduler.type == SchedulerType.local
     for role, model in _trained_models(config).items():
-        make_actor(model).check(count_devices if is_local else None)
-        _check_mesh(model)
+        handle = make_actor(model)
+        handle.check(count_devices if is_local else None)
+        if folder := cached_model(model.path, model.revision):
+            handle.check_model(folder)
         if generates:
             loss_of(model.ppo).search_path(f"{role}.ppo.loss")  # raises where there is none
     if generates:
@@ -110,11 +112,11 @@ def check_models(config: GRPOConfig) -> None:
     """Checks that the models that the workers load are there; downloads those of the hub.
 
     Raises: ModelError: there is no such model, or a folder holds none that can be used.
-        ConfigError: the trained one cannot be spread over its ranks.
+        ConfigError: its tokens are not the policy's, or it gives no scores.
     """
     for role, model in _trained_models(config).items():
-        _check_model(model)
-        _check_mesh(model)
+        folder = local_model(model.path, model.revision)
+        check_model_folder(folder, needs_weights=not model.random_init)
         if model.has_adapter and model.lora.path:
             check_adapter(model.lora)
         _check_tokenizer(role, model, config.actor)
@@ -143,18 +145,6 @@ def fetch_models(config: GRPOConfig) -> bool:
     for path, revision in named:
         fetch_model(path, revision)
     return bool(named)
-
-
-def _check_mesh(actor: ActorConfig) -> None:
-    """Raises: ConfigError, ModelError: the model is there, and cannot be spread over the ranks."""
-    folder = cached_model(actor.path, actor.revision)
-    if folder:
-        make_actor(actor).check_model(folder)
-
-
-def _check_model(model: ActorConfig) -> None:
-    folder = local_model(model.path, model.revision)
-    check_model_folder(folder, needs_weights=not model.random_init)
 
 
 def _check_tokenizer(role: str, model: ActorConfig, actor: ActorConfig) -> None:
