@@ -18,7 +18,7 @@ from areal_sc.nodes.spec import STOP_RUN
 from areal_sc.run.agent_files import AgentFile, living_agents
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import Owner
-from areal_sc.schedulers.found_agents import UnseenAgents
+from areal_sc.schedulers.agent_calls import UnseenAgents
 from areal_sc.schedulers.slurm.taken_jobs import end_left_jobs
 from areal_sc.system.telling import Outlet
 from areal_sc.transport.rpc.codec import ANY_INCARNATION

@@ -5,16 +5,17 @@ Everything here is cheap and needs no worker: it runs before any is started.
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 
-from omegaconf import MISSING
-
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
+from areal_sc.config.follow_settings import EvaluationSetConfig
 from areal_sc.config.further_models import further_models
 from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.placement import Purpose
@@ -30,7 +31,6 @@ from areal_sc.config.schema import (
     RolloutEngine,
     WeightUpdateMethod,
 )
-from areal_sc.config.sharing import check_shared
 from areal_sc.config.slurm_jobs import nodes_for
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
@@ -38,15 +38,18 @@ from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
-from areal_sc.preflight.evaluation_checks import check_evaluation
 from areal_sc.preflight.generation_checks import check_generation
 from areal_sc.preflight.idle_settings import ScriptFacts
 from areal_sc.preflight.settings_warnings import settings_warnings
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
 from areal_sc.sizing.model_context import known_context
-from areal_sc.sizing.model_folder import VALUE_HEAD, check_model_folder, read_stored_shapes
-from areal_sc.sizing.tokenizer_file import tokens_of
+from areal_sc.sizing.model_folder import (
+    VALUE_HEAD,
+    check_model_folder,
+    read_stored_shapes,
+    tokens_of,
+)
 from areal_sc.sources.prompt_choice import WITH_SIGNAL
 from areal_sc.transport.sockets.interface import Interface
 
@@ -76,7 +79,6 @@ def check_config(
         ConfigError: names the setting, its value, and what is allowed.
         ModelError: the folder at `actor.path` exists and cannot be read.
     """
-    _check_python_values(config)
     check_ranges(config)
     _check_names(config)
     for key, is_met, expected in (
@@ -88,11 +90,13 @@ def check_config(
             got = value_at(config, key)
             shown = got.value if isinstance(got, Enum) else repr(got)
             raise ConfigError(f"{key}: expected {expected}, got {shown}")
-    check_evaluation(config)
+    _check_evaluation(config)
     is_local = config.scheduler.type == SchedulerType.local
     for role, model in _trained_models(config).items():
-        make_actor(model).check(count_devices if is_local else None)
-        _check_mesh(model)
+        handle = make_actor(model)
+        handle.check(count_devices if is_local else None)
+        if folder := cached_model(model.path, model.revision):
+            handle.check_model(folder)
         if generates:
             loss_of(model.ppo).search_path(f"{role}.ppo.loss")  # raises where there is none
     if generates:
@@ -108,11 +112,11 @@ def check_models(config: GRPOConfig) -> None:
     """Checks that the models that the workers load are there; downloads those of the hub.
 
     Raises: ModelError: there is no such model, or a folder holds none that can be used.
-        ConfigError: the trained one cannot be spread over its ranks.
+        ConfigError: its tokens are not the policy's, or it gives no scores.
     """
     for role, model in _trained_models(config).items():
-        _check_model(model)
-        _check_mesh(model)
+        folder = local_model(model.path, model.revision)
+        check_model_folder(folder, needs_weights=not model.random_init)
         if model.has_adapter and model.lora.path:
             check_adapter(model.lora)
         _check_tokenizer(role, model, config.actor)
@@ -141,18 +145,6 @@ def fetch_models(config: GRPOConfig) -> bool:
     return bool(named)
 
 
-def _check_mesh(actor: ActorConfig) -> None:
-    """Raises: ConfigError, ModelError: the model is there, and cannot be spread over the ranks."""
-    folder = cached_model(actor.path)
-    if folder:
-        make_actor(actor).check_model(folder)
-
-
-def _check_model(model: ActorConfig) -> None:
-    folder = local_model(model.path)
-    check_model_folder(folder, needs_weights=not model.random_init)
-
-
 def _check_tokenizer(role: str, model: ActorConfig, actor: ActorConfig) -> None:
     """Raises: ConfigError: another model than the policy reads other text in the same tokens."""
     folders = [cached_model(each.path) for each in (model, actor)]
@@ -177,14 +169,6 @@ def _trained_models(config: GRPOConfig) -> dict[str, ActorConfig]:
 
 def _model_paths(config: GRPOConfig) -> set[str]:
     return {model.path for model in _trained_models(config).values()}
-
-
-def _check_python_values(config: GRPOConfig) -> None:
-    """Checks settings that were built in Python for what the loader makes sure of."""
-    for key in ("run_dir", "total_steps", "actor.path"):
-        if value_at(config, key) == MISSING:
-            raise ConfigError(f"{key}: no value; set it in the YAML, or when GRPOConfig is made")
-    check_shared(config)
 
 
 def _check_names(config: GRPOConfig) -> None:
@@ -220,16 +204,12 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
             sizes.get(scope, 2) >= 2,
             f"at least 2 with actor.ppo.{key}={scope} (one answer alone has no better or worse)",
         )
-    yield (
-        "rollout.group_size",
-        rollout.keep_groups is KeepGroups.all or group >= 2,
-        "at least 2 with rollout.keep_groups=with_signal (one answer alone never has signal)",
-    )
-    yield (
-        "rollout.group_size",
-        rollout.choose_prompts != WITH_SIGNAL or group >= 2,
-        "at least 2 with rollout.choose_prompts=with_signal (one answer alone never has signal)",
-    )
+    for key in ("keep_groups", "choose_prompts"):
+        yield (
+            "rollout.group_size",
+            value_at(rollout, key) != WITH_SIGNAL or group >= 2,
+            f"at least 2 with rollout.{key}=with_signal (one answer alone never has signal)",
+        )
     context, named = rollout.max_context_tokens, "rollout.max_context_tokens"
     yield (
         "generation.max_new_tokens",
@@ -331,6 +311,47 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         update.method != WeightUpdateMethod.disk or bool(update.folder),
         "a folder that trainers and servers see",
     )
+
+
+def _check_evaluation(config: GRPOConfig) -> None:
+    """Checks the sets, and what evaluations decide of.
+
+    Raises: ConfigError: names the setting, its value, and what is allowed.
+    """
+    evaluation = config.evaluation
+    for number, one in enumerate(evaluation.sets, start=1):
+        where = f"evaluation.sets, {one.name or f'number {number}'}"
+        try:
+            check_ranges(one)
+            _check_evaluation_set(one)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    names = Counter(one.name for one in evaluation.sets)
+    for name, count in names.items():
+        if count > 1:
+            raise ConfigError(f"evaluation.sets: expected different names, got {name!r} twice")
+    if evaluation.stop_after and not (config.checkpoint.keep_best and evaluation.every_steps):
+        raise ConfigError(
+            f"evaluation.stop_after={evaluation.stop_after}: expected checkpoint.keep_best, the "
+            "number that is to get better, and evaluation.every_steps above 0"
+        )
+
+
+def _check_evaluation_set(one: EvaluationSetConfig) -> None:
+    if not one.name or "/" in one.name:
+        raise ConfigError(f"name: expected one without '/', got {one.name!r}")
+    if not one.prompts:
+        raise ConfigError("prompts: expected a file, or a name of the hub, got an empty one")
+    temperature = one.temperature
+    if temperature is not None and not (temperature >= 0 and math.isfinite(temperature)):
+        raise ConfigError(
+            f"temperature: expected a finite number at least 0, or null, got {temperature:g}"
+        )
+    if temperature == 0 and one.num_samples > 1:
+        raise ConfigError(
+            f"num_samples: expected 1 with temperature 0, at which all answers to a prompt are the "
+            f"same, got {one.num_samples}"
+        )
 
 
 def _check_devices(

@@ -103,16 +103,15 @@ def _job_lines(config: GRPOConfig, *, generates: bool) -> Iterator[str]:
     if words:
         yield f"sbatch obeys the environment before the script: {words}"
     for job in job_plans(scheduler.slurm):
-        script, reported_bytes = job_script(scheduler, run_dir, job), None
+        script = job_script(scheduler, run_dir, job)
         yield script
         try:
             commands.check_submission(script, {})
-            reported_bytes = commands.most_memory_bytes(job.request.partition)
             times = f", {job.num_jobs} times" if job.num_jobs > 1 else ""
             yield f"SLURM would take this job{times}"
         except (ConfigError, SchedulerSilent) as error:
             yield f"this job would not be taken: {error}"
-        nodes += _planned_nodes(job, reported_bytes)
+        nodes += _planned_nodes(job)
     if not scheduler.slurm.gang:  # more workers than at first come with nodes of their own
         config = replace(config, rollout=replace(config.rollout, autoscale=AutoscaleConfig()))
     for name, planned in plans(config, nodes, generates=generates).items():
@@ -120,10 +119,10 @@ def _job_lines(config: GRPOConfig, *, generates: bool) -> Iterator[str]:
         yield from (f"  {line}" for line in planned.lines())
 
 
-def _planned_nodes(job: JobPlan, reported_bytes: int | None) -> Iterator[PlannedNode]:
-    """Nodes of a job. Args: reported_bytes: memory of a node, if the job does not ask for it."""
-    asked = memory_bytes(job.request.memory_per_node)
-    machine = Machine(asked or reported_bytes, (None,) * job.request.gpus_per_node)
+def _planned_nodes(job: JobPlan) -> Iterator[PlannedNode]:
+    """Nodes of a job; what is not asked for of their memory is not known."""
+    memory = memory_bytes(job.request.memory_per_node) or None
+    machine = Machine(memory, (None,) * job.request.gpus_per_node)
     for purpose, number in job.shares.items():
         for index in range(number * job.num_jobs):
             yield PlannedNode(f"node {purpose}/{index}", machine, purpose)

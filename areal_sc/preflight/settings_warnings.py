@@ -10,20 +10,16 @@ from areal_sc.config.loading.presets import preset_warnings
 from areal_sc.config.schema import GRPOConfig, RolloutEngine
 from areal_sc.errors import ModelError
 from areal_sc.preflight.idle_settings import ScriptFacts, idle_settings
-from areal_sc.sizing.model_context import known_shape, num_parameters
-from areal_sc.sizing.worker_plan import format_bytes
+from areal_sc.sizing.model_context import num_parameters
 
 SMALL_MODEL_PARAMETERS = 1_000_000_000
 """The embedded engine is made for models below this size."""
-
-_LARGE_SCORES = 1 << 30
 
 
 def settings_warnings(config: GRPOConfig, facts: ScriptFacts) -> Iterator[str]:
     """A sentence for each, with the setting and its value."""
     yield from idle_settings(config, facts)
     yield from _step_warnings(config)
-    yield from _attention_warnings(config)
     if not facts.generates:
         return
     yield from _stop_warnings(config)
@@ -84,21 +80,4 @@ def _engine_warnings(config: GRPOConfig) -> Iterator[str]:
         yield (
             f"rollout.engine=local is made for small models, and {rollout.path} has "
             f"{number / 1e9:.1f} billion parameters: sglang or vllm generate far faster"
-        )
-
-
-def _attention_warnings(config: GRPOConfig) -> Iterator[str]:
-    """A model whose attention keeps the scores of whole rows."""
-    actor, shape = config.actor, None
-    with suppress(ModelError):  # it is being written
-        shape = known_shape(actor.path)
-    limits = config.rollout.max_context_tokens, actor.max_tokens_per_micro_batch
-    row_tokens = min(filter(None, limits))
-    num_bytes = shape.layer.score_bytes(row_tokens) if shape and shape.layer else 0
-    if num_bytes >= _LARGE_SCORES:
-        yield (
-            f"{actor.path} caps attention scores or has sinks, which no fused kernel computes: a "
-            f"row of {row_tokens} tokens takes {format_bytes(num_bytes)} in each layer that is "
-            "kept; actor.activation_checkpointing=layers keeps one, and shorter rows "
-            "(rollout.max_context_tokens) take less"
         )

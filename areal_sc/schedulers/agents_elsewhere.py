@@ -45,9 +45,9 @@ from areal_sc.nodes.joining import START_VARIABLE
 from areal_sc.nodes.spec import Joining, LivingWorker, NodeFacts
 from areal_sc.run.agent_files import delete_files_of_dead_agents, end_agents, living_agents
 from areal_sc.run.run_folder import RunFolder
+from areal_sc.schedulers.agent_calls import FoundAgent, end_found, find_agents
 from areal_sc.schedulers.agent_process import AGENT, agent_environment
 from areal_sc.schedulers.base import Node
-from areal_sc.schedulers.found_agents import FoundAgent, end_found, find_agents
 from areal_sc.schedulers.open_run import OpenRun, keys_of, settings_of_agents
 from areal_sc.system import interrupts
 from areal_sc.system.process import allow_open_files

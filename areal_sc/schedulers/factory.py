@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import ArealError, ConfigError, SchedulerSilent
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.base import Scheduler
+from areal_sc.run.run_owner import RunTerm
+from areal_sc.run.status_board import StatusBoard
+from areal_sc.schedulers.base import Node, Scheduler
 from areal_sc.schedulers.local import LocalScheduler
-from areal_sc.schedulers.no_nodes import NoNodes
 from areal_sc.schedulers.ray.scheduler import RayScheduler
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
 from areal_sc.system.process import refuse_in_worker, refuse_several_starts
 from areal_sc.system.telling import tell
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.passes import Passes
 from areal_sc.user_code import Raised, await_user_code, blame
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,33 @@ def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> 
             setattr(scheduler, name, _bordered(method, f"{config.type}: {name}"))
     scheduler.close = partial(tell, scheduler.close)  # type: ignore[method-assign]
     return scheduler
+
+
+class NoNodes:
+    """`--dry-run`: a scheduler that has no machine to lend; writes nothing, and starts nothing."""
+
+    term: RunTerm | None = None
+
+    def __init__(self, config: SchedulerConfig, folder: RunFolder | None = None) -> None:
+        self.config = config
+        self.keys = RunKeys.create()
+        self.passes = Passes(self.keys, 0, is_first=True)
+        self.status = StatusBoard()
+
+    async def nodes(self) -> NoReturn:
+        raise ConfigError(
+            "--dry-run: the task is looked at in a `start` block or a `Run` alone; what this "
+            "script would start is shown above"
+        )
+
+    async def ended_nodes(self) -> dict[Node, str]:
+        return {}
+
+    async def renew(self, node: Node, incarnation: str) -> NoReturn:
+        await self.nodes()
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
 
 def _bordered(

@@ -34,9 +34,8 @@ from areal_sc.ids import random_id
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.spec import JOIN, STOP_RUN, WELCOME, Joining, NodeFacts, Welcome
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.agent_calls import AgentAddress, call_agents
+from areal_sc.schedulers.agent_calls import AgentAddress, FoundAgent, call_agents, note_unseen
 from areal_sc.schedulers.files_beside import FilesBeside
-from areal_sc.schedulers.found_agents import FoundAgent, note_unseen
 from areal_sc.system import interrupts
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer

@@ -112,18 +112,14 @@ class SentRecords:
     max_bytes: Annotated[int, Meta(ge=1)]
 
 
-_TRAINERS: Final = frozenset((Caller.controller, Caller.train))
-"""Snapshots and models are theirs."""
-
 LIST_PATH: Final = Method("list_path", str, Listing, callers=WORKERS)
 """A path that the script has named: `named_paths`."""
 LIST_RUN: Final = Method("list_run", str, Listing, callers=WORKERS)
 """A folder below the run folder."""
 READ_PIECE: Final = Method("read_piece", FilePiece, bytes, callers=WORKERS)
-WRITE_PIECE: Final = Method("write_piece", WrittenPiece, NoneType, callers=_TRAINERS)
-END_FILE: Final = Method("end_file", WrittenFile, NoneType, callers=_TRAINERS)
-WRITE_LOG_PIECE: Final = Method("write_log_piece", WrittenPiece, NoneType, callers=WORKERS)
-END_LOG: Final = Method("end_log", WrittenFile, NoneType, callers=WORKERS)
+WRITE_PIECE: Final = Method("write_piece", WrittenPiece, NoneType, callers=WORKERS)
+"""Of a log; snapshots and models are a trainer's."""
+END_FILE: Final = Method("end_file", WrittenFile, NoneType, callers=WORKERS)
 SEND_RECORDS: Final = Method(
     "send_records", SentRecords, NoneType, callers=frozenset((Caller.rollout, Caller.train))
 )

@@ -132,15 +132,11 @@ class ScriptFiles:
         finally:
             os.close(fd)
 
-    async def write_file(self, source: Path, name: str, *, is_log: bool = False) -> None:
+    async def write_file(self, source: Path, name: str) -> None:
         """Brings a file back to the run folder.
 
-        Args:
-            is_log: any worker may bring one; what else comes back is a trainer's.
-        Raises: TransportError, CheckpointError: it cannot be written there. OSError.
+        Raises: NotPermitted, TransportError, CheckpointError: it cannot be written there. OSError.
         """
-        write_piece = calls.WRITE_LOG_PIECE if is_log else calls.WRITE_PIECE
-        end_file = calls.END_LOG if is_log else calls.END_FILE
         fd, token = os.open(source, os.O_RDONLY | os.O_CLOEXEC), random_id()
         try:
             num_bytes, digest = os.fstat(fd).st_size, await asyncio.to_thread(_digest, fd)
@@ -148,13 +144,13 @@ class ScriptFiles:
             async def write(offset: int) -> None:
                 content = await asyncio.to_thread(os.pread, fd, calls.PIECE_BYTES, offset)
                 piece = calls.WrittenPiece(name, token, offset, content)
-                await self._call(write_piece, piece)
+                await self._call(calls.WRITE_PIECE, piece)
 
             # a caller that is not known yet may say little
-            await self._call(write_piece, calls.WrittenPiece(name, token, 0, b""))
+            await self._call(calls.WRITE_PIECE, calls.WrittenPiece(name, token, 0, b""))
             await _some_at_once(write, num_bytes)
             end = calls.WrittenFile(name, token, num_bytes, digest)
-            await self._call(end_file, end, calls.LISTING_LIMIT_S)
+            await self._call(calls.END_FILE, end, calls.LISTING_LIMIT_S)
         finally:
             os.close(fd)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.errors import NotPermitted
+from areal_sc.transport.security.passes import Caller
 
 MAX_NAME_CHARS: Final = 1000
 MAX_PARTS: Final = 20
@@ -21,11 +22,12 @@ _NAME: Final = re.compile(rf"{_PART}(/{_PART}){{0,{MAX_PARTS - 1}}}")
 _ENGINE: Final = r"engine(-[a-z0-9_-]{1,32})?"
 _READABLE: Final = re.compile(rf"sources/{_PART}|checkpoints/step-[0-9]+/{_ENGINE}/{_PART}")
 _LISTABLE: Final = re.compile(rf"checkpoints/step-[0-9]+/{_ENGINE}")
+_LOG: Final = rf"logs/{_PART}/{_PART}"
 _WRITABLE: Final = re.compile(
     rf"checkpoints/\.step-[0-9]+\.partial/{_ENGINE}/{_PART}"
-    rf"|exports/[a-z0-9_-]{{1,32}}/[0-9a-f]{{4,64}}/{_PART}"
+    rf"|exports/[a-z0-9_-]{{1,32}}/[0-9a-f]{{4,64}}/{_PART}|{_LOG}"
 )
-_LOG: Final = re.compile(rf"logs/{_PART}/{_PART}")
+_WRITABLE_BY_GENERATORS: Final = re.compile(_LOG)
 
 
 def checked_name(name: str) -> str:
@@ -43,9 +45,9 @@ def listable(run_dir: Path, name: str) -> Path:
     return run_dir / _matched(_LISTABLE, name, "no folder of a run that nodes list")
 
 
-def writable(run_dir: Path, name: str, *, is_log: bool = False) -> Path:
-    """A file that nodes may put into the run folder. Raises: NotPermitted."""
-    pattern = _LOG if is_log else _WRITABLE
+def writable(run_dir: Path, name: str, caller: Caller | None) -> Path:
+    """A file that this worker may put into the run folder. Raises: NotPermitted."""
+    pattern = _WRITABLE if caller is Caller.train else _WRITABLE_BY_GENERATORS
     return run_dir / _matched(pattern, name, "no file of a run that nodes write")
 
 

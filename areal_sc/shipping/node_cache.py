@@ -34,15 +34,11 @@ from areal_sc.shipping.client import ScriptFiles
 from areal_sc.shipping.trees import digest_of
 from areal_sc.system.durable import commit_folder, remove
 from areal_sc.system.file_lock import HeldLock, take_lock
-from areal_sc.system.waiting import polled
 from areal_sc.transport.shards.memory_folder import folder_on_node
 
 KEEP_S: Final = 14 * 86400.0
 _OWNER_ONLY: Final = 0o700
 _POLL_S: Final = 0.2
-_RUN_LOCK: Final = ".agent"
-_END_LIMIT_S: Final = 10.0
-"""An agent that ends has the folder for so long at most."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +64,7 @@ class NodeCache:
             self.path.mkdir(mode=_OWNER_ONLY, parents=True, exist_ok=True)
             status = self.path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                raise _unusable(self.path, "it belongs to another user")
+                raise unusable(self.path, "it belongs to another user")
             make_private(self.path, partial(logger.warning, "%s"))
             self.path.chmod(_OWNER_ONLY)
             self._trees.mkdir(exist_ok=True)
@@ -79,9 +75,9 @@ class NodeCache:
                 if _age_s(entry) > KEEP_S:
                     self._remove_unused(entry)
         except OSError as error:
-            raise _unusable(self.path, error.strerror) from error
+            raise unusable(self.path, error.strerror) from error
         except RunFolderError as error:
-            raise _unusable(self.path, str(error)) from error
+            raise unusable(self.path, str(error)) from error
 
     def _remove_unused(self, entry: Path) -> None:
         if entry.suffix == ".partial":
@@ -171,61 +167,14 @@ class NodeCache:
         return self._trees / f".{digest}.use"
 
 
-class RunHere:
-    """What stands in for the run folder on this node, as long as its agent lives.
-
-    Args:
-        cache: of the node; made.
-        run_id: of the agent's start.
-        node: tells nodes apart, should they have the folder in common.
-
-    Attributes:
-        path: of the folder.
-    Raises: ConfigError: it cannot be made, or another agent has it.
-    """
-
-    def __init__(self, cache: NodeCache, run_id: str, node: str) -> None:
-        runs = cache.path / "runs"
-        self.path = runs / f"{run_id}-{node}"
-        try:
-            runs.mkdir(exist_ok=True)
-            for left in runs.iterdir():  # of agents that were killed
-                if left != self.path and (lock := take_lock(left / _RUN_LOCK, fcntl.LOCK_EX)):
-                    shutil.rmtree(left, ignore_errors=True)
-                    lock.close()
-            taken = self._take()
-        except OSError as error:
-            raise _unusable(self.path, error.strerror) from error
-        if taken is None:
-            raise _unusable(self.path, "another agent of this run is on this node")
-        self._lock: HeldLock = taken
-
-    def _take(self) -> HeldLock | None:
-        """The lock; None: another agent has it, and does not end. Blocks.
-
-        An agent of another run may delete the folder before it is locked: it is made again then.
-        """
-
-        def take() -> HeldLock | None:
-            for name in ("logs", "checkpoints", "sources"):
-                (self.path / name).mkdir(parents=True, exist_ok=True)
-            return take_lock(self.path / _RUN_LOCK, fcntl.LOCK_EX)
-
-        return polled(take, _END_LIMIT_S, _POLL_S)
-
-    def remove(self) -> None:
-        """The run has ended here."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
-
-
 def _age_s(path: Path) -> float:
     with suppress(FileNotFoundError):
         return time.time() - path.lstat().st_mtime
     return 0.0
 
 
-def _unusable(path: Path, why: str | None) -> ConfigError:
+def unusable(path: Path, why: str | None) -> ConfigError:
+    """Says which setting names another folder."""
     return ConfigError(
         f"{path} cannot be used for what this node needs of the script's files: {why}; set "
         "scheduler.node_folder to a folder of the nodes that can be written"

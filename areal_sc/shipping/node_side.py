@@ -8,8 +8,10 @@ stands in for the folder says it, as the folder itself would.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import logging
+import shutil
 import socket
 from contextlib import suppress
 from dataclasses import replace
@@ -23,26 +25,32 @@ from areal_sc.nodes.node_folder import NodeFolder
 from areal_sc.nodes.spec import Launch, Shipped, Welcome, WorkerOrder
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping.client import ScriptFiles, until_there
-from areal_sc.shipping.node_cache import NodeCache, RunHere
+from areal_sc.shipping.node_cache import NodeCache, unusable
 from areal_sc.system.durable import write_atomic
+from areal_sc.system.file_lock import HeldLock, take_lock
 from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.process import machine_id
+from areal_sc.system.waiting import polled
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.passes import WorkerKeys
 
 _STANDARD_ERROR: Final = Path("/proc/self/fd/2")
+_LOCK: Final = ".agent"
+_END_LIMIT_S: Final = 10.0
+"""An agent that ends has the folder for so long at most."""
+_POLL_S: Final = 0.2
 
 logger = logging.getLogger(__name__)
 
 
 class FolderInPlace(NodeFolder):
-    """A folder of this node.
+    """A folder of this node, as long as its agent lives.
 
     Args:
         config: `run_dir` is that of the script.
         run_id: of this start of the agent.
-    Raises: ConfigError: there is no room for files on this node.
+    Raises: ConfigError: it cannot be made, or another agent of the run has it.
     """
 
     is_shared = False
@@ -54,9 +62,33 @@ class FolderInPlace(NodeFolder):
         self._cache = NodeCache(config.node_folder)
         self._cache.make()
         node = hashlib.sha256(machine_id().encode()).hexdigest()[:12]
-        self._run = RunHere(self._cache, run_id, node)
-        logger.info("run_dir=%s is not seen here: path=%s", config.run_dir, self._run.path)
-        self.config = replace(config, run_dir=str(self._run.path))
+        # of each node another one, should they have the folder around it in common
+        self._path = self._cache.path / "runs" / f"{run_id}-{node}"
+        self._lock = self._make_path()
+        logger.info("run_dir=%s is not seen here: path=%s", config.run_dir, self._path)
+        self.config = replace(config, run_dir=str(self._path))
+
+    def _make_path(self) -> HeldLock:
+        """Blocks. Raises: ConfigError."""
+
+        def take() -> HeldLock | None:
+            # an agent of another run may delete the folder before it is locked
+            for name in ("logs", "checkpoints", "sources"):
+                (self._path / name).mkdir(parents=True, exist_ok=True)
+            return take_lock(self._path / _LOCK, fcntl.LOCK_EX)
+
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            for left in self._path.parent.iterdir():  # of agents that were killed
+                if left != self._path and (lock := take_lock(left / _LOCK, fcntl.LOCK_EX)):
+                    shutil.rmtree(left, ignore_errors=True)
+                    lock.close()
+            taken = polled(take, _END_LIMIT_S, _POLL_S)
+        except OSError as error:
+            raise unusable(self._path, error.strerror) from error
+        if taken is None:
+            raise unusable(self._path, "another agent of this run is on this node")
+        return taken
 
     async def bring_first(self, launch: Launch) -> Shipped | None:
         if not launch.orders:
@@ -122,7 +154,8 @@ class FolderInPlace(NodeFolder):
         try:
             await self._bring_logs_back()
         finally:
-            self._run.remove()
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._lock.close()
 
     async def _bring_logs_back(self) -> None:
         """To `logs/<node>/` of the run folder, as far as that works."""
@@ -137,7 +170,7 @@ class FolderInPlace(NodeFolder):
                 async with asyncio.timeout(self.config.shutdown_timeout_s):
                     async with ScriptFiles.opened(transport, self._files_address) as files:
                         for name, log in logs.items():
-                            await files.write_file(log, f"{below}/{name}", is_log=True)
+                            await files.write_file(log, f"{below}/{name}")
                 return
             except NotPermitted:  # the worker was started again elsewhere, say
                 continue

@@ -51,6 +51,7 @@ class FileServer:
 
     def __init__(self, folder: RunFolder, callers: KnownCallers) -> None:
         self._folder = folder
+        self._callers = callers
         self._records = ReceivedRecords(folder.records, callers.name_of)
         self._trees = Trees()
         self._listed: dict[str, calls.Listing] = {}
@@ -62,10 +63,8 @@ class FileServer:
             calls.LIST_PATH.served_by(self.list_path),
             calls.LIST_RUN.served_by(self.list_run),
             calls.READ_PIECE.served_by(lambda it: in_thread(self._read, it)),
-            calls.WRITE_PIECE.served_by(lambda it: in_thread(self._write, it)),
-            calls.END_FILE.served_by(lambda it: in_thread(self._end, it)),
-            calls.WRITE_LOG_PIECE.served_by(lambda it: in_thread(self._write, it, is_log=True)),
-            calls.END_LOG.served_by(lambda it: in_thread(self._end, it, is_log=True)),
+            calls.WRITE_PIECE.served_to(lambda it, key: in_thread(self._write, it, key)),
+            calls.END_FILE.served_to(lambda it, key: in_thread(self._end, it, key)),
             calls.SEND_RECORDS.served_to(lambda it, key: in_thread(self._records.write, it, key)),
         ]
 
@@ -112,9 +111,9 @@ class FileServer:
         # links are followed: a model hub's files are links
         return Path(piece.path) if listing.is_file else Path(piece.path, piece.name), 0
 
-    def _write(self, piece: calls.WrittenPiece, *, is_log: bool = False) -> None:
+    def _write(self, piece: calls.WrittenPiece, key: str) -> None:
         """Raises: NotPermitted. CheckpointError: it cannot be written."""
-        partial = self._partial_of(piece.name, piece.token, is_log=is_log)
+        partial = self._partial_of(piece.name, piece.token, key)
         if piece.offset < 0:
             raise TransportError(f"a piece begins at 0 or later, not at {piece.offset}")
         with os_errors_as(CheckpointError, f"cannot write {partial}"):
@@ -127,9 +126,9 @@ class FileServer:
             finally:
                 os.close(fd)
 
-    def _end(self, file: calls.WrittenFile, *, is_log: bool = False) -> None:
+    def _end(self, file: calls.WrittenFile, key: str) -> None:
         """Raises: NotPermitted. CheckpointError: it is not what was sent."""
-        partial = self._partial_of(file.name, file.token, is_log=is_log)
+        partial = self._partial_of(file.name, file.token, key)
         target = self._folder.path / file.name
         with os_errors_as(CheckpointError, f"cannot write {target}"):
             with partial.open("rb") as opened:
@@ -152,8 +151,8 @@ class FileServer:
         """
         folder.mkdir(exist_ok=True, parents=self._folder.checkpoints not in folder.parents)
 
-    def _partial_of(self, name: str, token: str, *, is_log: bool) -> Path:
-        target = names.writable(self._folder.path, name, is_log=is_log)
+    def _partial_of(self, name: str, token: str, key: str) -> Path:
+        target = names.writable(self._folder.path, name, self._callers.known.get(key))
         if not names.TOKEN.fullmatch(token):
             raise TransportError("the token of a file that is written has 8 to 64 digits")
         return target.with_name(f".{target.name}.{token}.partial")

@@ -233,3 +233,16 @@ def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, int]:
 def _kv_values_per_token(config: dict[str, Any]) -> int | None:
     layer = LayerSizes.of(config)
     return None if layer is None else 2 * layer.num_layers * layer.keys
+
+
+def tokens_of(folder: Path) -> dict[str, int] | None:
+    """Token -> number, of `tokenizer.json`; None where that is not there, or has none."""
+    try:
+        content: Any = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # with a score each
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+        return {**vocabulary, **added}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import msgpack
 
@@ -61,11 +61,6 @@ class Child:
         return exit_text(self.ended.result()) if self.ended.done() else "unknown exit status"
 
 
-class _Forked(NamedTuple):
-    pid: int
-    ended: asyncio.Future[int]
-
-
 class ForkServer:
     """A fork server of this process's own, which must not have threads yet. Used from one loop.
 
@@ -91,7 +86,8 @@ class ForkServer:
         self.is_gone = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._one_request = asyncio.Lock()
-        self._replies: collections.deque[asyncio.Future[_Forked]] = collections.deque()
+        # with the connection to the child that is asked for
+        self._replies = collections.deque[tuple[asyncio.Future[Child], socket.socket]]()
         self._ends: dict[int, asyncio.Future[int]] = {}  # of each child, by process id
         self._has_forked = False
 
@@ -113,14 +109,13 @@ class ForkServer:
         """
         mine, theirs = socket.socketpair(socket.AF_UNIX, kind)
         mine.setblocking(False)
-        reply: asyncio.Future[_Forked] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
         try:
             with theirs:
                 async with asyncio.timeout(timeout_s), self._one_request:
                     self._send(["spawn", spec, str(log_path)], [theirs.fileno()])
-                    self._replies.append(reply)
-                    forked = await asyncio.shield(reply)
-            return Child(forked.pid, forked.ended, mine)
+                    self._replies.append((reply, mine))
+                    return await asyncio.shield(reply)
         except BaseException as error:
             mine.close()
             reply.add_done_callback(self._end_unwanted)
@@ -204,16 +199,16 @@ class ForkServer:
             pid, code = rest
             self._ends.pop(pid).set_result(code)
             return
-        reply, (value,) = self._replies.popleft(), rest
+        (reply, connection), (value,) = self._replies.popleft(), rest
         if kind == "started":
             self._has_forked = True  # what an ended child has left may still have to be killed
             self._ends[value] = self._loop.create_future()
             # its end may be read before the reply is taken
-            reply.set_result(_Forked(value, self._ends[value]))
+            reply.set_result(Child(value, self._ends[value], connection))
         else:
             reply.set_exception(WorkerStartError(f"no process was forked: {value}"))
 
-    def _end_unwanted(self, reply: asyncio.Future[_Forked]) -> None:
+    def _end_unwanted(self, reply: asyncio.Future[Child]) -> None:
         """Kills a forked process: whoever asked for it is gone, and would never end it."""
         if reply.exception() is None:
             with suppress(WorkerLost):
@@ -225,7 +220,7 @@ class ForkServer:
         self._connection.close()
         os.waitpid(self.pid, 0)  # it has closed its end, so it is at its last instructions
         self.is_gone.set()
-        for reply in self._replies:
+        for reply, _ in self._replies:
             reply.set_exception(WorkerLost("the fork server is gone"))
         for ended in self._ends.values():
             ended.set_result(-signal.SIGKILL)

@@ -35,7 +35,7 @@ from areal_sc.nodes.spec import (
     NodeFacts,
 )
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.found_agents import UnseenAgents, note_unseen
+from areal_sc.schedulers.agent_calls import UnseenAgents, note_unseen
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import Method

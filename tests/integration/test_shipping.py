@@ -271,11 +271,10 @@ async def test_a_generator_brings_logs_back_and_nothing_else(
     transport = ZmqTransport(client=CurveClient.of_worker(of_worker))
     async with ScriptFiles.opened(transport, script.where) as files:
         log = "logs/node1/rollout-0.log"
-        await files.write_file(own, log, is_log=True)
+        await files.write_file(own, log)
         assert (script.folder.path / log).read_bytes() == b"a line"
-        for is_log in (False, True):
-            with pytest.raises(NotPermitted):
-                await files.write_file(own, "exports/train/0123abcd/config.json", is_log=is_log)
+        with pytest.raises(NotPermitted):
+            await files.write_file(own, "exports/train/0123abcd/config.json")
     await transport.close()
     assert not script.folder.exports.exists()
 

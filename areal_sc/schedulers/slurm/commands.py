@@ -1,4 +1,4 @@
-"""SLURM's own commands, as far as they are used here; no state is kept.
+"""SLURM's own commands, as far as they are used here, up to the end of all of a run's jobs.
 
 A command that cannot reach slurmctld has said nothing: neither that a job failed, nor that a
 submission was not accepted.
@@ -43,6 +43,12 @@ _LOOKS_S: Final = 120.0
 _LOOK_AGAIN_S: Final = 1.0
 _REGISTER_S: Final = 30.0
 """A slurmctld that was started again does not know its nodes until they have told of themselves."""
+END_LIMIT_S: Final = 60.0
+"""After the grace; what is left then is left to its agents."""
+CANCEL_AGAIN_S: Final = 10.0
+"""A slurmctld that dies may have forgotten by its next start what it was told last."""
+_LOOK_S: Final = 0.2
+"""Between looks at what ends."""
 MAX_ADDRESSES: Final = 8
 MAX_SHOWN: Final = 12
 """Kinds of nodes, to someone who has asked for others."""
@@ -316,6 +322,60 @@ def cancel(words: Sequence[str]) -> None:
     run_command(["scancel", *words])
 
 
+def end_jobs(
+    names: Sequence[str],
+    steps: Sequence[tuple[str, str]],
+    grace_s: float,
+    *,
+    are_told: bool,
+) -> bool:
+    """Returns when SLURM says that all has ended; False: it has not, or that is not known.
+
+    A slurmctld that gives no answer, or refuses, is asked again.
+
+    Args:
+        names: of jobs.
+        steps: the job and the name of each step.
+        grace_s: after which agents that were told are asked by SIGTERM, or, in a job that goes on,
+            killed.
+        are_told: all agents were told to end.
+    """
+    begun_s, is_any_cancelled, num_ends = time.monotonic(), False, 0
+    grace_end_s = begun_s + grace_s
+    cancel_s = grace_end_s if are_told else begun_s  # when what runs is cancelled next
+    while time.monotonic() < grace_end_s + END_LIMIT_S:
+        is_late = time.monotonic() > grace_end_s
+        try:
+            states = named_jobs(names)
+            running = [it for job, name in steps for it in steps_of(job, name)]
+            # slurmctld may hear late of the end of jobs whose agents were told; what had to be
+            # cancelled was told nothing, as a job that began meanwhile
+            is_known = are_told and is_late and not is_any_cancelled
+            are_ending = is_known and set(states.values()) <= {"COMPLETING"}
+            has_ended = not running and (not states or are_ending)
+            num_ends = num_ends + 1 if has_ended else 0
+            # a slurmctld that answers again may still have a submission before it
+            if num_ends >= (2 if is_just_back() else 1):
+                return True
+            waiting = [job for job, state in states.items() if state == "PENDING"]
+            if waiting:
+                run_command(["scancel", "--state=PENDING", *waiting])
+            elif not has_ended and time.monotonic() >= cancel_s:
+                # without a signal the tasks of a step are killed at once; a job's are asked
+                signal = [] if is_late else ["--signal=TERM"]
+                alive = [job for job, state in states.items() if state != "COMPLETING"]
+                is_any_cancelled |= bool(alive)  # also if no answer tells so
+                for words in (alive, [*signal, *running] if running else []):
+                    if words:
+                        run_command(["scancel", *words])
+                cancel_s = max(grace_end_s, time.monotonic() + CANCEL_AGAIN_S)
+        except (ConfigError, SchedulerSilent) as error:
+            logger.warning("the end of the run's jobs is not known: %s", error)
+            time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_LOOK_AGAIN_S if num_ends else _LOOK_S)
+    return False
+
+
 def what_to_change(script: str = "") -> str:
     """For whoever has asked for what there is not, by a job's script if it was one."""
     kept = r"^#SBATCH (--(?!output|chdir|ntasks|no-|requeue).*)$"
@@ -329,18 +389,6 @@ def what_to_change(script: str = "") -> str:
     partitions = told.rstrip("\n").splitlines()
     others = ["  …"] if len(partitions) > MAX_SHOWN else []
     return "\n".join([f"{advice}; what there is:", *partitions[:MAX_SHOWN], *others])
-
-
-def most_memory_bytes(partition: str) -> int | None:
-    """The largest memory that sinfo reports of nodes of the partition, or, without one, of any
-    nodes; None: it reports none.
-
-    Raises: SchedulerSilent.
-    """
-    words = [f"--partition={partition}"] if partition else []
-    told = _words(run_command(["sinfo", "-h", "-o", "%m", *words]))
-    sizes = [int(size.rstrip("+")) << 20 for size in told if size.rstrip("+").isdecimal()]
-    return max(sizes, default=None)
 
 
 def is_just_back() -> bool:

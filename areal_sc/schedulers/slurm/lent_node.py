@@ -31,8 +31,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import Wait
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.slurm import commands
-from areal_sc.schedulers.slurm.job import STEPS_LOG, Job, Step, log_of
-from areal_sc.schedulers.slurm.jobs import LOOK_EVERY_S, Jobs
+from areal_sc.schedulers.slurm.jobs import LOOK_EVERY_S, STEPS_LOG, Job, Jobs, Step, log_of
 from areal_sc.system.process import exit_text
 
 _NO_ANSWER: Final = frozenset(number & 0xFF for number in (1001, 1002, 1003, 1004, 5004))

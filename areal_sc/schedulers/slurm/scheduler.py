@@ -42,14 +42,12 @@ from areal_sc.errors import ArealError, ConfigError, WorkerStartError
 from areal_sc.nodes.spec import END, NodeFacts
 from areal_sc.run.agent_files import delete_files_of_dead_agents, end_agents
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.agent_calls import AgentAddress, call_agents
+from areal_sc.schedulers.agent_calls import AgentAddress, FoundAgent, call_agents
 from areal_sc.schedulers.base import Node
-from areal_sc.schedulers.found_agents import FoundAgent
 from areal_sc.schedulers.open_run import OpenRun, keys_of
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.guard import JobsGuard
-from areal_sc.schedulers.slurm.job import Job, log_of
-from areal_sc.schedulers.slurm.jobs import Jobs
+from areal_sc.schedulers.slurm.jobs import Job, Jobs, log_of
 from areal_sc.schedulers.slurm.jobs_file import LentRecord, digest_of
 from areal_sc.schedulers.slurm.lent_node import (
     LentNode,

@@ -16,10 +16,9 @@ from typing import Final
 
 from areal_sc.errors import RunFolderError, SchedulerSilent
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.found_agents import FoundAgent, find_agents, tell_to_end
+from areal_sc.schedulers.agent_calls import FoundAgent, find_agents, tell_to_end
 from areal_sc.schedulers.slurm import commands
-from areal_sc.schedulers.slurm.commands import found_job
-from areal_sc.schedulers.slurm.ending import end_jobs
+from areal_sc.schedulers.slurm.commands import end_jobs, found_job
 from areal_sc.schedulers.slurm.jobs_file import JobRecord, JobsFile, RunJobs
 from areal_sc.transport.security.keys import RunKeys
 

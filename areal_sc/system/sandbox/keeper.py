@@ -19,9 +19,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 from areal_sc.system.sandbox import kernel
-from areal_sc.system.sandbox.frames import LENGTH, packed
 from areal_sc.system.sandbox.layers import ProgramLayer
-from areal_sc.system.sandbox.program import CLOCK_FACTOR
+from areal_sc.system.sandbox.program import CLOCK_FACTOR, LENGTH, packed
 from areal_sc.system.sandbox.start_program import BEGUN, start_program
 from areal_sc.system.sandbox.trees import use_of
 

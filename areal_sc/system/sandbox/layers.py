@@ -3,10 +3,13 @@
 The standard library alone.
 
     prepare     once, in the server
-    begin       in the keeper of a program, before it forks
+    begin       in the keeper of a program, before it forks; `folder` is the program's own from then
     start       forks the process that becomes the program
     confine     in that process, last of all: afterwards it can do only what the program may
+    num_processes_beside    count as the program's for the kernel, and are not
     pids        those of the program, for its keeper to measure
+    has_written_more        bytes of files than a limit; False where the kernel holds the limit
+    exit_code   that of the program, from the wait status of what `start` has started
     end         nothing of the program is left, neither processes nor files
 """
 
@@ -22,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Final, Protocol
+from typing import Final
 
 from areal_sc.system.sandbox import kernel
 from areal_sc.system.sandbox.system_calls import SystemCallFilter
@@ -60,32 +63,6 @@ def readable_paths(more: Sequence[str]) -> list[str]:
     """What every program may read: the system's programs, this Python, and what else is named."""
     found = [*_SYSTEM, *(os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *more))]
     return [path for path in dict.fromkeys(found) if os.path.exists(path)]
-
-
-class ProgramLayer(Protocol):
-    """One way to keep programs apart, used as this module says."""
-
-    folder: str
-    """The program's private folder, from `begin` on."""
-
-    def prepare(self) -> None: ...
-    def begin(self, file_bytes: int) -> None: ...
-    def start(self, become: Callable[[], None]) -> int: ...
-    def confine(self) -> None: ...
-    def num_processes_beside(self) -> int:
-        """Processes that count as the program's for the kernel, and are not."""
-        ...
-
-    def pids(self) -> list[int]: ...
-    def has_written_more(self, limit: int) -> bool:
-        """Whether it has more bytes of files; False where the kernel holds the limit."""
-        ...
-
-    def exit_code(self, status: int) -> int:
-        """The exit code of the program, from the wait status of what `start` has started."""
-        ...
-
-    def end(self) -> None: ...
 
 
 class Namespaces:
@@ -314,6 +291,10 @@ class Landlock:
         end_descendants()
         if self.folder:
             remove(self.folder)
+
+
+ProgramLayer = Namespaces | Landlock
+"""One way to keep programs apart."""
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:

@@ -23,9 +23,16 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from areal_sc.errors import SandboxError
-from areal_sc.system.sandbox.frames import LENGTH, packed
 from areal_sc.system.sandbox.isolation import BIND_NOW, CHECK, LAYERS, way_out
-from areal_sc.system.sandbox.program import CLOCK_FACTOR, End, Ended, Limits, Program
+from areal_sc.system.sandbox.program import (
+    CLOCK_FACTOR,
+    LENGTH,
+    End,
+    Ended,
+    Limits,
+    Program,
+    packed,
+)
 from areal_sc.system.sandbox.trees import remove
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -38,95 +37,63 @@ _OF_ROOT: Final = (0, 1, 3, 4, 5, 6, 7, 8, 10, 12, 13)
 NET_ADMIN, NET_RAW: none of them opens what a mount hides."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Apart:
-    """How a process is kept apart.
-
-    Attributes:
-        layer: a name of `LAYERS`, or "": by none.
-        why_not: of each layer that was tried and does not work.
-        pid: of the process that goes on, as others see it.
-    """
-
-    layer: str
-    why_not: str
-    pid: int
-
-
 def begin_apart(spec: Mapping[str, Any]) -> socket.socket | None:
     """Keeps this process apart as `OwnProcesses` asks for it, and says that it is ready.
 
     Args:
         spec: `fd`, the socket; `sources`, `isolation`, `hides`, see `OwnProcesses`; `network`
-            and `read`, see `narrow`; `is_tried`, see `keep_apart`; `port`: unless it is 0, the
-            process is in a network of its own, where nothing but this port of 127.0.0.1 answers.
-            The owner gets the socket that listens there.
+            and `read`, see `narrow`; `is_tried`: a process like this one has found that the layer
+            works, which takes forks to try; `port`: unless it is 0, the process is in a network of
+            its own, where nothing but this port of 127.0.0.1 answers. The owner gets the socket
+            that listens there.
     Returns: the socket, for `Replies`; or None: it cannot be as narrow as that, which was told.
     """
     shows, port = [spec["sources"]], spec.get("port", 0)
-    apart = keep_apart(
-        spec["isolation"],
-        spec["hides"],
-        shows,
-        spec["fd"],
-        is_tried=spec["is_tried"],
-        has_own_network=port > 0,
-    )
-    connection = socket.socket(fileno=3 if apart.layer else spec["fd"])
+    layer, why_not, pid = _keep_apart(spec, shows, has_own_network=port > 0)
+    connection = socket.socket(fileno=3 if layer else spec["fd"])
     connection.setblocking(True)
     connection.set_inheritable(False)
     try:
         narrow(network=spec["network"], read=spec["read"], shows=shows)
-        if port and apart.layer != "namespaces":
-            raise OSError(
-                f"a network of its own needs namespaces, which there are not: {apart.why_not}"
-            )
+        if port and layer != "namespaces":
+            raise OSError(f"a network of its own needs namespaces, which there are not: {why_not}")
         listeners = [socket.create_server((_LOOPBACK, port), backlog=_BACKLOG)] if port else []
     except OSError as error:
         connection.sendall(signed(["unfit", str(error)]))
         return None
-    ready = signed(["ready", apart.pid, apart.layer, apart.why_not])
+    ready = signed(["ready", pid, layer, why_not])
     socket.send_fds(connection, [ready], [listener.fileno() for listener in listeners])
     for listener in listeners:
         listener.close()
     return connection
 
 
-def keep_apart(
-    isolation: str,
-    hides: Sequence[str],
-    shows: Sequence[str],
-    keeps: int,
-    *,
-    is_tried: bool = False,
-    has_own_network: bool = False,
-) -> Apart:
+def _keep_apart(
+    spec: Mapping[str, Any], shows: Sequence[str], *, has_own_network: bool
+) -> tuple[str, str, int]:
     """Keeps this process apart, which has one thread; it may go on as another process.
 
     Args:
-        isolation: `auto`, one of `LAYERS`, or `none`.
-        hides: folders that are not to be had.
-        shows: folders within them that can be read all the same.
-        keeps: the only descriptor that it needs, beside standard input, output and error.
-        is_tried: a process like this one has found that the layer works; to try it takes forks.
+        spec: see `begin_apart`; its socket is the only descriptor that is kept.
+        shows: folders within those that are hidden, which can be read all the same.
         has_own_network: in namespaces it reaches nobody, and itself by 127.0.0.1.
+    Returns: a name of `LAYERS`, or "" where none works; of each layer that does not work, why; and
+        the process id of what goes on, as others see it.
     """
-    wanted = {"auto": LAYERS, "none": ()}.get(isolation, (isolation,))
-    hides = [os.path.realpath(path) for path in hides]
+    isolation, why_not = spec["isolation"], list[str]()
+    hides = [os.path.realpath(path) for path in spec["hides"]]
     shows = [os.path.realpath(path) for path in shows]
-    why_not = []
-    for layer in wanted:
+    for layer in {"auto": LAYERS, "none": ()}.get(isolation, (isolation,)):
         enter = partial(_enter_landlock, hides, shows)
         if layer == "namespaces":
             enter = partial(_enter_namespaces, hides, shows, has_own_network=has_own_network)
-        if not is_tried and (fault := _fault_of(enter)):
+        if not spec["is_tried"] and (fault := _fault_of(enter)):
             why_not.append(f"{layer}: {fault}")
             continue
-        os.dup2(keeps, 3)
+        os.dup2(spec["fd"], 3)
         kernel.close_from(4)
-        pid = enter()
-        return Apart(layer=layer, why_not="; ".join(why_not), pid=pid)
-    return Apart(layer="", why_not="; ".join(why_not), pid=os.getpid())
+        return layer, "; ".join(why_not), enter()
+    return "", "; ".join(why_not), os.getpid()
 
 
 def narrow(*, network: bool, read: Sequence[str] | None, shows: Sequence[str]) -> None:

@@ -6,13 +6,18 @@ in the hands of what is judged.
 
 from __future__ import annotations
 
+import marshal
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 CLOCK_FACTOR: Final = 3
 """Seconds by the clock that a program may take, for one of `Limits.time_s`."""
+
+LENGTH: Final = struct.Struct("!Q")
+"""Of the message that follows, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +106,12 @@ class Sandbox(Protocol):
     async def close(self) -> None:
         """Ends all that runs. Bounded."""
         ...
+
+
+def packed(message: dict[str, Any]) -> bytes:
+    """A message between a sandbox and its server: its length, and `marshal`'s bytes of it.
+
+    Both ends are the same Python, and a program holds neither.
+    """
+    body = marshal.dumps(message)
+    return LENGTH.pack(len(body)) + body

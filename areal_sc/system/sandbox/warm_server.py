@@ -22,7 +22,6 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -32,10 +31,7 @@ from areal_sc.system.sandbox.keeper import keep
 from areal_sc.system.sandbox.layers import Landlock, Namespaces, ProgramLayer, readable_paths
 from areal_sc.system.sandbox.trees import children, end_descendants
 
-LAYERS: Final[dict[str, Callable[[Sequence[str]], ProgramLayer]]] = {
-    "namespaces": Namespaces,
-    "landlock": Landlock,
-}
+LAYERS: Final = {"namespaces": Namespaces, "landlock": Landlock}
 
 _WARM: Final = (
     *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
@@ -52,7 +48,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     try:
         roots = tuple(readable_paths(()))
-        layer = LAYERS[sys.argv[2]](json.loads(sys.argv[3]))
+        layer: ProgramLayer = LAYERS[sys.argv[2]](json.loads(sys.argv[3]))
         kernel.become_subreaper()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         layer.prepare()

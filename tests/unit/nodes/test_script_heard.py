@@ -1,9 +1,10 @@
-"""When an agent believes that nobody needs it."""
+"""When an agent believes that nobody needs it, and what it tells its script."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -12,9 +13,9 @@ import pytest
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import NotPermitted, PeerLost, RunFolderError
 from areal_sc.nodes.joining import JOIN_LIMIT_S
-from areal_sc.nodes.script_heard import ScriptHeard
+from areal_sc.nodes.script_heard import ScriptHeard, Wishes
 from areal_sc.nodes.spec import Wish
-from areal_sc.nodes.wishes import Wishes
+from areal_sc.system.process import SNAPSHOT_SIGNALS
 
 LIMIT_S = 100.0
 
@@ -129,3 +130,18 @@ async def test_an_agent_that_is_ended_waits_for_no_script() -> None:
 
     await asyncio.wait_for(script.meet(join, ended), 30)
     assert not script.is_lately
+
+
+async def test_each_warning_that_time_is_over_asks_for_a_snapshot() -> None:
+    def end() -> None:
+        raise AssertionError("it is not asked to end")
+
+    heard = asyncio.Event()
+    wishes = Wishes(heard.set)
+    wishes.take_signals(lambda: True, end)
+    for number in SNAPSHOT_SIGNALS:
+        heard.clear()
+        signal.raise_signal(number)
+        await asyncio.wait_for(heard.wait(), LIMIT_S)
+    assert wishes.since(0) == [Wish.snapshot] * len(SNAPSHOT_SIGNALS)
+    assert not wishes.are_of_end

@@ -26,16 +26,13 @@ Load = Callable[..., GRPOConfig]
             "rollout.max_staleness=-1",
             "rollout.max_staleness: expected an integer at least 0, got -1",
         ),
-        ("rollout.group_size=0", "rollout.group_size: expected an integer at least 1, got 0"),
         (
             "rollout.max_episode_tokens=4095 rollout.max_context_tokens=4096",
             "rollout.max_episode_tokens: expected 0 or at least rollout.max_context_tokens=4096",
         ),
-        ("rollout.train_batch_groups=0", "rollout.train_batch_groups: expected an integer at le"),
         ("generation.temperature=0", "generation.temperature: expected a number above 0, got 0"),
         ("generation.top_p=0", "generation.top_p: expected a number above 0 and at most 1, got 0"),
         ("generation.top_p=1.1", "generation.top_p: expected a number above 0 and at most 1"),
-        ("generation.top_k=-1", "generation.top_k: expected an integer at least 0, got -1"),
         ("actor.optimizer.lr=-1", "actor.optimizer.lr: expected a number at least 0, got -1.0"),
         ("actor.optimizer.lr=nan", "actor.optimizer.lr: expected a number at least 0, got nan"),
         (
@@ -59,8 +56,6 @@ Load = Callable[..., GRPOConfig]
         ("transport.shared_memory=true", "transport.shared_memory: expected auto, off, or the "),
         ("actor.optimizer.beta2=1", "actor.optimizer.beta2: expected a number at least 0 and bel"),
         ("rollout.num_workers=0", "rollout.num_workers: expected an integer at least 1, got 0"),
-        ("transport.call_timeout_s=0", "transport.call_timeout_s: expected a number above 0, got"),
-        ("rollout.max_concurrent_groups=0", "rollout.max_concurrent_groups: expected an integer"),
         (
             "generation.stop=['']",
             "generation.stop: expected at most 16 strings of 1 to 64 characte",
@@ -393,55 +388,7 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
             "generation.top_p=0.9 and generation.top_k=9: the sampled distribution is cut",
         ),
         ("generation.stop=['\\n']", "generation.stop: \\n holds a backslash and an n, not the end"),
-        (
-            "rollout.max_staleness=0 rollout.over_bound=wait",
-            "rollout.over_bound=wait has no effect with rollout.max_staleness=0",
-        ),
-        (
-            "actor.optimizer.min_lr_ratio=0.1",
-            "actor.optimizer.min_lr_ratio=0.1 has no effect with actor.optimizer.schedule=constant",
-        ),
-        (
-            "actor.ppo.behavior_weight_cap=3 actor.ppo.behavior_weight=none",
-            "actor.ppo.behavior_weight_cap=3.0 has no effect with actor.ppo.behavior_weight",
-        ),
-        (
-            "actor.ppo.advantage_deviation=sample actor.ppo.advantage_std=none",
-            "actor.ppo.advantage_deviation=sample has no effect with actor.ppo.advantage_std=none",
-        ),
-        (
-            "actor.ppo.discount=0.9 actor.ppo.advantage=batch",
-            "actor.ppo.discount=0.9 has no effect with actor.ppo.advantage=batch",
-        ),
-        (
-            "actor.ppo.clip_high=0.3 actor.ppo.num_minibatches=1",
-            "actor.ppo.clip_high=0.3 has no effect with actor.ppo.num_minibatches=1",
-        ),
-        (
-            "rollout.rejection_window=5 rollout.max_rejection_rate=1",
-            "rollout.rejection_window=5 has no effect with rollout.max_rejection_rate=1",
-        ),
-        (
-            "checkpoint.every_steps=0 checkpoint.keep=5",
-            "checkpoint.keep=5 has no effect with checkpoint.every_steps=0",
-        ),
-        (
-            "checkpoint.every_steps=0 checkpoint.every_minutes=5",
-            "checkpoint.every_minutes=5.0 has no effect with checkpoint.every_steps=0",
-        ),
         ("actor.optimizer.warmup_steps=10", "actor.optimizer.warmup_steps=10 is not below"),
-        (
-            "checkpoint.keep_best=accuracy",
-            "checkpoint.keep_best=accuracy has no effect with evaluation.every_steps=0",
-        ),
-        (
-            "weight_update.whole_every_steps=9 weight_update.method=collective scheduler.type=ray",
-            "weight_update.whole_every_steps=9 has no effect with weight_update.method=collective",
-        ),
-        (
-            "weight_update.whole_every_steps=9",
-            "weight_update.whole_every_steps=9 has no effect with scheduler.type=local",
-        ),
         ("evaluation.every_steps=11", "evaluation.every_steps=11 has no effect with total_steps"),
         ("checkpoint.every_steps=11", "checkpoint.every_steps=11 has no effect with total_steps"),
     ],

@@ -23,7 +23,7 @@ GIVEN = {"run_dir": "r", "total_steps": 100, "actor.path": "no/model"}
 SILENT = ScriptFacts(has_agents=True, evaluates=True)
 
 IDLE = (
-    # the last one of each line has no effect beside the others
+    # the last one of each line has no effect beside the others; `SWITCHES` has those of the loss
     "servers.tp_size=4",
     "sglang.args={a:1}",
     "servers.start_timeout_s=5",
@@ -65,7 +65,6 @@ IDLE = (
     "actor.ppo.aggregation_tokens=77",
     "actor.ppo.discount=0.9",
     "actor.ppo.gae_lambda=0.9",
-    "actor.ppo.kl_estimator=k2",
     "actor.ppo.kl_place=reward",
     "actor.ppo.clip_center=behavior actor.ppo.behavior_weight_cap=2",
     "actor.ppo.clip_center=behavior actor.ppo.behavior_weight=sequence",
@@ -126,23 +125,14 @@ ACTING = (
     "actor.ppo.num_minibatches=1",
     "actor.ppo.advantage=gae actor.ppo.advantage_std=none actor.ppo.discount=0.9",
     "actor.ppo.advantage=mine:advantage +actor.ppo.advantage_settings.a=1",
-    "actor.ppo.ratio=sequence",
-    "actor.ppo.clip_low=0.1 actor.ppo.clip_high=0.3 actor.ppo.clip_dual=3",
     "actor.ppo.num_minibatches=1 actor.ppo.clip_center=behavior actor.ppo.clip_high=0.3",
     "actor.algorithm=cispo actor.ppo.clip_high=3",
     "actor.algorithm=dppo actor.ppo.max_divergence=0.2",
     "actor.algorithm=dr_grpo actor.ppo.aggregation_tokens=77",
-    "actor.ppo.behavior_weight=sequence",
-    "actor.ppo.behavior_weight_cap=2 actor.ppo.behavior_weight_bound=clamp",
-    "actor.ppo.clip_center=behavior actor.ppo.max_second_moment=0.1",
-    "actor.ppo.max_behavior_kl=0.1",
-    "actor.ppo.aggregation=prompt",
-    "actor.ppo.kl_coefficient=0.1 actor.ppo.kl_estimator=k3",
     "actor.ppo.kl_coefficient=0.1 actor.ppo.kl_place=reward",
     "actor.ppo.loss=mine:loss actor.ppo.kl_coefficient=0.1 actor.ppo.kl_place=reward",
     "actor.ppo.loss=mine:loss actor.ppo.clip_center=behavior actor.ppo.advantage=batch",
     "actor.ppo.loss=mine:loss +actor.ppo.loss_settings.a=1",
-    "actor.ppo.entropy_coefficient=0.1",
     "actor.algorithm=dpo +actor.ppo.loss_settings.label_smoothing=0.1",
     "reference.path=r reference.dtype=bfloat16 reference.parallel.data=2",
     "critic.path=c critic.optimizer.lr=7 critic.ppo.num_minibatches=2",

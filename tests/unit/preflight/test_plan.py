@@ -365,20 +365,6 @@ def test_each_worker_has_a_server_of_its_own(load: Load, model: Path, tp_size: i
     assert result.needed_bytes["cuda:4"] == 88_000, "SGLang's own share where none is given"
 
 
-def test_a_limit_of_tokens_bounds_the_cache(load: Load, model: Path) -> None:
-    config = load(
-        f"actor.path={model}",
-        *SIZES,
-        *SGLANG,
-        "+sglang.args.max_total_tokens=500",
-        num_devices=1,
-    )
-    result = plan(config, lambda: Machine(1 << 40, (100_000,)))
-    assert result.workers[2].kv_bytes == 500 * KV_VALUES * 2
-    needed = 18 * NUM_PARAMETERS + ADDED_BYTES + 500 * KV_VALUES * 2
-    assert result.needed_bytes["cuda:0"] == needed
-
-
 def test_a_device_of_unknown_memory(load: Load, model: Path) -> None:
     config = load(f"actor.path={model}", *SIZES, *SGLANG, num_devices=1)
     server = plan(config, lambda: Machine(1 << 40, (None,))).workers[2]
@@ -430,41 +416,25 @@ def test_no_share_fits_beside_a_trainer(load: Load, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "message"),
-    [
-        (
-            "0.01",
-            r"0\.01 of what is free on cuda:0 \(80\.1 KiB\) does not hold .* \(2\.0 KiB\)",
-        ),
-        ("1.5", "above 0 and below 1, got 1.5"),
-        ("much", "above 0 and below 1, got much"),
-    ],
-)
-def test_impossible_shares(load: Load, model: Path, share: str, message: str) -> None:
-    config = load(
-        f"actor.path={model}",
-        *SIZES,
-        *SGLANG,
-        f"+sglang.args.mem_fraction_static={share}",
-        num_devices=1,
-    )
-    with pytest.raises(ConfigError, match=r"sglang\.args\.mem_fraction_static: .*" + message):
-        plan(config, lambda: Machine(1 << 40, (100_000,)))
-
-
-@pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("+sglang.args.max_total_tokens=many", r"max_total_tokens: .*above 0, got many"),
-        ("+sglang.args.model_path=x", r"sglang\.args\.model_path: set rollout\.path instead"),
+        (
+            "mem_fraction_static=0.01",
+            r"0\.01 of what is free on cuda:0 \(80\.1 KiB\) does not hold .* \(2\.0 KiB\)",
+        ),
+        ("mem_fraction_static=1.5", "above 0 and below 1, got 1.5"),
+        ("mem_fraction_static=much", "above 0 and below 1, got much"),
+        ("max_total_tokens=many", "above 0, got many"),
+        ("model_path=x", r"set rollout\.path instead"),
     ],
 )
 def test_impossible_settings_of_servers(
     load: Load, model: Path, setting: str, message: str
 ) -> None:
-    config = load(f"actor.path={model}", *SIZES, *SGLANG, setting, num_devices=1)
-    with pytest.raises(ConfigError, match=message):
-        plan(config, lambda: Machine(1 << 40, (100_000,)))
+    words = (f"actor.path={model}", *SIZES, *SGLANG, f"+sglang.args.{setting}")
+    name = setting.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"sglang\.args\.{name}: .*{message}"):
+        plan(load(*words, num_devices=1), lambda: Machine(1 << 40, (100_000,)))
 
 
 def test_servers_on_a_device_too_small_for_both(load: Load, model: Path) -> None:
@@ -477,12 +447,6 @@ def test_servers_on_a_device_too_small_for_both(load: Load, model: Path) -> None
     )
     with pytest.raises(ConfigError, match=r"mem_fraction_static may be at most 0\.5 beside"):
         plan(config, lambda: Machine(1 << 40, (100_000,) * 3))
-
-
-def test_more_devices_than_the_machine_has(load: Load, model: Path) -> None:
-    config = load(f"actor.path={model}", *SIZES, *SGLANG, "servers.tp_size=2", num_devices=1)
-    with pytest.raises(ConfigError, match=r"rollout/0 needs 2 CUDA devices.*has 1.*tp_size"):
-        plan(config, lambda: Machine(1 << 40, (100_000,)))
 
 
 def test_one_gpu_holds_half_a_billion_parameters(half_billion: Path) -> None:
@@ -516,17 +480,11 @@ def dry_run(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize("answer", ["echo 24564", "exit 1"], ids=["one GPU", "none"])
-def test_dry_run_of_the_shipped_file(tmp_path: Path, model: Path, answer: str) -> None:
+def test_dry_run_of_the_shipped_file(tmp_path: Path, model: Path) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{answer}\n")
+    tool.write_text("#!/bin/sh\necho 24564\n")
     tool.chmod(0o755)
     done = dry_run(tmp_path, f"actor.path={model}")
-    if answer == "exit 1":
-        assert done.returncode == 2
-        assert "cuda" in done.stderr
-        assert "this machine has no CUDA device" in " ".join(done.stderr.split())
-        return
     assert done.returncode == 7, done.stderr  # the plan is shown, then the task is looked at
     assert "examples/data/arithmetic.jsonl does not exist" in done.stderr
     assert "server/0    cuda:0" in done.stdout
@@ -633,22 +591,20 @@ def test_flags_of_another_machine_go_together(
         load_config(["--config", ONE_GPU, f"actor.path={seven_billion}", *flags])
 
 
-def test_a_model_whose_attention_stores_scores_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+def test_attention_that_stores_scores_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """8 heads of rows of 4,096 tokens, four times in float32: 2 GiB in each layer."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
-    for family, is_told in (("gemma2", True), ("llama", False)):
-        capped = {"attn_logit_softcapping": 50.0} if is_told else {}
+    for family, is_capped in (("gemma2", True), ("llama", False)):
+        capped = {"attn_logit_softcapping": 50.0} if is_capped else {}
         written = {**sizes, **capped, "model_type": family, "vocab_size": 100}
         (tmp_path / "config.json").write_text(json.dumps(written))
         rows = ("rollout.max_context_tokens=4096", "rollout.store_bytes=8000000000")
         arguments = ["--config", ONE_GPU, f"actor.path={tmp_path}", *rows, *EIGHT_GPUS]
-        caplog.clear()
         with pytest.raises(SystemExit):
             load_config(arguments)
         planned = re.search(r"^train/0 .*$", capsys.readouterr().out, re.M)
         assert planned is not None
-        assert ("2.0 GiB in each layer" in caplog.text) == is_told
         # of micro-batches of 8,192 tokens: 8 GiB a layer
-        assert (" 8.0 GiB" in planned[0]) == is_told
+        assert (" 8.0 GiB" in planned[0]) == is_capped

@@ -8,6 +8,7 @@ import pytest
 
 from areal_sc.errors import NotPermitted
 from areal_sc.shipping.names import checked_name, listable, readable, writable
+from areal_sc.transport.security.passes import Caller
 
 RUN = Path("/run")
 
@@ -21,7 +22,8 @@ OUTSIDE = [
 def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
     for check in (
         checked_name,
-        *(lambda n, f=f: f(RUN, n) for f in (readable, listable, writable)),
+        *(lambda n, f=f: f(RUN, n) for f in (readable, listable)),
+        lambda n: writable(RUN, n, Caller.train),
     ):
         with pytest.raises(NotPermitted):
             check(name)
@@ -50,13 +52,12 @@ def test_nothing_else_of_the_run_folder_is_read(name: str) -> None:
     [
         *("sources/1.json", "checkpoints/step-000002/engine/rank-0.safetensors", "keys.json"),
         *("checkpoints/.step-000002.partial/controllers.msgpack", "logs/controller.log"),
-        "logs/node1/rollout-0.log",
         *("exports/train/../x/y", "exports/train/xyz/config.json", ".term", "config.yaml"),
     ],
 )
 def test_nothing_that_the_run_goes_by_is_written(name: str) -> None:
     with pytest.raises(NotPermitted):
-        writable(RUN, name)
+        writable(RUN, name, Caller.train)
 
 
 def test_what_nodes_need_they_get() -> None:
@@ -68,8 +69,10 @@ def test_what_nodes_need_they_get() -> None:
         "checkpoints/.step-000002.partial/engine/snapshot.json",
         "exports/train/0123abcd/model.safetensors",
     ):
-        assert writable(RUN, name) == RUN / name
-        with pytest.raises(NotPermitted):
-            writable(RUN, name, is_log=True)
+        assert writable(RUN, name, Caller.train) == RUN / name
+        for other in (Caller.rollout, None):
+            with pytest.raises(NotPermitted):
+                writable(RUN, name, other)
     log = "logs/node1/rollout-0.log"
-    assert writable(RUN, log, is_log=True) == RUN / log
+    for caller in (Caller.train, Caller.rollout):
+        assert writable(RUN, log, caller) == RUN / log

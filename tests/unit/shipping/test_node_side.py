@@ -18,7 +18,7 @@ from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.node_folder import NodeFolder, sees_folder
 from areal_sc.nodes.spec import Launch, Shipped, Welcome, WorkerOrder
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.shipping import node_cache
+from areal_sc.shipping import node_cache, node_side
 from areal_sc.shipping.node_side import FolderInPlace
 from areal_sc.system.file_lock import take_lock
 from areal_sc.transport.security.keys import RunKeys
@@ -101,7 +101,7 @@ def test_what_killed_agents_left_goes_and_what_living_ones_have_stays(
     assert not left.exists()
     assert {it.name for it in trees.iterdir()} == {"new", "used", ".used.use"}
     use.close()
-    monkeypatch.setattr(node_cache, "_END_LIMIT_S", 0.1)
+    monkeypatch.setattr(node_side, "_END_LIMIT_S", 0.1)
     with pytest.raises(ConfigError, match="another agent of this run is on this node"):
         folder_of(tmp_path, run_id="living")
     for node in (living, other):

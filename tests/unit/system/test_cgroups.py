@@ -32,44 +32,41 @@ def below(group: str, files: dict[str, str]) -> dict[str, str]:
     return {f"{group}/{name}": text for name, text in files.items()}
 
 
-def test_no_limit(tmp_path: Path) -> None:
-    assert memory_left(tmp_path) is None, "nothing is there"
-    root = make_tree(tmp_path, "0::/", memory("max", GIB))
-    assert memory_left(root) is None
+MIXED_CACHE = "file 30\nshmem 10\ninactive_file 11\nactive_file 9\nslab_reclaimable 5"
+"""`file` has what lies in /dev/shm, too, which only its writer can give back."""
+JOB_LIMITS = {
+    **memory(500 * GIB, 300 * GIB),
+    **below(JOB, memory(40 * GIB, GIB)),
+    **below(f"{JOB}/step_0", memory("max", GIB)),
+    **below("system.slice/slurmstepd.scope/job_8", memory(GIB, GIB)),  # somebody else's
+}
 
 
-def test_page_cache_is_free(tmp_path: Path) -> None:
-    root = make_tree(tmp_path, "0::/", memory(64 * GIB, 63 * GIB, cache=60 * GIB))
-    assert memory_left(root) == 61 * GIB
-
-
-def test_each_kind_of_cache_counts_and_shared_memory_does_not(tmp_path: Path) -> None:
-    """`file` has what lies in /dev/shm, too, which only its writer can give back."""
-    stat = "file 30\nshmem 10\ninactive_file 11\nactive_file 9\nslab_reclaimable 5"
-    root = make_tree(tmp_path, "0::/", memory(100, 50) | {"memory.stat": stat})
-    assert memory_left(root) == 75
-
-
-def test_nothing_is_left_where_more_is_used_than_allowed(tmp_path: Path) -> None:
-    root = make_tree(tmp_path, "0::/", memory(2 * GIB, 3 * GIB))
-    assert memory_left(root) == 0
-
-
-def test_the_least_of_all_groups_above(tmp_path: Path) -> None:
-    files = {
-        **memory(500 * GIB, 300 * GIB),
-        **below(JOB, memory(40 * GIB, GIB)),
-        **below(f"{JOB}/step_0", memory("max", GIB)),
-        **below("system.slice/slurmstepd.scope/job_8", memory(GIB, GIB)),  # somebody else's
-    }
-    root = make_tree(tmp_path, f"0::/{JOB}/step_0", files)
-    assert memory_left(root) == 39 * GIB
-
-
-def test_a_soft_limit_is_one(tmp_path: Path) -> None:
-    """Above it the kernel slows the group down until nothing moves."""
-    root = make_tree(tmp_path, "0::/", memory("max", GIB) | {"memory.high": str(4 * GIB)})
-    assert memory_left(root) == 3 * GIB
+@pytest.mark.parametrize(
+    ("own", "files", "left"),
+    [
+        ("/", {}, None),
+        ("/", memory("max", GIB), None),
+        ("/", memory(64 * GIB, 63 * GIB, cache=60 * GIB), 61 * GIB),  # page cache is free
+        ("/", memory(100, 50) | {"memory.stat": MIXED_CACHE}, 75),
+        ("/", memory(2 * GIB, 3 * GIB), 0),
+        # above a soft limit the kernel slows the group down until nothing moves
+        ("/", memory("max", GIB) | {"memory.high": str(4 * GIB)}, 3 * GIB),
+        (f"/{JOB}/step_0", JOB_LIMITS, 39 * GIB),
+        # a container sees its own group as the whole tree, and may be told its path on the host
+        ("/docker/4f2a", memory(8 * GIB, GIB), 7 * GIB),
+        ("/../../docker/4f2a", memory(8 * GIB, GIB), 7 * GIB),
+        (
+            "/docker/4f2a/train",
+            memory(8 * GIB, GIB) | below("train", memory(4 * GIB, GIB)),
+            3 * GIB,
+        ),
+    ],
+)
+def test_the_memory_that_all_groups_leave(
+    tmp_path: Path, own: str, files: dict[str, str], left: int | None
+) -> None:
+    assert memory_left(make_tree(tmp_path, f"0::{own}", files)) == left
 
 
 def test_version_1(tmp_path: Path) -> None:
@@ -89,19 +86,6 @@ def test_version_1(tmp_path: Path) -> None:
     own = "12:memory:/slurm/uid_1000/job_7\n4:cpu,cpuacct:/slurm/job_7\n0::/"
     root = make_tree(tmp_path, own, files)
     assert memory_left(root) == 28 * GIB
-
-
-@pytest.mark.parametrize("own", ["/docker/4f2a", "/", "/../../docker/4f2a"])
-def test_a_container_sees_its_own_group_as_the_whole_tree(tmp_path: Path, own: str) -> None:
-    """It may be told the path that this group has on the host."""
-    root = make_tree(tmp_path, f"0::{own}", memory(8 * GIB, GIB))
-    assert memory_left(root) == 7 * GIB
-
-
-def test_a_group_within_a_container_that_is_told_paths_of_the_host(tmp_path: Path) -> None:
-    files = memory(8 * GIB, GIB) | below("train", memory(4 * GIB, GIB))
-    root = make_tree(tmp_path, "0::/docker/4f2a/train", files)
-    assert memory_left(root) == 3 * GIB
 
 
 @pytest.mark.parametrize(

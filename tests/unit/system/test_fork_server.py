@@ -18,7 +18,7 @@ from waiting import is_running, until
 
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.system.fork_server import Child, ForkServer
-from areal_sc.system.process import FOR_SCRIPT
+from areal_sc.system.process import FOR_SCRIPT, children_of
 
 LIMIT_S = 120.0
 
@@ -132,10 +132,6 @@ def has_pending_signals(pid: int) -> bool:
 async def wait_until_taken(pid: int) -> None:
     """No signal is left that the process has not answered."""
     await until(lambda: not has_pending_signals(pid))
-
-
-def children_of(pid: int) -> list[int]:
-    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 async def test_what_a_child_forks_can_be_ended_by_sigterm(tmp_path: Path) -> None:

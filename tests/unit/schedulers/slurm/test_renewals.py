@@ -13,7 +13,7 @@ from areal_sc.config.slurm_jobs import job_plans
 from areal_sc.nodes.spec import Joining, NodeFacts
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
-from areal_sc.schedulers.slurm.job import Job
+from areal_sc.schedulers.slurm.jobs import Job
 from areal_sc.schedulers.slurm.lent_node import LentNode, Renewal
 
 

@@ -62,7 +62,6 @@ def test_what_a_sites_wrapper_says_beside_the_answers_is_left_out(bin_folder: Pa
     stand_in(bin_folder, "scontrol", f"{greets}echo n1; echo n2")
     stand_in(bin_folder, "sinfo", f"{greets}echo 512+; echo 1024")
     assert commands.look_at(["17"])["17"] == JobState("RUNNING", frozenset({"n1", "n2"}), "None")
-    assert commands.most_memory_bytes("") == 1 << 30
     assert not commands.is_silent("n1")
     stand_in(bin_folder, "squeue", f"{greets}echo '17|RUNNING'")
     assert commands.named_jobs(["one"]) == {"17": "RUNNING"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from unit.schedulers.slurm.conftest import SILENT, stand_in
 
-from areal_sc.schedulers.slurm import commands, ending
+from areal_sc.schedulers.slurm import commands
 
 REFUSES = "echo 'Job update not available right now' >&2; exit 1"
 
@@ -15,11 +15,11 @@ REFUSES = "echo 'Job update not available right now' >&2; exit 1"
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_LOOK_S", "_LOOK_AGAIN_S", "CANCEL_AGAIN_S"):
-        monkeypatch.setattr(ending, name, 0.01)
+        monkeypatch.setattr(commands, name, 0.01)
 
 
 def is_ended(*, are_told: bool = False) -> bool:
-    return ending.end_jobs(["one"], [], 0.0, are_told=are_told)
+    return commands.end_jobs(["one"], [], 0.0, are_told=are_told)
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])

@@ -7,10 +7,9 @@ import os
 import socket
 from collections.abc import Callable
 
-from areal_sc.system.sandbox.frames import LENGTH, packed
 from areal_sc.system.sandbox.keeper import keep
 from areal_sc.system.sandbox.layers import Namespaces
-from areal_sc.system.sandbox.program import Limits
+from areal_sc.system.sandbox.program import LENGTH, Limits, packed
 
 
 class DyingLayer(Namespaces):
