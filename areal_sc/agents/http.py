@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 import msgspec
@@ -138,6 +138,25 @@ async def runner_of(app: web.Application) -> web.AppRunner:
     )
     await runner.setup()
     return runner
+
+
+def wait_for_last_byte(request: web.Request) -> None:
+    """What drains waits until the system has taken all."""
+    if request.transport is not None:
+        request.transport.set_write_buffer_limits(high=0)
+
+
+async def though_client_goes(
+    sending: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]
+) -> None:
+    """A client that has all of it may go at once, which cancels this, but not the sending.
+
+    Args: tasks: keeps it until it is done.
+    """
+    task = asyncio.create_task(sending)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    await asyncio.shield(task)
 
 
 def refuse_path(paths: str) -> Handler:
