@@ -164,17 +164,9 @@ def refuse_path(paths: str) -> Handler:
 
     async def refuse(request: web.Request) -> web.StreamResponse:
         why = f"there is no {request.method} {request.path:.80} here: expected {paths}"
-        return refusal_of(_dialect_of(request), CallRefused(404, "unknown_path", why))
+        return refusal_of(DIALECTS[0], CallRefused(404, "unknown_path", why))
 
     return refuse
-
-
-def _dialect_of(request: web.Request) -> Dialect:
-    """The dialect of a client that asks for something else, below a path of it or anywhere."""
-    if "anthropic-version" in request.headers:
-        return AnthropicMessages()
-    path = f"{request.path}/"
-    return next((it for it in DIALECTS if path.startswith(f"{it.path}/")), DIALECTS[0])
 
 
 def no_session() -> CallRefused:
