@@ -312,10 +312,10 @@ class AgentServer:
         stream = dialect.stream(call, begun.answer_id, begun.created_s)
         response = web.StreamResponse(headers=_STREAM_HEADERS)
         async for text in begun.texts():
-            opening = [] if response.prepared else stream.begin()
+            opening = [] if response.prepared else stream.opening()
             await response.prepare(request)
             await response.write(b"".join((*opening, *stream.text(text))))
-        opening = [] if response.prepared else stream.begin()
+        opening = [] if response.prepared else stream.opening()
         try:
             answer = await begun.answer()
         except CallRefused as refused:
@@ -323,7 +323,9 @@ class AgentServer:
                 raise
             await response.write_eof(b"".join(stream.fail(refused)))
             return response
-        return await self._send(request, response, begun, b"".join((*opening, *stream.end(answer))))
+        return await self._send(
+            request, response, begun, b"".join((*opening, *stream.rest(answer)))
+        )
 
     async def _send(
         self,
