@@ -7,7 +7,7 @@ A dialect is a pure translation between what a client sends and reads, and these
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -144,13 +144,13 @@ class ModelAnswer:
 class AnswerStream(Protocol):
     """One streamed answer: pieces of `text/event-stream`, each ready to be sent."""
 
-    def begin(self) -> Sequence[bytes]:
+    def opening(self) -> Sequence[bytes]:
         """What comes before the first text."""
 
     def text(self, added: str) -> Sequence[bytes]:
         """More of the message's content: never a part of a tool call, and never of reasoning."""
 
-    def end(self, answer: ModelAnswer) -> Sequence[bytes]:
+    def rest(self, answer: ModelAnswer) -> Iterable[bytes]:
         """The rest of the answer: reasoning, content that was not sent yet, tool calls, usage."""
 
     def fail(self, refused: CallRefused) -> Sequence[bytes]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 import msgspec
@@ -140,22 +140,33 @@ async def runner_of(app: web.Application) -> web.AppRunner:
     return runner
 
 
+def wait_for_last_byte(request: web.Request) -> None:
+    """What drains waits until the system has taken all."""
+    if request.transport is not None:
+        request.transport.set_write_buffer_limits(high=0)
+
+
+async def though_client_goes(
+    sending: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]
+) -> None:
+    """A client that has all of it may go at once, which cancels this, but not the sending.
+
+    Args: tasks: keeps it until it is done.
+    """
+    task = asyncio.create_task(sending)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    await asyncio.shield(task)
+
+
 def refuse_path(paths: str) -> Handler:
     """The handler of all other paths than these."""
 
     async def refuse(request: web.Request) -> web.StreamResponse:
         why = f"there is no {request.method} {request.path:.80} here: expected {paths}"
-        return refusal_of(_dialect_of(request), CallRefused(404, "unknown_path", why))
+        return refusal_of(DIALECTS[0], CallRefused(404, "unknown_path", why))
 
     return refuse
-
-
-def _dialect_of(request: web.Request) -> Dialect:
-    """The dialect of a client that asks for something else, below a path of it or anywhere."""
-    if "anthropic-version" in request.headers:
-        return AnthropicMessages()
-    path = f"{request.path}/"
-    return next((it for it in DIALECTS if path.startswith(f"{it.path}/")), DIALECTS[0])
 
 
 def no_session() -> CallRefused:

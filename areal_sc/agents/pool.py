@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from areal_sc.agents.agent import NamedAgent, as_json, reference_for
 from areal_sc.agents.command import AgentCommand
-from areal_sc.agents.process import AGENT, pack
+from areal_sc.agents.process import AGENT
 from areal_sc.agents.server import AgentServer
 from areal_sc.config.agent_settings import AgentNetwork, AgentsConfig
 from areal_sc.errors import AgentError, ConfigError, NeverWorks, WorkflowError
@@ -128,7 +128,6 @@ class AgentPool:
         self._own = OwnProcesses(
             processes,
             role=AGENT,
-            pack=pack,
             num_processes=config.num_processes,
             log_path=log_path,
             sources=sources,

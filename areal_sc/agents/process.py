@@ -10,7 +10,7 @@ from typing import Any, Final
 from areal_sc.agents import served
 from areal_sc.rewards.process import run_reward_process
 from areal_sc.sources.reference import ObjectReference, resolve
-from areal_sc.sources.values import from_wire, to_json
+from areal_sc.sources.values import from_wire
 from areal_sc.system import replies
 from areal_sc.system.replies import Replies
 from areal_sc.system.sandbox.own_code import begin_apart
@@ -45,8 +45,3 @@ def run_agent_process(spec: dict[str, Any]) -> int:
 
 def _loaded(reference: Any, sources: Path) -> Any:
     return resolve(ObjectReference.from_wire(reference), sources)
-
-
-def pack(request: list[Any]) -> bytes:
-    """A request as `served` reads it."""
-    return to_json(request) + b"\n"

@@ -25,7 +25,7 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final
@@ -59,6 +59,8 @@ from areal_sc.agents.http import (
     refuse_path,
     refusing,
     runner_of,
+    though_client_goes,
+    wait_for_last_byte,
 )
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt, RouterStart, RouterStarted, Routes
@@ -157,7 +159,8 @@ class Router:
                 self._last_claimed = worker
                 url = f"{request.scheme}://{request.host}/v1"
                 response = answer_of({**found, "base_url": url})
-                await self._though_client_goes(self._give(request, response, at, found["id"]))
+                giving = self._give(request, response, at, found["id"])
+                await though_client_goes(giving, self._passing)
                 return response
         raise no_episode()
 
@@ -177,7 +180,7 @@ class Router:
         self, request: web.Request, response: web.Response, at: AgentsAt, episode_id: str
     ) -> None:
         """Sends a claimed episode, and confirms the claim, which is void otherwise."""
-        _wait_for_last_byte(request)
+        wait_for_last_byte(request)
         try:
             async with asyncio.timeout(CLAIM_S):
                 await response.prepare(request)
@@ -187,13 +190,6 @@ class Router:
                     pass
         except (aiohttp.ClientError, OSError) as error:
             logger.info("an episode was not handed over: %r", error)
-
-    async def _though_client_goes(self, sending: Coroutine[Any, Any, None]) -> None:
-        """A client that has all of it may go at once, which cancels this, but not the sending."""
-        task = asyncio.create_task(sending)
-        self._passing.add(task)
-        task.add_done_callback(self._passing.discard)
-        await asyncio.shield(task)
 
     async def _pass_on(
         self, request: web.Request, name: SessionName, path: str
@@ -212,7 +208,7 @@ class Router:
         response = web.StreamResponse(status=answer.status, headers=told)
         response.content_length = answer.content_length
         passing = self._pass_back(request, answer, response, name, at, headers)
-        await self._though_client_goes(passing)
+        await though_client_goes(passing, self._passing)
         return response
 
     async def _pass_back(
@@ -225,7 +221,7 @@ class Router:
         headers: dict[str, str],
     ) -> None:
         """Sends an answer to the client; if it cannot have the whole, its worker is told."""
-        _wait_for_last_byte(request)
+        wait_for_last_byte(request)
         try:
             async with self._while_up(name), answer:
                 await response.prepare(request)
@@ -288,12 +284,6 @@ class Router:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _wait_for_last_byte(request: web.Request) -> None:
-    """What drains waits until the system has taken all."""
-    if request.transport is not None:
-        request.transport.set_write_buffer_limits(high=0)
 
 
 def _told_by(request: web.Request) -> dict[str, str]:

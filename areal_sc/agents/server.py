@@ -18,7 +18,7 @@ import ipaddress
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -45,6 +45,8 @@ from areal_sc.agents.http import (
     refuse_path,
     refusing,
     runner_of,
+    though_client_goes,
+    wait_for_last_byte,
 )
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt
@@ -94,15 +96,12 @@ class AgentServer:
         worker: str,
         life: str = "0",
         secret: bytes = b"",
-        *,
-        dialects: Iterable[Dialect] = DIALECTS,
     ) -> None:
         self.clock = EpisodeClock()
         self._worker = worker
         self._life = life
         self._keys = SessionKeys(secret)
         self._claims = Claims(self._keys, self._session_named, self._rename, self.clock)
-        self._dialects = tuple(dialects)
         self._naming = threading.Lock()  # sessions begin and end on another thread than claims
         self._num_opened = 0
         self._sessions = dict[int, Session]()
@@ -262,11 +261,11 @@ class AgentServer:
     async def _serve(self, started: Future[int]) -> None:
         """The whole life of the thread's event loop."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        for dialect in self._dialects:
+        for dialect in DIALECTS:
             app.router.add_post(dialect.path, self._handler(dialect))
         app.router.add_post(UNDELIVERED, refusing(self._note_undelivered))
         self._claims.add_routes(app.router)
-        paths = ", ".join(f"POST {dialect.path}" for dialect in self._dialects)
+        paths = ", ".join(f"POST {dialect.path}" for dialect in DIALECTS)
         app.router.add_route("*", "/{path:.*}", refuse_path(paths))
         runner = await runner_of(app)
         await web.TCPSite(runner, _HOST, 0, backlog=BACKLOG).start()
@@ -313,10 +312,10 @@ class AgentServer:
         stream = dialect.stream(call, begun.answer_id, begun.created_s)
         response = web.StreamResponse(headers=_STREAM_HEADERS)
         async for text in begun.texts():
-            opening = [] if response.prepared else stream.begin()
+            opening = [] if response.prepared else stream.opening()
             await response.prepare(request)
             await response.write(b"".join((*opening, *stream.text(text))))
-        opening = [] if response.prepared else stream.begin()
+        opening = [] if response.prepared else stream.opening()
         try:
             answer = await begun.answer()
         except CallRefused as refused:
@@ -324,7 +323,9 @@ class AgentServer:
                 raise
             await response.write_eof(b"".join(stream.fail(refused)))
             return response
-        return await self._send(request, response, begun, b"".join((*opening, *stream.end(answer))))
+        return await self._send(
+            request, response, begun, b"".join((*opening, *stream.rest(answer)))
+        )
 
     async def _send(
         self,
@@ -333,29 +334,19 @@ class AgentServer:
         begun: SessionCall,
         rest: bytes = b"",
     ) -> web.StreamResponse:
-        """Sends the rest of an answer, and notes whether the system has taken its last byte.
-
-        A client that has it may go away at once, which cancels the handler, but not the sending.
-        """
-        if request.transport is not None:
-            request.transport.set_write_buffer_limits(high=0)  # it waits for the last byte
+        """Sends the rest of an answer, and notes whether the system has taken its last byte."""
+        wait_for_last_byte(request)
 
         async def send() -> None:
-            with begun.delivering(request.headers.get(DELIVERY, "")):
+            with (
+                suppress(ConnectionError),
+                begun.delivering(request.headers.get(DELIVERY, "")),
+            ):
                 await response.prepare(request)
                 await response.write_eof(rest)
 
-        task = asyncio.create_task(send())
-        self._sending.add(task)
-        task.add_done_callback(self._note_sent)
-        with suppress(ConnectionError):
-            await asyncio.shield(task)
+        await though_client_goes(send(), self._sending)
         return response
-
-    def _note_sent(self, task: asyncio.Task[None]) -> None:
-        self._sending.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            logger.debug("a client went away before its answer was sent: %r", error)
 
     async def _note_undelivered(self, request: web.Request) -> web.StreamResponse:
         delivery = request.headers.get(DELIVERY, "")

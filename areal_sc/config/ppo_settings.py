@@ -1,6 +1,6 @@
 """What a policy learns by: the loss, its switches, and where advantages come from.
 
-docs/algorithms.md says what each switch is for, and which papers choose what.
+`--help` says what each switch is for, docs/algorithms.md which papers choose what.
 """
 
 from __future__ import annotations

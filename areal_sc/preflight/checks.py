@@ -95,7 +95,7 @@ def check_config(
     for role, model in _trained_models(config).items():
         handle = make_actor(model)
         handle.check(count_devices if is_local else None)
-        if folder := cached_model(model.path, model.revision):
+        if folder := cached_model(model.path):
             handle.check_model(folder)
         if generates:
             loss_of(model.ppo).search_path(f"{role}.ppo.loss")  # raises where there is none
@@ -115,7 +115,7 @@ def check_models(config: GRPOConfig) -> None:
         ConfigError: its tokens are not the policy's, or it gives no scores.
     """
     for role, model in _trained_models(config).items():
-        folder = local_model(model.path, model.revision)
+        folder = local_model(model.path)
         check_model_folder(folder, needs_weights=not model.random_init)
         if model.has_adapter and model.lora.path:
             check_adapter(model.lora)

@@ -28,16 +28,6 @@ _FEW_STEPS = 10
 
 _COLORS = {"accuracy": "#1f5fa8", "reward": "#2a8f5c", "token": "#c2601f", "group": "#6b5b95"}
 
-_FURTHER = {
-    "groups with\nsignal (share)": ("signal_share",),
-    "entropy\n(nats)": ("entropy",),
-    "KL\n(nats a token)": ("proximal_kl", "behavior_kl"),
-    "tokens\nan answer": ("answer_tokens", "longest_tokens_max"),
-}
-"""Panels below those of the learning: their label, and the numbers of a step that they show."""
-
-_FURTHER_COLORS = ("#1f5fa8", "#c2601f")
-
 _EVALUATION_COLORS = ("black", "#b03a5b", "#4f7d1e", "#7a4fb0")
 
 _MARKERS: dict[bool, dict[str, Any]] = {
@@ -48,11 +38,10 @@ _MARKERS: dict[bool, dict[str, Any]] = {
 
 
 def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
-    """Draws a run: accuracy and reward a step, evaluations, and below what tells how it learns.
+    """Draws a run: accuracy and reward a step with the evaluations, and the staleness below.
 
     Accuracy and reward share a panel where they are the same. Of several reward functions each has
-    a panel of its own. Numbers that no step has get none. A run on rows of a data set has its loss
-    in their place.
+    a panel of its own. A run on rows of a data set has its loss in their place.
 
     Raises: RunFolderError: the picture cannot be written.
     """
@@ -70,12 +59,9 @@ def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
     parts = (name for step in history.steps for name in step.reward_parts())
     names += dict.fromkeys(parts)
 
-    further = {label: its for label in _FURTHER if (its := _shown(history.steps, label))}
-    figure = Figure(
-        figsize=(8, 4 + 2 * len(names) + 1.2 * len(further)), dpi=150, layout="constrained"
-    )
+    figure = Figure(figsize=(8, 4 + 2 * len(names)), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    ratios = [2.0] * len(names) + [1.0] * (len(further) + (not is_of_rows))
+    ratios = [2.0] * len(names) + [1.0] * (not is_of_rows)
     panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
     for axes, name in zip(panels, names, strict=False):
         _draw_values(axes, history.steps, name)
@@ -83,8 +69,6 @@ def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
         axes.margins(y=0.12)
         if name == "accuracy":
             axes.set_ylim(-0.02, 1.08)
-    for axes, (label, its) in zip(panels[len(names) :], further.items(), strict=False):
-        _draw_further(axes, history.steps, label, its)
     if not is_of_rows:
         _draw_staleness(panels[-1], history.steps)
     for axes in panels:
@@ -127,29 +111,6 @@ def _draw_values(axes: Axes, steps: Sequence[StepMetrics], name: str) -> None:
     axes.plot(numbers, values, color=color, alpha=0.35, linewidth=1, marker=marker)
     label = f"training batch, mean of {window} steps" if window > 1 else "training batch"
     axes.plot(numbers, smoothed(values, window), color=color, linewidth=2, label=label)
-
-
-def _shown(steps: Sequence[StepMetrics], label: str) -> list[str]:
-    """The numbers of a panel that steps have: of these, but for the signal, not all are 0."""
-    return [
-        name
-        for name in _FURTHER[label]
-        if np.nan_to_num(values := _values(steps, name)).any()
-        or (name == "signal_share" and np.isfinite(values).any())
-    ]
-
-
-def _draw_further(
-    axes: Axes, steps: Sequence[StepMetrics], label: str, names: Sequence[str]
-) -> None:
-    """Numbers of each step, faint, and their smoothed courses."""
-    axes.set_ylabel(label)
-    numbers, marker = _values(steps, "step"), "." if len(steps) <= _FEW_STEPS else ""
-    window = max(round(len(steps) * _SMOOTHED_SHARE), 1)
-    for name, color in zip(names, _FURTHER_COLORS, strict=False):
-        values = _values(steps, name)
-        axes.plot(numbers, values, color=color, alpha=0.35, linewidth=1, marker=marker)
-        axes.plot(numbers, smoothed(values, window), color=color, label=name.replace("_", " "))
 
 
 def _draw_evaluations(axes: Axes, evaluations: Sequence[EvaluationResult], name: str) -> None:

@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from areal_sc.errors import RunFolderError
-from areal_sc.records.blocks import Gap, RecordBlock, read_blocks, read_body
+from areal_sc.records.blocks import Gap, read_blocks, read_body
 from areal_sc.records.evaluated_answers import AnswerContent, unpack_answers, unpack_contents
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History, read_metrics
@@ -139,8 +140,8 @@ def evaluated_answers(run: str | Path) -> Iterator[AnswerContent]:
     """
     for file in _files(run):
         if file.series is Series.evaluated:
-            for found in _read(file, _answers_of):
-                yield from found
+            for answers in _read(file, _answers_of):
+                yield from answers
 
 
 def spans(run: str | Path) -> Iterator[RecordedSpan]:
@@ -150,7 +151,7 @@ def spans(run: str | Path) -> Iterator[RecordedSpan]:
     """
     for file in _files(run):
         if file.series is Series.spans:
-            for found in _read(file, _spans_of):
+            for found in _read(file, partial(_spans_of, file.process)):
                 yield from found
     metrics = RunFiles(run).metrics_path
     for number, record in enumerate(read_metrics(metrics) if metrics.exists() else (), start=1):
@@ -217,27 +218,25 @@ def _files(run: str | Path) -> list[RecordFile]:
 
 
 def _rows_of(
-    file: RecordFile, found: RecordBlock, body: bytes
+    head: bytes, body: bytes
 ) -> tuple[RecordedGroup, list[RecordedTokens], list[tuple[RecordedCall, ...]]]:
-    group = unpack_group(found.head)
+    group = unpack_group(head)
     if not group.rows:
         return group, [], []
     calls = unpack_calls(body[len(body) - group.num_call_bytes :], len(group.rows))
     return group, unpack_tokens(body, group.rows), calls
 
 
-def _trained_of(
-    file: RecordFile, found: RecordBlock, body: bytes
-) -> tuple[TrainedRow, TrainedTokens]:
-    return unpack_trained(found.head), unpack_trained_tokens(body)
+def _trained_of(head: bytes, body: bytes) -> tuple[TrainedRow, TrainedTokens]:
+    return unpack_trained(head), unpack_trained_tokens(body)
 
 
-def _answers_of(file: RecordFile, found: RecordBlock, body: bytes) -> list[AnswerContent]:
-    return [*unpack_contents(body, unpack_answers(found.head))]
+def _answers_of(head: bytes, body: bytes) -> list[AnswerContent]:
+    return [*unpack_contents(body, unpack_answers(head))]
 
 
-def _spans_of(file: RecordFile, found: RecordBlock, body: bytes) -> list[RecordedSpan]:
-    return list(spans_of(unpack_spans(body), file.process))
+def _spans_of(process: str, head: bytes, body: bytes) -> list[RecordedSpan]:
+    return list(spans_of(unpack_spans(body), process))
 
 
 def _open_spans_of(file: RecordFile) -> list[RecordedSpan]:
@@ -256,11 +255,11 @@ def _open_spans_of(file: RecordFile) -> list[RecordedSpan]:
         return []
 
 
-def _read(file: RecordFile, read: Callable[[RecordFile, RecordBlock, bytes], T]) -> Iterator[T]:
+def _read(file: RecordFile, read: Callable[[bytes, bytes], T]) -> Iterator[T]:
     """What is in the whole blocks of a file.
 
     Args:
-        read: of a block and its body; raises ValueError where it is something else.
+        read: of head and body of a block; raises ValueError where it is something else.
     Raises: RunFolderError: it cannot be read.
     """
     try:
@@ -272,7 +271,7 @@ def _read(file: RecordFile, read: Callable[[RecordFile, RecordBlock, bytes], T])
                     logger.warning("%s: %d bytes are damaged", file.path, num_bytes)
                     continue
                 try:
-                    record = read(file, found, read_body(descriptor, found))
+                    record = read(found.head, read_body(descriptor, found))
                 except ValueError as error:
                     logger.warning("%s: a record is left out: %s", file.path, error)
                     continue

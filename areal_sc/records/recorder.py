@@ -174,7 +174,7 @@ class Recorder:
                 if self._has_room_for(len(spans)):
                     self._waiting.extend(spans)
 
-    def begin(self) -> None:
+    def watch_open(self) -> None:
         """Something begins: `find_open` is asked from now on."""
         if self.is_on:
             self._start()
@@ -188,7 +188,7 @@ class Recorder:
         """Records the time that a block takes, whatever it raises."""
         began_s, key = time.perf_counter(), object()
         begun = self._open[key] = self._span(kind, about, version)
-        self.begin()
+        self.watch_open()
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import string
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,6 +62,24 @@ def normalized_words(text: str) -> str:
 
 
 class _WordsReward(ReferenceReward):
+    """The best score that the normalized answer of a completion has with a reference."""
+
+    def __init__(self, *, tag: str = "") -> None:
+        self.tag = tag
+
+    def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
+        references, words = self.reference(prompt), self.words(completion)
+        return 0.0 if words is None else max(self.score(words, it) for it in references)
+
+    def words(self, completion: str) -> str | None:
+        """The normalized answer; None: there is none."""
+        given = given_answer(completion, self.tag)
+        return None if given is None else normalized_words(given)
+
+    @abstractmethod
+    def score(self, words: str, reference: str) -> float:
+        """How right words are by one reference."""
+
     def reference(self, row: Mapping[str, Any]) -> list[str]:
         """The normalized texts, without those of which nothing is left."""
         texts = _texts(row)
@@ -83,23 +102,16 @@ class ExactMatch(_WordsReward):
     """
 
     def __init__(self, *, tag: str = "", is_part: bool = False) -> None:
-        self.tag = tag
+        super().__init__(tag=tag)
         self.is_part = is_part
 
-    def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
-        references = self.reference(prompt)
-        given = given_answer(completion, self.tag)
-        if given is None:
-            return 0.0
-        words = normalized_words(given)
-        if self.is_part:
-            return float(any(f" {it} " in f" {words} " for it in references))
-        return float(words in references)
+    def score(self, words: str, reference: str) -> float:
+        is_there = f" {reference} " in f" {words} " if self.is_part else reference == words
+        return float(is_there)
 
     def vote(self, completion: str) -> str | None:
         """The normalized answer; None: there is none."""
-        given = given_answer(completion, self.tag)
-        return None if given is None else normalized_words(given) or None
+        return self.words(completion) or None
 
 
 class WordF1(_WordsReward):
@@ -112,16 +124,14 @@ class WordF1(_WordsReward):
         tag: as in `ExactMatch`.
     """
 
-    def __init__(self, *, tag: str = "") -> None:
-        self.tag = tag
-
-    def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
-        references = self.reference(prompt)
-        given = given_answer(completion, self.tag)
-        if given is None:
+    def score(self, words: str, reference: str) -> float:
+        if words == reference:
+            return 1.0
+        if words in _CLOSED or reference in _CLOSED:
             return 0.0
-        words = normalized_words(given)
-        return max(_f1(words, reference) for reference in references)
+        given, right = words.split(), reference.split()
+        shared = sum((Counter(given) & Counter(right)).values())
+        return 2 * shared / (len(given) + len(right)) if shared else 0.0
 
 
 class MultipleChoice(ReferenceReward):
@@ -215,13 +225,3 @@ def _texts(row: Mapping[str, Any]) -> Sequence[str]:
     ):
         raise ValueError(f"answer: expected a text, or a list of texts, got {answer!r:.80}")
     return texts
-
-
-def _f1(given: str, reference: str) -> float:
-    if given == reference:
-        return 1.0
-    if given in _CLOSED or reference in _CLOSED:
-        return 0.0
-    given_words, reference_words = given.split(), reference.split()
-    shared = sum((Counter(given_words) & Counter(reference_words)).values())
-    return 2 * shared / (len(given_words) + len(reference_words)) if shared else 0.0

@@ -40,7 +40,6 @@ from areal_sc.rewards.base import (
 )
 from areal_sc.rewards.functions import is_async, name_of, place_of_definition
 from areal_sc.rewards.on_loop import score_on_loop, took_too_long
-from areal_sc.rewards.process import pack
 from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, to_wire
 from areal_sc.system.deaths import Deaths
@@ -123,7 +122,6 @@ class RewardPool:
             OwnProcesses,
             processes,
             role="reward",
-            pack=pack,
             num_processes=num_processes,
             log_path=log_path,
             sources=sources,

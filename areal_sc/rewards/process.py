@@ -1,6 +1,6 @@
 """What runs inside a reward process: load the user's function, call it, say what came of it.
 
-Requests are msgpack lists on a stream socket, one at a time; replies are signed, see `Replies`:
+Requests are lists in JSON, one a line, on a stream socket; replies are signed, see `Replies`:
 
     ["load", number, key, reference]   -> ["loaded", number] | ["failed", number, what, details]
     ["call", number, key, arguments]   -> ["value", number, reward] | ["failed", ...]
@@ -16,13 +16,11 @@ with the connection, or by SIGKILL.
 from __future__ import annotations
 
 import inspect
+import json
 import math
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import msgpack
 
 from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.log import setup_logging, take_warnings
@@ -42,22 +40,8 @@ from areal_sc.user_code import (
     text_of,
 )
 
-MAX_MESSAGE_BYTES = 256 << 20
-
 _REQUESTS_A_BURIAL = 2048
 """A reward may leave processes at each call; to look for them takes milliseconds."""
-
-
-def pack(message: list[Any]) -> bytes:
-    """Text may hold what no UTF-8 can, e.g. half a surrogate pair that a model sampled."""
-    packed: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
-    return packed
-
-
-def make_unpacker() -> Any:
-    return msgpack.Unpacker(
-        max_buffer_size=MAX_MESSAGE_BYTES, strict_map_key=False, unicode_errors="surrogatepass"
-    )
 
 
 def finite_reward(value: Any) -> float:
@@ -116,10 +100,11 @@ def run_reward_process(spec: dict[str, Any]) -> int:
     connection = begin_apart(spec)
     if connection is None:
         return 0
-    with connection:
-        replies = Replies(connection)
+    replies = Replies(connection)
+    with connection, connection.makefile("rb") as lines:
         left: set[int] = set()
-        for count, (kind, number, key, given) in enumerate(_requests(connection), start=1):
+        for count, line in enumerate(lines, start=1):
+            kind, number, key, given = json.loads(line)
             told, *rest = _answer(kind, key, given, rewards, sources)
             replies.end_if_forked()
             for text in take_warnings():
@@ -128,13 +113,6 @@ def run_reward_process(spec: dict[str, Any]) -> int:
             if count % _REQUESTS_A_BURIAL == 0:
                 left = bury_left(left)
     return 0
-
-
-def _requests(connection: socket.socket) -> Iterator[list[Any]]:
-    unpacker = make_unpacker()
-    while received := connection.recv(1 << 16):
-        unpacker.feed(received)
-        yield from unpacker
 
 
 def _answer(

@@ -94,7 +94,7 @@ class ObjectReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     search_path: str | None = None
 
     def to_wire(self) -> dict[str, Any]:
-        """A dict that JSON and msgpack can hold."""
+        """A dict that JSON can hold."""
         return msgspec.structs.asdict(self)
 
     @classmethod

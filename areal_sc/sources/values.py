@@ -1,11 +1,11 @@
 """The user's values between processes: what arrives is equal to what was given. No torch.
 
 A row of a dataset, an argument of a constructor and a call of a reward leave the process that made
-them as what JSON, or msgpack, can hold. None, bool, str, float, lists, integers of 64 bits and
-dicts with str keys stand for themselves; everything else is a dict with the tag "$", which says
-what it is. Types are compared exactly: a subclass, an `OrderedDict` or an `IntEnum` say, would come
-back as its base, so it is refused, as everything is that has no tag. Decoding makes values of these
-types and nothing else.
+them as what JSON can hold. None, bool, str, float, lists, integers of 64 bits and dicts with str
+keys stand for themselves; everything else is a dict with the tag "$", which says what it is. Types
+are compared exactly: a subclass, an `OrderedDict` or an `IntEnum` say, would come back as its base,
+so it is refused, as everything is that has no tag. Decoding makes values of these types and nothing
+else.
 
     from_wire(to_wire({"span": (1, 2)}))    {"span": {"$": "tuple", "items": [1, 2]}} on the way
 """

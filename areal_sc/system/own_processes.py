@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import math
 import os
@@ -55,7 +56,6 @@ class OwnProcess:
 
     Args:
         name: as messages call it, `a reward process` say.
-        pack: makes a request what the process reads.
 
     Attributes:
         pid: of the process that computes, which the child may only wait for.
@@ -69,7 +69,7 @@ class OwnProcess:
         ending: ends it; None: nobody wants that yet.
     """
 
-    def __init__(self, child: Child, name: str, pack: Callable[[list[Any]], bytes]) -> None:
+    def __init__(self, child: Child, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self.killed_before = num_killed_for_memory()
         self.child = child
@@ -83,7 +83,6 @@ class OwnProcess:
         self.ending: asyncio.Task[None] | None = None
         self._replies = ReplyReader()
         self._name = name
-        self._pack = pack
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[list[Any]]] = {}
         self._unsent = bytearray()
@@ -161,9 +160,13 @@ class OwnProcess:
         return number, answer
 
     def tell(self, *message: Any) -> None:
-        """Sends a message as soon as there is room for it; to one that has ended it is lost."""
+        """Sends a message as soon as there is room for it; to one that has ended it is lost.
+
+        It is a line of JSON. Half of a surrogate pair, which a model may sample, stays as it is.
+        """
         if not self.is_over:
-            self._send(self._pack(list(message)))
+            line = json.dumps(message, ensure_ascii=False)
+            self._send(line.encode(errors="surrogatepass") + b"\n")
 
     def give_up(self) -> None:
         """Nothing is read or written any more, before the number of its socket is another's."""
@@ -242,7 +245,6 @@ class OwnProcesses:
     Args:
         source: forks them.
         role: what they compute, in one word; the target of the fork server gets it in the spec.
-        pack: makes a request, a list, what the processes read.
         num_processes: how many are lent at a time, with those that wait for their next use.
         log_path: file that their own output is appended to.
         sources: that folder of the run, which they may read.
@@ -258,7 +260,6 @@ class OwnProcesses:
         source: ForkServer,
         *,
         role: str,
-        pack: Callable[[list[Any]], bytes],
         num_processes: int,
         log_path: Path | str,
         sources: Path,
@@ -277,7 +278,6 @@ class OwnProcesses:
             "hides": [str(path) for path in hides],
             "is_tried": False,
         }
-        self._pack = pack
         self._num_processes = num_processes
         self._places = asyncio.Semaphore(num_processes)
         self._num_lent = 0
@@ -409,7 +409,7 @@ class OwnProcesses:
 
     async def _start_one(self, spec: Mapping[str, Any]) -> OwnProcess:
         child = await self._source.spawn({**self._spec, **spec}, self.log_path)
-        process = OwnProcess(child, self._name, self._pack)
+        process = OwnProcess(child, self._name)
         self._running.add(process)
         if self._is_closed:  # meanwhile
             await self.end(process)

@@ -314,7 +314,7 @@ class Episodes:
         lane = heappop(self._free_lanes) if self._free_lanes else len(self._running)
         whole = EpisodeWait("episode", time.time(), time.monotonic())
         self._running[episode] = _Running(lane, whole)
-        self._recorder.begin()
+        self._recorder.watch_open()
         try:
             yield
         finally:

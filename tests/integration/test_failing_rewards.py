@@ -40,24 +40,15 @@ def test_a_reward_that_always_fails_is_told_with_its_place(
     assert re.search(r"; prompt \d+: 'a\d+='; more in /.*rollout-0\.log", told[0])
 
 
-@pytest.mark.parametrize(
-    ("reward", "text"),
-    [
-        (episodes.raises, "reward second (raises): KeyError: 'solution'"),
-        (episodes.hangs, "reward second (hangs): took longer than 1 s"),
-    ],
-)
-def test_of_several_rewards_the_failing_one_is_named(
-    start_rollout: Callable[..., Any], reward: RewardFunction, text: str
-) -> None:
+def test_of_several_rewards_the_failing_one_is_named(start_rollout: Callable[..., Any]) -> None:
     told: list[str] = []
-    rewards = {"first": episodes.right, "second": (reward, 0.5)}
-    with start_rollout("rollout.rejection_window=4", "rollout.reward_timeout_s=1") as rollout:
+    rewards = {"first": episodes.right, "second": (episodes.raises, 0.5)}
+    with start_rollout("rollout.rejection_window=4") as rollout:
         rollout.rejections.on_warning = told.append
         with pytest.raises(TooManyRejections):
             rollout.prepare_batch(PROMPTS, SingleTurnWorkflow(rewards))
-    # on a busy machine the other one may take longer than 1 s, too
-    assert [it for it in told if text in it], told
+    (text,) = told
+    assert "reward second (raises): KeyError: 'solution'" in text
 
 
 def test_a_reward_that_fails_for_some_prompts_is_told_once_and_counted(

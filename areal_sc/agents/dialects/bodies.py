@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -46,7 +46,7 @@ def function_tool(name: str, description: str | None, parameters: Any) -> dict[s
     return {"type": "function", "function": function}
 
 
-def joined_text(content: str | Sequence[Any]) -> str:
+def joined_text(content: str | list[Any]) -> str:
     """A content, whose parts have a `text` each."""
     return content if isinstance(content, str) else "\n".join(it.text for it in content)
 

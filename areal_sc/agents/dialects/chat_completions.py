@@ -95,20 +95,14 @@ class _Chunks:
         self._head = _head(call, answer_id, created_s, "chat.completion.chunk")
         self._sent = ""
 
-    def begin(self) -> Sequence[bytes]:
+    def opening(self) -> Sequence[bytes]:
         return [self._chunk({"role": "assistant", "content": ""})]
 
     def text(self, added: str) -> Sequence[bytes]:
         self._sent += added
         return [self._chunk({"content": added})]
 
-    def end(self, answer: ModelAnswer) -> Sequence[bytes]:
-        return list(self._rest(answer))
-
-    def fail(self, refused: CallRefused) -> Sequence[bytes]:
-        return [_event(ChatCompletions().refuse(refused))]
-
-    def _rest(self, answer: ModelAnswer) -> Iterator[bytes]:
+    def rest(self, answer: ModelAnswer) -> Iterator[bytes]:
         message = _message(answer)
         if reasoning := message.get("reasoning_content"):
             yield self._chunk({"reasoning_content": reasoning})
@@ -120,6 +114,9 @@ class _Chunks:
         if self._call.wants_usage:
             yield _event({**self._head, "choices": [], "usage": _usage(answer)})
         yield b"data: [DONE]\n\n"
+
+    def fail(self, refused: CallRefused) -> Sequence[bytes]:
+        return [_event(ChatCompletions().refuse(refused))]
 
     def _chunk(
         self,

@@ -84,7 +84,7 @@ class _BlockStream:
         self._message = _message(call.model, answer_id)
         self._sent = ""
 
-    def begin(self) -> Sequence[bytes]:
+    def opening(self) -> Sequence[bytes]:
         usage = {"input_tokens": 0, "output_tokens": 0}  # the end tells them
         return [event("message_start", message={**self._message, "usage": usage})]
 
@@ -93,7 +93,7 @@ class _BlockStream:
         self._sent += added
         return [*opening, _delta(0, {"type": "text_delta", "text": added})]
 
-    def end(self, answer: ModelAnswer) -> Sequence[bytes]:
+    def rest(self, answer: ModelAnswer) -> Sequence[bytes]:
         events = list[bytes]()
         blocks = _blocks(self._call, answer)
         if self._sent:

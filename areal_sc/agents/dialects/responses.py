@@ -90,7 +90,7 @@ class _ResponseStream:
         self._sent = ""
         self._num_events = 0
 
-    def begin(self) -> Sequence[bytes]:
+    def opening(self) -> Sequence[bytes]:
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self._response) for kind in kinds]
 
@@ -100,7 +100,7 @@ class _ResponseStream:
         self._sent += added
         return [*opening, self._text_delta(0, item, added)]
 
-    def end(self, answer: ModelAnswer) -> Sequence[bytes]:
+    def rest(self, answer: ModelAnswer) -> Sequence[bytes]:
         output = _output(answer)
         if self._sent:
             output.sort(key=lambda item: item["type"] != "message")  # it has begun

@@ -22,9 +22,6 @@ logger = logging.getLogger(__name__)
 MAX_WAITING_EVENTS: Final = 1000
 """What a slow tracker may be behind; it is not told of what comes after."""
 
-HANGING_AFTER_S: Final = 60.0
-"""A tracker that is busy with one event for longer gets a warning."""
-
 CLOSE_TIMEOUT_S: Final = 10.0
 """For all that is left to tell, at the end of a run."""
 
@@ -46,7 +43,6 @@ class BackgroundTracker:
         self._warn = warn
         self._warned: set[str] = set()
         self._events: queue.Queue[Event | None] = queue.Queue(MAX_WAITING_EVENTS)
-        self._busy_since_s: float | None = None
         self._first_error = ""
         self._num_failed = 0
         self._num_untold = 0
@@ -85,9 +81,6 @@ class BackgroundTracker:
         """Says once what is wrong with the tracker."""
         if self._first_error:
             self._warn_once("failure", f"failed: {self._first_error}")
-        since_s = self._busy_since_s
-        if since_s is not None and time.monotonic() - since_s > HANGING_AFTER_S:
-            self._warn_once("hang", f"has been busy with one call for {HANGING_AFTER_S:g} s")
         if self._num_untold:
             self._warn_once("slow", f"is {MAX_WAITING_EVENTS} events behind, and misses some")
 
@@ -98,7 +91,6 @@ class BackgroundTracker:
 
     def _tell_all(self) -> None:
         while (event := self._events.get()) is not None:
-            self._busy_since_s = time.monotonic()
             try:
                 event(self._tracker)
             except BaseException as error:  # the border of code of users and of other libraries
@@ -106,7 +98,6 @@ class BackgroundTracker:
                 if not self._first_error:
                     logger.warning("tracker=%s", self.name, exc_info=True)
                     self._first_error = blame(error)
-            self._busy_since_s = None
 
 
 def _close(tracker: Tracker) -> None:

@@ -22,8 +22,6 @@ MakeEvaluation = Callable[..., EvaluationResult]
 
 BLUE = (0x1F, 0x5F, 0xA8)
 GREEN = (0x2A, 0x8F, 0x5C)
-FURTHER = 4 * 180
-"""Height of the panels of signal, entropy, KL and lengths, in pixels."""
 GOLD = (0xFF, 0xD7, 0x00)
 
 
@@ -51,7 +49,7 @@ def test_curve_and_evaluations_are_drawn(
 
     rising, flat = draw("rising", 60, 0.9), draw("flat", 60, 0.2)
     height, width = imread(rising).shape[:2]
-    assert (height, width) == (900 + FURTHER, 1200)
+    assert (height, width) == (900, 1200)
     assert count_pixels(rising, BLUE) > 2000
     assert count_pixels(rising, GREEN) == 0  # the reward is the accuracy
     assert count_pixels(rising, GOLD) > 100
@@ -82,35 +80,7 @@ def test_each_of_several_rewards_has_a_panel(tmp_path: Path, make_step: MakeStep
     parts = {"reward/right": 1.0, "reward/length": -40.0}
     history = History([make_step(step, workflow=parts) for step in (1, 2)], [])
     plot_learning_curve(history, "run", png)
-    assert imread(png).shape[0] == 150 * (4 + 2 * 3) + FURTHER  # with that of the reward
-
-
-def test_each_number_that_steps_have_is_drawn_once(
-    tmp_path: Path, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[tuple[str, list[float]]] = []
-
-    def plot(axes: Axes, x: object, y: object, **style: object) -> None:
-        if style.get("linewidth") == 1:  # not the smoothed course
-            drawn.append((axes.get_ylabel().replace("\n", " "), np.asarray(y).tolist()))
-
-    monkeypatch.setattr(Axes, "plot", plot)
-    train = {"entropy": 0.7, "proximal_kl": 0.01, "behavior_kl": 0.25}
-    steps = [make_step(n, reward=0.5, accuracy=0.5, train=train, signal_share=0.0) for n in (1, 2)]
-    plot_learning_curve(History(steps, []), "run", tmp_path / "a.png")
-    assert drawn[:5] == [
-        ("accuracy", [0.5, 0.5]),
-        ("groups with signal (share)", [0.0, 0.0]),
-        ("entropy (nats)", [0.7, 0.7]),
-        ("KL (nats a token)", [0.01, 0.01]),
-        ("KL (nats a token)", [0.25, 0.25]),
-    ]
-    assert {label for label, _ in drawn[5:]} == {"tokens an answer"}
-    drawn.clear()
-    none = {"num_rows": 0, "longest_tokens_max": 0, "signal_share": None, "train": {}}
-    bare = [make_step(1, reward=0.5, accuracy=None, **none)]
-    plot_learning_curve(History(bare, []), "run", tmp_path / "b.png")
-    assert drawn == [("reward", [0.5])]
+    assert imread(png).shape[0] == 150 * (4 + 2 * 3)  # with that of the reward
 
 
 def test_a_resumed_run_shows_nothing_of_the_history_that_it_left(
@@ -141,7 +111,7 @@ def test_reward_gets_its_own_panel(tmp_path: Path, make_step: MakeStep) -> None:
             log.on_step(make_step(step, accuracy=step / 30, reward=step * 10.0))
     png = tmp_path / "learning_curve.png"
     plot_learning_curve(History.read(metrics), "run", png)
-    assert imread(png).shape[0] == 1200 + FURTHER
+    assert imread(png).shape[0] == 1200
     assert count_pixels(png, BLUE) > 1000
     assert count_pixels(png, GREEN) > 1000
 

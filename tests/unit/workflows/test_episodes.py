@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import multi_turn
 import pytest
+import spmd
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -21,18 +20,6 @@ from areal_sc.sources.reference import reference_of, resolve
 from areal_sc.workflows.math_reward import exact_match
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
 from areal_sc.workflows.text import bare_tokens, describe_unknown, encode_text
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-def load_example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +233,7 @@ async def test_a_row_without_a_usable_prompt_is_refused(
 
 
 async def test_a_retry_sees_the_feedback_but_does_not_train_on_it(tokenizer: Any) -> None:
-    workflow = load_example("multi_turn").RetryWorkflow(exact_match, feedback="xy=", discount=0.5)
+    workflow = multi_turn.RetryWorkflow(exact_match, feedback="xy=", discount=0.5)
     engine = ScriptedEngine(tokenizer, ["ba$", "ab$"])
     trajectory = await workflow.run_episode({"prompt": "ba=", "answer": "ab"}, engine)
     assert tokenizer.decode(trajectory.input_ids) == "ba=ba$xy=ab$"
@@ -260,7 +247,7 @@ async def test_a_retry_sees_the_feedback_but_does_not_train_on_it(tokenizer: Any
 
 
 async def test_retries_end_with_their_number_or_the_context(tokenizer: Any) -> None:
-    retry_workflow = load_example("multi_turn").RetryWorkflow
+    retry_workflow = multi_turn.RetryWorkflow
     row = {"prompt": "ba=", "answer": "ab"}
     engine = ScriptedEngine(tokenizer, ["ba$"] * 9)
     trajectory = await retry_workflow(exact_match, max_turns=4, feedback="x").run_episode(
@@ -305,11 +292,7 @@ def test_a_text_begins_as_its_tokenizer_wants_it(
     )
 
 
-def test_prompt_and_answer_of_the_spmd_example_are_one_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    spmd = load_example("spmd")
+def test_prompt_and_answer_of_the_spmd_example_are_one_text(tmp_path: Path) -> None:
     tokenizer_with("^ $A").save_pretrained(tmp_path)
     rows = spmd.make_rows([{"prompt": "ab", "answer": "c"}], str(tmp_path))
     assert rows.fields["input_ids"].tolist() == [0, 2, 3, 4]

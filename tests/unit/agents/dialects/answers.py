@@ -39,8 +39,8 @@ def streamed(
 ) -> list[dict[str, Any]]:
     """Events of an answer whose text is there early up to the last cut."""
     stream = dialect.stream(call or ModelCall(messages=(QUESTION,)), "a1", 1_700_000_000)
-    pieces = list(stream.begin())
+    pieces = list(stream.opening())
     for start, end in zip((0, *cuts), cuts, strict=False):
         if added := answer.turn.content[start:end]:
             pieces += stream.text(added)
-    return list(events_of([*pieces, *stream.end(answer)]))
+    return list(events_of([*pieces, *stream.rest(answer)]))

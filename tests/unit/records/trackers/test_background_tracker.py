@@ -80,7 +80,6 @@ def test_failures_are_told_once_with_their_cause_and_the_rest_is_tried() -> None
 
 
 def test_a_tracker_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "HANGING_AFTER_S", 0.0)
     monkeypatch.setattr(background, "CLOSE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(background, "MAX_WAITING_EVENTS", 5)
     hanging, warnings = Hanging(), list[str]()
@@ -90,7 +89,6 @@ def test_a_tracker_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     tell_steps(tracker, range(20))
     tracker.close()
     hanging.may_go_on.set()
-    assert [sum(word in text for text in warnings) for word in ("busy", "behind", "missed")] == [
-        1
-    ] * 3
-    assert len(warnings) == 3
+    slow, ended = warnings
+    assert "5 events behind" in slow
+    assert "it missed" in ended
