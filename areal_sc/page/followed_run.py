@@ -35,7 +35,7 @@ from areal_sc.page.row_index import RowIndex
 from areal_sc.page.row_search import MARKED, RowName, RowQuery, RowSearch
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
-from areal_sc.page.trained_numbers import TrainedNumbers, weights_by
+from areal_sc.page.trained_numbers import TrainedNumbers
 from areal_sc.records.reading import spans, trace_events
 from areal_sc.records.script_spans import SCRIPT
 from areal_sc.records.spans import START_UP, RecordedSpan
@@ -81,7 +81,7 @@ class FollowedRun:
         self._search = RowSearch(self.index)
         self._prompts = PromptBook(self.index)
         self._bookmarks = Bookmarks(cache, path)
-        self._trained = TrainedNumbers(self.folder.records, weights_by(self._settings()[0]))
+        self._trained = TrainedNumbers(self.folder.records)
         self._recorded = RecordedGroups(self.index, self._trained)
         self._fates_of = 0  # which reading of the ledger the index knows
         self._time_line = TimeLine(self.folder.records)

@@ -144,7 +144,7 @@ export async function showGroup({ run, words }) {
     ),
     el("h2", {}, `Group ${short(account.group)}: `, shown(outcomeOf(account))),
     el("ol", { class: "life" }, events.map((event) => el("li", {}, shown((SAID[event.what] || JSON.stringify)(event))))),
-    el("h2", {}, `Row ${short(account.index)} of the data`),
+    el("h2", {}, `Row ${account.index} of the data`),
     account.data_row === null
       ? el("p", { class: "dim" }, "Its content is recorded nowhere: none of its attempts has come to its end, or an earlier areal_sc made this run.")
       : textBox(account.data_row, "row of the data"),

@@ -71,7 +71,7 @@ export async function showPrompts({ run, words, again }) {
 }
 
 function promptCard(run, prompt) {
-  const title = `${prompt.set}, row ${short(prompt.index)}`;
+  const title = `${prompt.set}, row ${prompt.index}`;
   const words = { run: run.name, set: prompt.set, dataset: prompt.dataset, index: prompt.index };
   return el(
     "div",
@@ -148,7 +148,7 @@ export async function showPrompt({ run, words }) {
       el("a", { href: linkTo("prompts", { run: run.name }) }, "all prompts"),
       el("a", { href: linkTo("rows", { run: run.name, dataset, index, evaluation: "*" }) }, "all of its rows"),
     ),
-    el("h2", {}, shown(`${prompt.set}, row ${short(prompt.index)} of the data `), trendOf(prompt)),
+    el("h2", {}, shown(`${prompt.set}, row ${prompt.index} of the data `), trendOf(prompt)),
     el(
       "div",
       { class: "tiles" },

@@ -136,7 +136,9 @@ function meanOf(column = []) {
   return told.length ? Number((told.reduce((sum, value) => sum + value, 0) / told.length).toPrecision(3)) : null;
 }
 
-/** What most of the newest steps are bound by, and where their time went. */
+const DOES = { rollout: ["wait", "waits for episodes"], training: ["train", "trains"], synchronisation: ["sync", "publishes weights"] };
+
+/** What most of the newest steps are bound by, and what the trainer did in their time, with that first. */
 function bound(columns) {
   const newest = (name) => (columns[name] || []).slice(-NEWEST);
   const counts = {};
@@ -144,8 +146,10 @@ function bound(columns) {
   const [word] = Object.entries(counts).sort((a, b) => b[1] - a[1])[0] || ["–"];
   const sum = (name) => newest(name).reduce((total, value) => total + (value ?? 0), 0);
   const whole = sum("step_time_s");
-  const parts = ["wait", "train", "sync"].map((part) => `${part} ${percent(whole ? sum(`${part}_s`) / whole : null)}`);
-  return [el("b", {}, word), el("span", { class: "dim" }, ` ${parts.join(", ")}`)];
+  const names = Object.keys(DOES).sort((a, b) => (b === word) - (a === word));
+  const parts = names.map((name) => `${DOES[name][1]} ${percent(whole ? sum(`${DOES[name][0]}_s`) / whole : null)}`);
+  const why = word === "rollout" && sum("train_s") > sum("wait_s") ? "; episodes are made meanwhile: it would only wait longer if it trained faster" : "";
+  return [el("b", {}, word), el("span", { class: "dim" }, `: the trainer ${parts.join(", ")} of the time${why}`)];
 }
 
 /** The newest result of each set. */
