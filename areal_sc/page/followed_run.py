@@ -29,7 +29,6 @@ from areal_sc.page.group_book import GroupBook, GroupQuery
 from areal_sc.page.metric_columns import MetricColumns
 from areal_sc.page.page_cache import Bookmarks, cache_folder, database_of
 from areal_sc.page.prompt_book import PromptBook
-from areal_sc.page.recorded_advantages import advantages_by
 from areal_sc.page.recorded_groups import RecordedGroups, tokenizer_of
 from areal_sc.page.row_index import RowIndex
 from areal_sc.page.row_search import MARKED, RowName, RowQuery, RowSearch
@@ -76,7 +75,6 @@ class FollowedRun:
             self.folder.records,
             database_of(cache, path),
             lambda: self._tokenizer,
-            advantages_by(self._settings()[0]),
         )
         self._search = RowSearch(self.index)
         self._prompts = PromptBook(self.index)

@@ -56,7 +56,7 @@ function totals({ totals: all, rows_lost: lost, version, lineages, num_undone: u
     tile("groups admitted", number(all.admitted)),
     tile("consumed", number(all.consumed)),
     tile("rejected", number(count), el("span", { class: "dim" }, rejected.length ? `  ${rejected.map(([cause, value]) => `${cause} ${short(value)}`).join(", ")}` : "")),
-    tile("in flight", number(all.queued + all.running + all.finished), el("span", { class: "dim" }, `  ${all.queued} queued, ${all.running} running, ${all.finished} finished`)),
+    tile("in flight", number(all.queued + all.running + all.finished), el("span", { class: "dim" }, `: ${all.queued} queued, ${all.running} running, ${all.finished} finished`)),
     tile("rows trained", number(all.rows_trained), el("span", { class: "dim" }, `  of ${short(all.rows_consumed)} consumed`)),
     tile("rows trained twice", number(all.rows_trained_twice)),
     tile("rows lost", number(lost)),

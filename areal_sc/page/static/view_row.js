@@ -117,7 +117,6 @@ function tilesOf(row) {
     "div",
     { class: "tiles" },
     tile("reward", number(row.reward), el("span", { class: "dim" }, `  mean of the group ${short(row.group_reward)}`)),
-    row.advantage === null ? null : tile("advantage", number(row.advantage)),
     tile("tokens", number(row.num_tokens), el("span", { class: "dim" }, `  ${short(row.num_trained_tokens)} trained`)),
     tile("policy version", span(row.first_version, row.last_version), row.num_interruptions ? el("span", { class: "dim" }, `  interruptions: ${row.num_interruptions}`) : ""),
     row.step === null ? null : row.evaluation ? tile("evaluated after step", number(row.step)) : tile("trained by step", number(row.step), el("span", { class: "dim" }, `  staleness ${short(row.staleness)}`)),

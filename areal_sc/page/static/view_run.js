@@ -136,7 +136,7 @@ function meanOf(column = []) {
   return told.length ? Number((told.reduce((sum, value) => sum + value, 0) / told.length).toPrecision(3)) : null;
 }
 
-const DOES = { rollout: ["wait", "waits for episodes"], training: ["train", "trains"], synchronisation: ["sync", "publishes weights"] };
+const DOES = { rollout: ["wait", "waits"], training: ["train", "trains"], synchronisation: ["sync", "publishes"] };
 
 /** What most of the newest steps are bound by, and what the trainer did in their time, with that first. */
 function bound(columns) {
@@ -148,8 +148,8 @@ function bound(columns) {
   const whole = sum("step_time_s");
   const names = Object.keys(DOES).sort((a, b) => (b === word) - (a === word));
   const parts = names.map((name) => `${DOES[name][1]} ${percent(whole ? sum(`${DOES[name][0]}_s`) / whole : null)}`);
-  const why = word === "rollout" && sum("train_s") > sum("wait_s") ? "; episodes are made meanwhile: it would only wait longer if it trained faster" : "";
-  return [el("b", {}, word), el("span", { class: "dim" }, `: the trainer ${parts.join(", ")} of the time${why}`)];
+  const why = word === "rollout" && sum("train_s") > sum("wait_s") ? "; trained faster, it would wait longer" : "";
+  return [el("b", {}, word), el("span", { class: "dim" }, `: the trainer ${parts.join(", ")}${why}`)];
 }
 
 /** The newest result of each set. */
