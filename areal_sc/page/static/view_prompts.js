@@ -166,12 +166,12 @@ export async function showPrompt({ run, words }) {
   );
 }
 
-/** The two tries that are compared: as the address says, else one of the first version and one of the newest, that differ in reward if any do. */
+/** The two tries that are compared: as the address says, else the newest one and the first of another reward, if there is any. */
 function chosenTries(tries, words) {
   const named = (name) => tries.find((it) => it.name === name);
   const newer = named(words.later) || tries.at(-1);
   const others = tries.filter((it) => it !== newer);
-  const older = named(words.earlier) || others.find((it) => it.reward !== newer.reward && it.version < newer.version) || others[0] || newer;
+  const older = named(words.earlier) || others.find((it) => it.reward !== newer.reward) || others[0] || newer;
   return [older, newer];
 }
 

@@ -52,7 +52,7 @@ export async function showRow({ run, words }) {
     el("h2", {}, titleOf(chosen), button),
     notes(recorded.damage, "damage"),
     tilesOf(chosen),
-    ofAttempt ? [el("h2", {}, `Row ${short(chosen.index)} of the data`), textBox(ofAttempt.prompt, "row of the data")] : null,
+    ofAttempt ? [el("h2", {}, `Row ${chosen.index} of the data`), textBox(ofAttempt.prompt, "row of the data")] : null,
     found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turnsOf(chosen, found.tokens.turns, others.filter((it) => it.num_shared < Math.min(it.num_tokens, chosen.num_tokens))),
     chosen.output ? [el("h2", {}, "Output of the episode"), textBox(chosen.output, "output")] : null,
     found.failure ? null : branches(others),

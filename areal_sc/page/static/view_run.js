@@ -143,13 +143,14 @@ function bound(columns) {
   const newest = (name) => (columns[name] || []).slice(-NEWEST);
   const counts = {};
   for (const word of newest("bound")) counts[word] = (counts[word] || 0) + 1;
-  const [word] = Object.entries(counts).sort((a, b) => b[1] - a[1])[0] || ["–"];
+  const [word, count] = Object.entries(counts).sort((a, b) => b[1] - a[1])[0] || ["–", 0];
+  const of = newest("bound").length;
   const sum = (name) => newest(name).reduce((total, value) => total + (value ?? 0), 0);
   const whole = sum("step_time_s");
   const names = Object.keys(DOES).sort((a, b) => (b === word) - (a === word));
   const parts = names.map((name) => `${DOES[name][1]} ${percent(whole ? sum(`${DOES[name][0]}_s`) / whole : null)}`);
   const why = word === "rollout" && sum("train_s") > sum("wait_s") ? "; trained faster, it would wait longer" : "";
-  return [el("b", {}, word), el("span", { class: "dim" }, `: the trainer ${parts.join(", ")}${why}`)];
+  return [el("b", {}, word), el("span", { class: "dim" }, `${count < of ? ` in ${count} of them` : ""}: the trainer ${parts.join(", ")}${why}`)];
 }
 
 /** The newest result of each set. */

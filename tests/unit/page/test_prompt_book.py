@@ -165,7 +165,7 @@ def test_tries_are_of_one_set_and_lead_to_their_tokens(tmp_path: Path) -> None:
         *[(8, 0, 0)] * 2,
     ]
     assert told["prompt"]["answer"]["name"] == told["tries"][-1]["name"]
-    groups = RecordedGroups(index, TrainedNumbers(tmp_path / "records", None))
+    groups = RecordedGroups(index, TrainedNumbers(tmp_path / "records"))
     for one in told["tries"]:
         group, attempt, episode, row = map(int, one["name"].split("."))
         tokens = groups.tokens(group, attempt, episode, row, None)

@@ -31,7 +31,7 @@ class Followed(RecordedGroups):
 
     def __init__(self, run: Path) -> None:
         self.index = RowIndex(run / "records", run / "rows.sqlite", lambda: None)
-        super().__init__(self.index, TrainedNumbers(run / "records", None))
+        super().__init__(self.index, TrainedNumbers(run / "records"))
         self.follow()
 
     def follow(self) -> None:
