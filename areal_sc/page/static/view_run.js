@@ -120,7 +120,7 @@ function episodeTile({ name, index, told }) {
       const sums = {};
       for (const [kind, [, seconds]] of processes.flatMap(({ totals }) => Object.entries(totals))) sums[kind] = (sums[kind] || 0) + seconds;
       const parts = Object.entries(sums).filter(([kind]) => kind === "generation" || (kind.startsWith("the ") && !isAgent(kind))).sort((a, b) => b[1] - a[1]);
-      const isBeside = parts.reduce((sum, [, seconds]) => sum + seconds, 0) > sums.episode;
+      const isBeside = parts.reduce((sum, [, seconds]) => sum + seconds, 0) > 1.01 * sums.episode; // ends are rounded
       const told = parts.slice(0, 3).map(([kind, seconds], place) => [place ? ", " : "", shown(kind), ` ${percent(seconds / sums.episode)}`]);
       if (isBeside) told.push([", beside each other: together more than all of it"]);
       box.replaceChildren(...(told.length ? told.flat(2) : ["not recorded"]));
