@@ -44,7 +44,7 @@ QUERIES: tuple[dict[str, str], ...] = (
     {"sort": "-reward"},
     {"sort": "num_tokens"},
     {"sort": "-staleness", "worker": "rollout/1"},
-    {"sort": "-advantage", "reward": "0.25..0.75"},
+    {"sort": "-group_reward", "reward": "0.25..0.75"},
     {"sort": "-metrics.accuracy", "metrics.length": "0.5.."},
     {"sort": "first_version", "version": "300..310"},
     {"sort": "step", "outcome": "rejected", "cause": "stale"},

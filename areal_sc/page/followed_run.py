@@ -29,13 +29,12 @@ from areal_sc.page.group_book import GroupBook, GroupQuery
 from areal_sc.page.metric_columns import MetricColumns
 from areal_sc.page.page_cache import Bookmarks, cache_folder, database_of
 from areal_sc.page.prompt_book import PromptBook
-from areal_sc.page.recorded_advantages import advantages_by
 from areal_sc.page.recorded_groups import RecordedGroups, tokenizer_of
 from areal_sc.page.row_index import RowIndex
 from areal_sc.page.row_search import MARKED, RowName, RowQuery, RowSearch
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
-from areal_sc.page.trained_numbers import TrainedNumbers, weights_by
+from areal_sc.page.trained_numbers import TrainedNumbers
 from areal_sc.records.reading import spans, trace_events
 from areal_sc.records.script_spans import SCRIPT
 from areal_sc.records.spans import START_UP, RecordedSpan
@@ -75,12 +74,11 @@ class FollowedRun:
             self.folder.records,
             database_of(cache, path),
             lambda: self._tokenizer,
-            advantages_by(self._settings()[0]),
         )
         self._search = RowSearch(self.index)
         self._prompts = PromptBook(self.index)
         self._bookmarks = Bookmarks(cache, path)
-        self._trained = TrainedNumbers(self.folder.records, weights_by(self._settings()[0]))
+        self._trained = TrainedNumbers(self.folder.records)
         self._recorded = RecordedGroups(self.index, self._trained)
         self._fates_of = 0  # which reading of the ledger the index knows
         self._time_line = TimeLine(self.folder.records)

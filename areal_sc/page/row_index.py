@@ -45,7 +45,7 @@ UNFINISHED: Final = "unfinished"
 EVALUATED: Final = "evaluated"
 """The outcome of an answer of an evaluation."""
 
-_FORMAT: Final = 4
+_FORMAT: Final = 5
 _BATCH_TOKENS: Final = 1 << 20
 """After so many the database is written: they take 0.2 s."""
 _MAX_METRICS: Final = 200
@@ -58,7 +58,7 @@ CREATE TABLE groups (id INTEGER PRIMARY KEY, number INT, attempt INT, began REAL
 CREATE INDEX groups_by_number ON groups (number, attempt);
 CREATE INDEX groups_by_file ON groups (file);
 CREATE TABLE rows (id INTEGER PRIMARY KEY, place INT, "group" INT, attempt INT, episode INT,
-    row INT, dataset INT, "index" INT, worker TEXT, reward REAL, group_reward REAL, advantage REAL,
+    row INT, dataset INT, "index" INT, worker TEXT, reward REAL, group_reward REAL,
     num_tokens INT, num_trained_tokens INT, first_version INT, last_version INT,
     num_interruptions INT, time REAL, step INT, staleness INT, outcome TEXT, cause TEXT,
     output TEXT, evaluation TEXT);
@@ -69,13 +69,10 @@ CREATE TABLE metrics (name TEXT PRIMARY KEY, name_of_column TEXT);
 """
 _COLUMNS: Final = (
     *("id", "place", "group", "attempt", "episode", "row", "dataset", "index", "worker", "time"),
-    *("reward", "group_reward", "advantage", "num_tokens", "num_trained_tokens"),
+    *("reward", "group_reward", "num_tokens", "num_trained_tokens"),
     *("first_version", "last_version", "num_interruptions", "step", "staleness"),
     *("outcome", "cause", "output", "evaluation"),
 )
-
-Advantages = Callable[[RecordedGroup], Sequence[float | None]]
-"""The advantage of each row of a group, where its rewards alone tell it."""
 
 
 class Fate(NamedTuple):
@@ -158,12 +155,10 @@ class RowIndex:
         folder: Path,
         database: Path,
         tokenizer: Callable[[], Tokenizer | None],
-        advantages: Advantages,
     ) -> None:
         self._folder = folder
         self._database = database
         self._tokenizer = tokenizer
-        self._advantages = advantages
         self._blocks = FollowedBlocks(folder, (Series.rows, Series.kept, Series.evaluated))
         self._fates: Mapping[tuple[int, int], Fate] = {}
         self._following = Lock()
@@ -359,25 +354,17 @@ class RowIndex:
         """What `_COLUMNS` hold of each row, and of episodes without rows; and their metrics."""
         group, answer = new.group, None if new.answer is None else new.answer[0]
         name = group.group, group.attempt
-        advantages = self._advantages(group)
         fate, evaluation = self._fates.get(name, _NO_FATE), ""
         if answer is not None:
-            advantages = [None] * len(group.rows)
             fate, evaluation = Fate(EVALUATED, answer.step, ""), answer.evaluation
         of_group = group.dataset, group.index, group.worker, group.began + group.took_s
-        for row, advantage in zip(group.rows, advantages, strict=True):
+        for row in group.rows:
             runs = row.versions
             first, last = (runs[0][0], runs[-1][0]) if runs else (None, None)
             yield (
                 (
                     *(*name, row.episode, row.row, *of_group),
-                    *(
-                        row.reward,
-                        group.mean_reward,
-                        advantage,
-                        row.num_tokens,
-                        row.num_trained_tokens,
-                    ),
+                    *(row.reward, group.mean_reward, row.num_tokens, row.num_trained_tokens),
                     *(first, last, row.num_interruptions),
                     fate.step,
                     None if evaluation else _staleness(row, fate.step),
@@ -385,7 +372,7 @@ class RowIndex:
                 ),
                 row.metrics,
             )
-        none = (None,) * 10
+        none = (None,) * 9
         for number, it in enumerate(group.rejected):
             ended = EVALUATED if evaluation else "rejected", it.cause, "", evaluation
             yield (*name, REJECTED, number, *of_group, *none, *ended), {}

@@ -14,7 +14,7 @@ from areal_sc.errors import RunFolderError
 from areal_sc.page.row_index import EVALUATED, RowIndex, metric_columns, state_of
 
 NUMBERS: Final = (
-    *("time", "step", "group", "index", "dataset", "reward", "group_reward", "advantage"),
+    *("time", "step", "group", "index", "dataset", "reward", "group_reward"),
     *("num_tokens", "num_trained_tokens", "staleness", "first_version", "last_version"),
     "num_interruptions",
 )

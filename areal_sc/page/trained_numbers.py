@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from areal_sc.config.ppo_settings import POLICY_GRADIENT
 from areal_sc.page.followed_blocks import FollowedBlocks
 from areal_sc.records.blocks import opened_block, read_body
 from areal_sc.records.record_files import Series
 from areal_sc.records.trained_rows import unpack_trained, unpack_trained_tokens
-
-Weights = Callable[[np.ndarray], np.ndarray]
-"""[N] gaps of the trained tokens of a row, in nats -> their weights in the loss."""
-
-_EXPECTED: Final = {
-    "loss": POLICY_GRADIENT,
-    "clip_center": "proximal",
-    "max_second_moment": "inf",
-    "max_behavior_kl": "inf",
-    "row_filter": "{}",
-}
 
 
 class TrainedNumbers:
@@ -34,12 +21,10 @@ class TrainedNumbers:
 
     Args:
         folder: `records/` of a run.
-        weights: None: they are not known.
     """
 
-    def __init__(self, folder: Path, weights: Weights | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._blocks = FollowedBlocks(folder, (Series.trained,))
-        self._weights = weights
         self._lock = Lock()
         self._places: dict[tuple[int, int, int, int], tuple[float, Path, int, int]] = {}
 
@@ -60,9 +45,9 @@ class TrainedNumbers:
             told: of the T tokens, those that are asked for.
             began: Unix time in seconds, of the group. Older numbers are of another group that had
                 its number, before its journal was lost.
-        Returns: `step` and `minibatch`, and with one value a token `gaps`, `entropies`,
-            `advantages` and, where they are known, `weights`; None where the trainer has none.
-            None: they are not recorded, are damaged, gone, or older than the group.
+        Returns: `step` and `minibatch`, and with one value a token `gaps`, `entropies` and
+            `advantages`; None where the trainer has none. None: they are not recorded, are damaged,
+            gone, or older than the group.
         """
         with self._lock:
             self._follow()
@@ -72,10 +57,7 @@ class TrainedNumbers:
         with suppress(OSError, ValueError), opened_block(path, begin, end) as (descriptor, found):
             row = unpack_trained(found.head)
             tokens = unpack_trained_tokens(read_body(descriptor, found))
-            columns = tokens._asdict()
-            if self._weights is not None:
-                columns["weights"] = self._weights(tokens.gaps)
-            numbers = {of: _spread(its, mask)[told] for of, its in columns.items()}
+            numbers = {of: _spread(its, mask)[told] for of, its in tokens._asdict().items()}
             return {"step": row.step, "minibatch": row.minibatch, **numbers}
         return None
 
@@ -101,33 +83,3 @@ def _spread(values: np.ndarray, mask: np.ndarray) -> list[float | None]:
     spread = np.full(len(mask), np.nan)
     spread[mask] = values
     return [round(it, 6) if math.isfinite(it) else None for it in spread.tolist()]
-
-
-def weights_by(settings: Mapping[str, str]) -> Weights | None:
-    """How the loss of a run weighs tokens by the policy that sampled them.
-
-    Args:
-        settings: of the run, by their names.
-    Returns: None: a loss of the user's does it, or it depends on more than the gaps.
-    """
-    ppo = {name.removeprefix("actor.ppo."): value for name, value in settings.items()}
-    if any(ppo.get(name, value) != value for name, value in _EXPECTED.items()):
-        return None
-    try:
-        kind, is_clamped = ppo["behavior_weight"], ppo["behavior_weight_bound"] == "clamp"
-        floor, cap = float(ppo["behavior_weight_floor"]), float(ppo["behavior_weight_cap"])
-    except (KeyError, ValueError):  # an earlier areal_sc, or a damaged file
-        return None
-
-    def weights(gaps: np.ndarray) -> np.ndarray:
-        is_known = ~np.isnan(gaps)
-        if kind == "none":
-            return np.where(is_known, 1.0, np.nan)
-        if kind == "sequence" and is_known.any():
-            gaps = np.where(is_known, gaps[is_known].mean(), np.nan)
-        with np.errstate(over="ignore"):  # more than any cap
-            found = np.exp(gaps)
-        is_out = (found < floor) | (found > cap)
-        return np.clip(found, floor, cap) if is_clamped else np.where(is_out, 0.0, found)
-
-    return weights

@@ -74,7 +74,10 @@ class Adviser:
         known = busy_share(steps)
         busy = 1.0 if known is None else known
         if wait_share > MAX_WAIT_SHARE:
-            waits = f"the trainer waits for episodes {percent(wait_share)} of the time"
+            waits = (
+                "rollout is the bound: the trainer waits for episodes "
+                f"{percent(wait_share)} of the time"
+            )
             if busy >= MIN_BUSY_SHARE:
                 return f"{waits}: {self._see_plan}"
             return (

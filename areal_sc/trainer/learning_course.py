@@ -19,6 +19,9 @@ from areal_sc.records.metrics import EvaluationResult, StepMetrics
 NUM_STEPS: Final = 10
 """Steps that a mean is over: fewer are noise, and more are told late."""
 
+MAX_STANDING: Final = 100
+"""Steps without a rise that are enough, however long the run is."""
+
 SOLVED_ACCURACY: Final = 0.9
 """Mean accuracy from which on missing signal and entropy are success."""
 
@@ -81,6 +84,8 @@ class Course:
     Attributes:
         num_steps: recorded ones.
         first, newest: up to `NUM_STEPS` steps, in their order.
+        recent: the newest ones, up to `NUM_STEPS` more than `MAX_STANDING`.
+        most_signal: the highest mean of `signal` over `NUM_STEPS` steps.
         best_reward: the highest mean over `NUM_STEPS` steps.
         widest_kl: the largest mean of `proximal_kl` over the steps of `NUM_STEPS` that have it.
         reach: how much all steps together can have raised the mean reward, at most, in standard
@@ -96,7 +101,8 @@ class Course:
         self.num_steps = 0
         self.first: list[StepMetrics] = []
         self.newest: deque[StepMetrics] = deque(maxlen=NUM_STEPS)
-        self._before_newest: deque[StepMetrics] = deque(maxlen=NUM_STEPS)
+        self.recent: deque[StepMetrics] = deque(maxlen=MAX_STANDING + NUM_STEPS)
+        self.most_signal = 0.0
         self.best_reward = Measured(-math.inf, 0.0)
         self.widest_kl = 0.0
         self.reach = 0.0
@@ -116,9 +122,8 @@ class Course:
             self._squared_changes += (metrics.reward - self.newest[-1].reward) ** 2
         if len(self.first) < NUM_STEPS:
             self.first.append(metrics)
-        if len(self.newest) == NUM_STEPS:
-            self._before_newest.append(self.newest[0])
         self.newest.append(metrics)
+        self.recent.append(metrics)
         self._variance.add(metrics)
         if not math.isnan(entropy := number(metrics.train.get("entropy"))):
             self.entropies.append(entropy)
@@ -135,6 +140,7 @@ class Course:
         if len(self.newest) == NUM_STEPS:
             self.best_reward = max(self.best_reward, self.reward(), key=lambda it: it.value)
             self.widest_kl = max(self.widest_kl, self.kl())
+            self.most_signal = max(self.most_signal, self.signal())  # NaN: the first one stays
 
     def add_evaluation(self, result: EvaluationResult) -> None:
         """Greedy ones are others than those before, and are not compared with them."""
@@ -188,9 +194,11 @@ class Course:
         """Of the reward, from the first steps to the newest."""
         return self.reward() - self.reward(self.first)
 
-    def rise_of_late(self) -> Measured:
-        """Of the reward, from the steps before the newest ones to these."""
-        return self.reward() - self.reward(self._before_newest)
+    def rise_of_late(self, num_steps: int = NUM_STEPS) -> Measured:
+        """Of the reward, from the `NUM_STEPS` steps before the newest `num_steps` to these."""
+        steps = [*self.recent]
+        before, since = steps[:-num_steps], steps[-num_steps:]
+        return self.reward(since) - self.reward(before[-NUM_STEPS:])
 
     def rises(self) -> bool:
         """Whether the newest mean reward is above all of the first steps."""

@@ -8,15 +8,17 @@ told alone. A run that has solved its task has neither signal nor entropy any mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from statistics import fmean
+from collections.abc import Callable, Iterable, Sequence
+from statistics import NormalDist, fmean
 from typing import Final
 
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.trainer.learning_course import (
+    MAX_STANDING,
     NUM_STEPS,
     SOLVED_ACCURACY,
     Course,
+    Evaluated,
     Measured,
     mean,
     number,
@@ -28,20 +30,23 @@ NUM_ERRORS: Final = 5.0
 NUM_ERRORS_OF_FEW: Final = 3.5
 """The same of what is compared seldom: of evaluations, for example."""
 
+CHANCE: Final = 0.001
+"""With which results that only waver show a fall: a limit grows with the pairs to choose from."""
+
 MAYBE: Final = 2.0
 """Standard errors from which on a rule does not rely on there being no difference."""
 
 MIN_SIGNAL: Final = 0.1
 """Share of groups with signal below which most of the generated tokens teach nothing."""
 
+MANY_ANSWERS: Final = 8
+"""Answers to a prompt from which on this holds."""
+
 MIN_SIGNAL_OF_VARIETY: Final = 2 * MIN_SIGNAL
 """Share of groups with signal above which there was something that could be lost."""
 
-MAX_SIGNAL_OF_FLAT: Final = 1.5 * MIN_SIGNAL
-"""The same where the reward does not rise any more, which is a further sign."""
-
 MAX_LEFT: Final = 1 / 3
-"""Share of the first steps' signal that is left at most where it is lost: pairs have little."""
+"""Share of the signal that is left at most where it is lost: pairs of answers have little."""
 
 MAX_FALL: Final = 0.5
 """Share of the best mean reward that a healthy run does not lose: means of steps are that noisy."""
@@ -171,7 +176,8 @@ def too_wide_steps(course: Course) -> str | None:
             "smaller actor.optimizer.lr, or fewer actor.ppo.num_minibatches"
         )
     min_had = 0.0 if course.widest_kl > MAX_KL else MIN_SIGNAL_OF_VARIETY
-    lost = _lost_variety(course, min_had)
+    had, has = course.signal(course.first[:FIRST_STEPS]), course.signal()
+    lost = _lost_variety(course, had > min_had and has < min(MIN_SIGNAL, MAX_LEFT * had))
     if lost is None or not course.widest_kl > WIDE_KL:
         return None
     return (
@@ -276,24 +282,31 @@ def too_easy(course: Course) -> str | None:
 
 
 def stalled(course: Course) -> str | None:
-    if course.widest_kl > WIDE_KL:
-        return None  # that is the likelier cause
-    lost = _lost_variety(course, max_has=MAX_SIGNAL_OF_FLAT)
-    if lost is None or course.rise_of_late().is_above(0.0, MAYBE):
+    late = _standing(course)
+    if course.widest_kl > WIDE_KL or not late:
+        return None  # the former is the likelier cause
+    middle, right = len(late) // 2, course.accuracy(late).value
+    has = max(course.signal(late[:middle]), course.signal(late[middle:]))
+    # of the prompts that are solved nothing is to be had
+    could_have = min(course.most_signal, 1.0 if math.isnan(right) else 1.0 - right)
+    is_lost = course.most_signal > MIN_SIGNAL_OF_VARIETY and has < MAX_LEFT * could_have
+    if (lost := _lost_variety(course, is_lost)) is None:
         return None
     return (
-        f"learning has stalled: {lost}, at a mean reward of {course.reward()}: look at wrong "
-        "answers (`python -m areal_sc samples --worst`), whether reference answers belong to their "
-        "prompts, and prompts are too hard; a larger rollout.group_size, a smaller "
-        "actor.optimizer.lr or a wider actor.ppo.clip_high keep more variety"
+        f"learning has stalled for {len(late)} steps: {lost}, at a mean reward of "
+        f"{course.reward()}: look at wrong answers (`python -m areal_sc samples --worst`), whether "
+        "reference answers belong to their prompts, and prompts are too hard; a larger "
+        "rollout.group_size, a smaller actor.optimizer.lr or a wider actor.ppo.clip_high keep more "
+        "variety"
     )
 
 
 def no_signal(course: Course) -> str | None:
-    signal = course.signal()
-    if not signal < MIN_SIGNAL or course.is_solved():
-        return None
-    if course.rise_of_late().is_above(0.0, MAYBE):
+    signal, newest = course.signal(), course.newest[-1]
+    # two answers to a prompt differ a quarter as often as eight
+    size = newest.num_rows / newest.num_groups if newest.num_groups else MANY_ANSWERS
+    min_signal = MIN_SIGNAL * min(1.0, size / MANY_ANSWERS)
+    if not signal < min_signal or course.is_solved() or not _standing(course):
         return None
     return (
         f"in the last {NUM_STEPS} steps {signal:.0%} of the prompts had answers of different "
@@ -340,18 +353,12 @@ def falling_evaluation(course: Course) -> str | None:
     if math.isnan(rise.value) or rise.is_below(0.0, NUM_ERRORS_OF_FEW):
         return None  # no rewards; or training falls as well, which is not about held-out prompts
     for family, results in course.evaluations().items():
-        if len(results) < 3:
+        if (fallen := _fallen(results)) is None:
             continue
-        last = _mean_of(it.score for it in results[-2:])
-        best = max((it.score for it in results[:-2]), key=lambda it: it.value)
-        fall = best - last
-        if not fall.value > max(
-            MIN_FALL_OF_EVALUATIONS * best.value, NUM_ERRORS_OF_FEW * fall.error
-        ):
-            continue
+        best, last, num_last = fallen
         found = (
-            f"the last two evaluations {_of(family)}gave {last}, after {best}, while the reward of "
-            f"training has changed by {rise}"
+            f"the last {num_last} evaluations {_of(family)}gave {last}, after {best}, while the "
+            f"reward of training has changed by {rise}"
         )
         if rise.is_above(0.0, NUM_ERRORS_OF_FEW):
             return f"{found}: {_BY_HEART}"
@@ -360,6 +367,21 @@ def falling_evaluation(course: Course) -> str | None:
             "rewards or reference answers belong to their prompts "
             "(`python -m areal_sc samples`)"
         )
+    return None
+
+
+def _fallen(results: Sequence[Evaluated]) -> tuple[Measured, Measured, int] | None:
+    """The best result before some of the last ones, their mean and number, where that is less."""
+    scores = [it.score for it in results]
+    if len(scores) < 3:
+        return None
+    num_errors = NormalDist().inv_cdf(1.0 - CHANCE / math.comb(len(scores), 3))
+    for num_last in range(2, len(scores)):
+        best = max(scores[:-num_last], key=lambda it: it.value)
+        last = _mean_of(scores[-num_last:])
+        fall = best - last
+        if fall.value > max(MIN_FALL_OF_EVALUATIONS * best.value, num_errors * fall.error):
+            return best, last, num_last
     return None
 
 
@@ -412,23 +434,14 @@ RULES: Final[dict[str, Rule]] = {
 """By name; a cause stands before what follows from it."""
 
 
-def _lost_variety(
-    course: Course, min_had: float = MIN_SIGNAL_OF_VARIETY, max_has: float = MIN_SIGNAL
-) -> str | None:
-    """What tells that each prompt gets one kind of answer by now, and not a right one.
-
-    Args:
-        min_had: share of groups with signal above which the first steps had something to lose.
-        max_has: share of groups with signal below which it is lost.
-    """
+def _lost_variety(course: Course, is_signal_lost: bool) -> str | None:
+    """What tells that each prompt gets one kind of answer by now, and not a right one."""
     if course.is_solved():
         return None
-    had, has = course.signal(course.first[:FIRST_STEPS]), course.signal()
-    is_lost = had > min_had and has < min(max_has, MAX_LEFT * had)
-    if is_lost and not _is_paid_alike(course):
+    if is_signal_lost and not _is_paid_alike(course):
         return (
-            f"{has:.0%} of the prompts have answers of different rewards, and {had:.0%} had at "
-            "first"
+            f"{course.signal():.0%} of the prompts have answers of different rewards, and "
+            f"{course.most_signal:.0%} had before"
         )
     before = mean(course.first, lambda it: number(it.train.get("entropy")))
     if not course.entropies or course.rises():
@@ -437,6 +450,18 @@ def _lost_variety(
     if not now < MIN_ENTROPY * before:
         return None
     return f"the entropy is {now:.2g}, and was {before:.2g} at first"
+
+
+def _standing(course: Course) -> list[StepMetrics]:
+    """The newer half of the run's steps, if the reward is no higher in them than before; else none.
+
+    Learning that stands for a few steps often goes on: it has to stand as long as it has learned.
+    """
+    num = min(max(2 * NUM_STEPS, course.num_steps // 2), MAX_STANDING)
+    if len(course.recent) < num + NUM_STEPS:
+        return []
+    rises = (course.rise_of_late(it).is_above(0.0, MAYBE) for it in (NUM_STEPS, num))
+    return [] if any(rises) else [*course.recent][-num:]
 
 
 def _is_paid_alike(course: Course) -> bool:

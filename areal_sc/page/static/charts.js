@@ -101,7 +101,8 @@ function plotted(area, { curves, marks, xLabel, min, max }) {
     spanGaps: true,
     ...(curve.isPoints && { paths: () => null }),
     points: { size: curve.isPoints ? (curve.isFilled ? 7 : 9) : 5, fill: curve.isFilled ? curve.color : styleOf("--back"), ...((curve.isPoints || curve.y.filter((value) => value !== null).length < 3) && { show: true }) },
-    value: (_, value) => short(value),
+    // of points, which few steps have, the newest one so far
+    value: (plot, value, at, index) => short(value ?? (curve.isPoints && index != null ? plot.data[at].slice(0, index + 1).findLast((it) => it != null) : value)),
   }));
   const last = Math.max(0, data[0].length - 1);
   const options = {

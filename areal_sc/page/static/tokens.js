@@ -11,7 +11,6 @@ const TRACED_EVERY = 16; // groups of whose tokens train ranks record numbers
 const SCALES = {
   "log-probability": { of: ({ logprobs }) => logprobs, ends: [-8, -4, -2, -1, -0.5, -0.1, -0.01], name: (place) => `p${7 - place}` },
   "gap of trainer and sampler": { of: ({ trained }) => trained?.gaps, ends: [-0.5, -0.1, -0.02, -0.005, 0.005, 0.02, 0.1, 0.5], name: (place) => `d${place}` },
-  weight: { of: ({ trained }) => trained?.weights, ends: [0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2], name: (place) => `d${place}` },
   advantage: { of: ({ trained }) => trained?.advantages, ends: [-2, -1, -0.3, -0.001, 0.001, 0.3, 1, 2], name: (place) => `d${place}` },
   entropy: { of: ({ trained }) => trained?.entropies, ends: [0.01, 0.1, 0.3, 0.7, 1.5, 3, 5], name: (place) => `p${place}` },
 };
@@ -138,10 +137,9 @@ function textOf(text) {
 }
 
 /** What the trainer says of a token. */
-function trainedNumbers({ step, minibatch, gaps, entropies, advantages, weights }, index) {
+function trainedNumbers({ step, minibatch, gaps, entropies, advantages }, index) {
   if (gaps[index] === null) return `, advantage ${short(advantages[index])}; step ${short(step)} sent it through no forward`;
-  const weight = weights ? [", weight ", number(weights[index]), weights[index] === 0 ? " (left out of the loss)" : ""] : "";
-  return [", trainer less sampler ", number(gaps[index]), " nats", weight, ", entropy ", number(entropies[index]), ", advantage ", number(advantages[index]), `, trained by step ${short(step)}, minibatch ${minibatch + 1}`].flat();
+  return [", trainer less sampler ", number(gaps[index]), " nats, entropy ", number(entropies[index]), ", advantage ", number(advantages[index]), `, trained by step ${short(step)}, minibatch ${minibatch + 1}`].flat();
 }
 
 function untraced({ run, group }) {

@@ -56,7 +56,7 @@ function totals({ totals: all, rows_lost: lost, version, lineages, num_undone: u
     tile("groups admitted", number(all.admitted)),
     tile("consumed", number(all.consumed)),
     tile("rejected", number(count), el("span", { class: "dim" }, rejected.length ? `  ${rejected.map(([cause, value]) => `${cause} ${short(value)}`).join(", ")}` : "")),
-    tile("in flight", number(all.queued + all.running + all.finished), el("span", { class: "dim" }, `  ${all.queued} queued, ${all.running} running, ${all.finished} finished`)),
+    tile("in flight", number(all.queued + all.running + all.finished), el("span", { class: "dim" }, `: ${all.queued} queued, ${all.running} running, ${all.finished} finished`)),
     tile("rows trained", number(all.rows_trained), el("span", { class: "dim" }, `  of ${short(all.rows_consumed)} consumed`)),
     tile("rows trained twice", number(all.rows_trained_twice)),
     tile("rows lost", number(lost)),
@@ -144,7 +144,7 @@ export async function showGroup({ run, words }) {
     ),
     el("h2", {}, `Group ${short(account.group)}: `, shown(outcomeOf(account))),
     el("ol", { class: "life" }, events.map((event) => el("li", {}, shown((SAID[event.what] || JSON.stringify)(event))))),
-    el("h2", {}, `Row ${short(account.index)} of the data`),
+    el("h2", {}, `Row ${account.index} of the data`),
     account.data_row === null
       ? el("p", { class: "dim" }, "Its content is recorded nowhere: none of its attempts has come to its end, or an earlier areal_sc made this run.")
       : textBox(account.data_row, "row of the data"),

@@ -71,7 +71,7 @@ export async function showPrompts({ run, words, again }) {
 }
 
 function promptCard(run, prompt) {
-  const title = `${prompt.set}, row ${short(prompt.index)}`;
+  const title = `${prompt.set}, row ${prompt.index}`;
   const words = { run: run.name, set: prompt.set, dataset: prompt.dataset, index: prompt.index };
   return el(
     "div",
@@ -148,7 +148,7 @@ export async function showPrompt({ run, words }) {
       el("a", { href: linkTo("prompts", { run: run.name }) }, "all prompts"),
       el("a", { href: linkTo("rows", { run: run.name, dataset, index, evaluation: "*" }) }, "all of its rows"),
     ),
-    el("h2", {}, shown(`${prompt.set}, row ${short(prompt.index)} of the data `), trendOf(prompt)),
+    el("h2", {}, shown(`${prompt.set}, row ${prompt.index} of the data `), trendOf(prompt)),
     el(
       "div",
       { class: "tiles" },
@@ -166,12 +166,12 @@ export async function showPrompt({ run, words }) {
   );
 }
 
-/** The two tries that are compared: as the address says, else one of the first version and one of the newest, that differ in reward if any do. */
+/** The two tries that are compared: as the address says, else the newest one and the first of another reward, if there is any. */
 function chosenTries(tries, words) {
   const named = (name) => tries.find((it) => it.name === name);
   const newer = named(words.later) || tries.at(-1);
   const others = tries.filter((it) => it !== newer);
-  const older = named(words.earlier) || others.find((it) => it.reward !== newer.reward && it.version < newer.version) || others[0] || newer;
+  const older = named(words.earlier) || others.find((it) => it.reward !== newer.reward) || others[0] || newer;
   return [older, newer];
 }
 

@@ -15,14 +15,13 @@ const both = (name, most, least) => [
 const SORTS = [
   ...both("time", "newest first", "oldest first"),
   ...both("reward", "highest reward", "lowest reward"),
-  ...both("advantage", "highest advantage", "lowest advantage"),
   ...both("num_tokens", "longest", "shortest"),
   ...both("staleness", "stalest", "freshest"),
   ...both("step", "newest step", "oldest step"),
   ...both("last_version", "newest version", "oldest version"),
   ["-num_interruptions", "most interruptions"],
 ];
-const RANGES = ["reward", "advantage", "num_tokens", "staleness", "version", "step", "group", "dataset", "index"];
+const RANGES = ["reward", "num_tokens", "staleness", "version", "step", "group", "dataset", "index"];
 const TITLES = { num_tokens: "tokens", index: "row of the data", marked: "bookmarks" };
 
 /** The workflow's numbers of a row, without what did not happen to its agent. */
@@ -159,7 +158,6 @@ function filters(run, words, found) {
 export function rowNumbers(row) {
   const pairs = [
     ["reward", number(row.reward)],
-    typeof row.advantage === "number" ? ["advantage", number(row.advantage)] : null,
     ["tokens", number(row.num_tokens)],
     row.staleness === null ? null : ["staleness", number(row.staleness)],
     ["version", span(row.first_version, row.last_version)],

@@ -120,7 +120,7 @@ function episodeTile({ name, index, told }) {
       const sums = {};
       for (const [kind, [, seconds]] of processes.flatMap(({ totals }) => Object.entries(totals))) sums[kind] = (sums[kind] || 0) + seconds;
       const parts = Object.entries(sums).filter(([kind]) => kind === "generation" || (kind.startsWith("the ") && !isAgent(kind))).sort((a, b) => b[1] - a[1]);
-      const isBeside = parts.reduce((sum, [, seconds]) => sum + seconds, 0) > sums.episode;
+      const isBeside = parts.reduce((sum, [, seconds]) => sum + seconds, 0) > 1.01 * sums.episode; // ends are rounded
       const told = parts.slice(0, 3).map(([kind, seconds], place) => [place ? ", " : "", shown(kind), ` ${percent(seconds / sums.episode)}`]);
       if (isBeside) told.push([", beside each other: together more than all of it"]);
       box.replaceChildren(...(told.length ? told.flat(2) : ["not recorded"]));
@@ -136,16 +136,21 @@ function meanOf(column = []) {
   return told.length ? Number((told.reduce((sum, value) => sum + value, 0) / told.length).toPrecision(3)) : null;
 }
 
-/** What most of the newest steps are bound by, and where their time went. */
+const DOES = { rollout: ["wait", "waits"], training: ["train", "trains"], synchronisation: ["sync", "publishes"] };
+
+/** What most of the newest steps are bound by, and what the trainer did in their time, with that first. */
 function bound(columns) {
   const newest = (name) => (columns[name] || []).slice(-NEWEST);
   const counts = {};
   for (const word of newest("bound")) counts[word] = (counts[word] || 0) + 1;
-  const [word] = Object.entries(counts).sort((a, b) => b[1] - a[1])[0] || ["–"];
+  const [word, count] = Object.entries(counts).sort((a, b) => b[1] - a[1])[0] || ["–", 0];
+  const of = newest("bound").length;
   const sum = (name) => newest(name).reduce((total, value) => total + (value ?? 0), 0);
   const whole = sum("step_time_s");
-  const parts = ["wait", "train", "sync"].map((part) => `${part} ${percent(whole ? sum(`${part}_s`) / whole : null)}`);
-  return [el("b", {}, word), el("span", { class: "dim" }, ` ${parts.join(", ")}`)];
+  const names = Object.keys(DOES).sort((a, b) => (b === word) - (a === word));
+  const parts = names.map((name) => `${DOES[name][1]} ${percent(whole ? sum(`${DOES[name][0]}_s`) / whole : null)}`);
+  const why = word === "rollout" && sum("train_s") > sum("wait_s") ? "; trained faster, it would wait longer" : "";
+  return [el("b", {}, word), el("span", { class: "dim" }, `${count < of ? ` in ${count} of them` : ""}: the trainer ${parts.join(", ")}${why}`)];
 }
 
 /** The newest result of each set. */

@@ -13,7 +13,7 @@ const SHORTEST_S = 1e-3;
 const KINDS = { "start-up": 330, wait: 220, train: 30, sync: 150, update: 30, "updating weights": 150, "fetching weights": 175, "publishing weights": 150, "pulling rows": 220, generation: 205, "the sandbox": 60 };
 const SETTLED_MS = 120;
 const BAND = 96; // pixels of lanes that are drawn together
-const NARROW = 4; // pixels of an episode, below which lanes are
+const NARROW = 16; // pixels of an episode, below which lanes are
 const FEW_LANES = 8; // of a worker: they are never
 
 export const timeParts = ["records", "steps"];

@@ -14,7 +14,6 @@ from msgspec import structs
 from recorded_groups import answered, played, recorder_of, trajectory
 
 from areal_sc.page.prompt_book import CLEAR, NUM_PARTS, PromptBook, _changes, set_of
-from areal_sc.page.recorded_advantages import advantages_by
 from areal_sc.page.recorded_groups import RecordedGroups
 from areal_sc.page.row_index import EVALUATED, Fate, RowIndex
 from areal_sc.page.row_search import RowSearch, recorded_query
@@ -25,7 +24,7 @@ from areal_sc.workflows.trajectory import Trajectory
 
 
 def index_of(run: Path) -> RowIndex:
-    index = RowIndex(run / "records", run / "rows.sqlite", lambda: None, advantages_by({}))
+    index = RowIndex(run / "records", run / "rows.sqlite", lambda: None)
     index.follow(60.0)
     return index
 
@@ -166,7 +165,7 @@ def test_tries_are_of_one_set_and_lead_to_their_tokens(tmp_path: Path) -> None:
         *[(8, 0, 0)] * 2,
     ]
     assert told["prompt"]["answer"]["name"] == told["tries"][-1]["name"]
-    groups = RecordedGroups(index, TrainedNumbers(tmp_path / "records", None))
+    groups = RecordedGroups(index, TrainedNumbers(tmp_path / "records"))
     for one in told["tries"]:
         group, attempt, episode, row = map(int, one["name"].split("."))
         tokens = groups.tokens(group, attempt, episode, row, None)

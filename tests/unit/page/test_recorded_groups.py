@@ -13,7 +13,6 @@ from recorded_groups import played, recorder_of, trajectory
 from tokenizers import Tokenizer, decoders, models
 
 from areal_sc.errors import RunFolderError
-from areal_sc.page.recorded_advantages import advantages_by
 from areal_sc.page.recorded_groups import RecordedGroups, texts_of, tokenizer_of
 from areal_sc.page.row_index import RowIndex
 from areal_sc.page.trained_numbers import TrainedNumbers
@@ -31,8 +30,8 @@ class Followed(RecordedGroups):
     """The groups of a run, and the index that has their places."""
 
     def __init__(self, run: Path) -> None:
-        self.index = RowIndex(run / "records", run / "rows.sqlite", lambda: None, advantages_by({}))
-        super().__init__(self.index, TrainedNumbers(run / "records", None))
+        self.index = RowIndex(run / "records", run / "rows.sqlite", lambda: None)
+        super().__init__(self.index, TrainedNumbers(run / "records"))
         self.follow()
 
     def follow(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import shutil
 import sqlite3
@@ -18,7 +17,6 @@ from tokenizers import Tokenizer, decoders, models
 
 from areal_sc.errors import RunFolderError
 from areal_sc.page import row_index, row_search
-from areal_sc.page.recorded_advantages import advantages_by
 from areal_sc.page.row_index import Fate, RowIndex
 from areal_sc.page.row_search import RowSearch, recorded_query
 from areal_sc.records.reading import Row, rows
@@ -84,7 +82,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def index_of(
     run: Path, database: Path, made: Callable[[], Tokenizer | None] = tokenizer
 ) -> RowIndex:
-    return RowIndex(run / "records", database, made, advantages_by({}))
+    return RowIndex(run / "records", database, made)
 
 
 @pytest.fixture(scope="module")
@@ -168,28 +166,10 @@ def test_rows_are_sorted_and_those_without_the_number_are_last(
     assert values[len(known) :] == [None] * (4 * NUM_GROUPS + 1 - len(known))
 
 
-def test_advantages_are_those_of_the_group(run: Path, search: RowSearch) -> None:
+def test_the_reward_of_a_group_is_the_mean_of_its_rows(run: Path, search: RowSearch) -> None:
     rewards = [it.reward for it in rows(run) if it.group == 3]
-    mean = sum(rewards) / 4
-    std = math.sqrt(sum((it - mean) ** 2 for it in rewards) / 4)
     found = all_rows(search, {"group": "3", "sort": "time"})
-    assert [row["advantage"] for row in found] == pytest.approx(
-        [(it - mean) / (std + 1e-6) for it in rewards]
-    )
-    assert {row["group_reward"] for row in found} == {mean}
-    group = group_of(1, 0.0)
-    of_batch = advantages_by({"actor.ppo.advantage_std": "batch"})
-    numbers = structs.replace(group, rows=tuple(_numbers(it) for it in (0.0, 1.0)))
-    assert of_batch(numbers) == [None, None]
-    plain = {"actor.ppo.advantage": "leave_one_out", "actor.ppo.advantage_std": "none"}
-    assert advantages_by(plain)(numbers) == [-1.0, 1.0]
-    differing = structs.replace(numbers.rows[1], returns=(0.5, 1.5, 4.0))
-    numbers = structs.replace(numbers, rows=(numbers.rows[0], differing))
-    assert advantages_by(plain)(numbers) == pytest.approx([-2.0, 2.0])
-
-
-def _numbers(reward: float) -> Any:
-    return row_index.RecordedRow(int(reward), 0, 3, reward, ((1, 2),), {})
+    assert {row["group_reward"] for row in found} == {sum(rewards) / 4}
 
 
 def test_episodes_without_rows_are_found_by_their_cause(search: RowSearch) -> None:
