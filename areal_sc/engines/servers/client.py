@@ -12,7 +12,6 @@ Every answer is checked: what comes back is what was asked for, or one of
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -64,6 +63,8 @@ class ServerAbilities:
         tp_size: ranks that hold the weights.
         has_version_spans: it tells the version of every token, so that weights may be replaced
             under running requests.
+        max_support: tokens that a truncated distribution may have; 0: it gives no log-probabilities
+            under truncated distributions.
     """
 
     version: str
@@ -72,6 +73,7 @@ class ServerAbilities:
     max_context_tokens: int
     tp_size: int
     has_version_spans: bool
+    max_support: int
 
     def check(self, url: str, model_folder: str, max_context_tokens: int) -> None:
         """Compares the server with the model that is trained.
@@ -127,7 +129,6 @@ class ServerClient:
         api_key: sent with every request; empty sends none.
         control_timeout_s: for answers that do not wait for tokens or weights.
         step_timeout_s: for each step of a weight update.
-        start_timeout_s: for answers for which the server may have to build kernels first.
 
     Attributes:
         section: name of the kind's settings, for messages.
@@ -148,15 +149,11 @@ class ServerClient:
         api_key: str = "",
         control_timeout_s: float = 60.0,
         step_timeout_s: float = 600.0,
-        start_timeout_s: float = 900.0,
     ) -> None:
         self.url = url.rstrip("/")
         self.groups: set[str] = set()
         self._control_timeout_s = control_timeout_s
         self._step_timeout_s = step_timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._max_support: int | None = None
-        self._asks_max_support = asyncio.Lock()
         self._answers: set[aiohttp.ClientResponse] = set()
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
@@ -175,23 +172,6 @@ class ServerClient:
     async def ask_abilities(self) -> ServerAbilities:
         """Asks a server that is not paused what it can do. Raises: ConfigError: it is too old to be
         driven."""
-        raise NotImplementedError
-
-    async def max_support(self) -> int:
-        """Tokens that a truncated distribution may have; 0: the server gives no log-probabilities
-        under truncated distributions.
-
-        The server is asked once, and only for a request that needs it: on a GPU it may have to
-        build kernels for the answer, for minutes.
-        Raises: RpcTimeout: it did not answer within `start_timeout_s`. ServerBusy: the question was
-            aborted, and may be repeated.
-        """
-        async with self._asks_max_support:
-            if self._max_support is None:
-                self._max_support = await self._ask_max_support()
-        return self._max_support
-
-    async def _ask_max_support(self) -> int:
         raise NotImplementedError
 
     async def served_weights(self) -> tuple[int | None, str]:

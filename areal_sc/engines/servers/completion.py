@@ -138,7 +138,7 @@ class Completer:
         try:
             max_support = None
             if request.is_truncated:
-                max_support = min(await server.max_support(request.sampling), self._vocab_size)
+                max_support = min(server.max_support(request.sampling), self._vocab_size)
             while True:
                 if request.on_tokens is None:
                     async with server.asking() as client:

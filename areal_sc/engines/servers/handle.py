@@ -82,7 +82,6 @@ class ServersHandle(GeneratorHandle):
             api_key,
             self.servers.control_timeout_s,
             self.config.weight_update.step_timeout_s,
-            self.servers.start_timeout_s,
         )
         return client
 

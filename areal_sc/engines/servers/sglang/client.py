@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
 import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import multiprocessing
 
-from areal_sc.engines.servers.answer_checks import ABORTED, version_number
+from areal_sc.engines.servers.answer_checks import version_number
 from areal_sc.engines.servers.client import ServerAbilities, ServerClient, reason_of
 from areal_sc.engines.servers.command_line import check_version
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
@@ -27,15 +26,12 @@ from areal_sc.engines.servers.sglang.answers import (
     read_prompt_logprobs,
     request_body,
 )
-from areal_sc.engines.servers.sglang.arguments import OLDEST_VERSION
-from areal_sc.errors import EngineFailed, ProtocolError, RpcTimeout, ServerBusy
+from areal_sc.engines.servers.sglang.arguments import NEWER_VERSION, OLDEST_VERSION
+from areal_sc.errors import EngineFailed, ProtocolError
 
 if TYPE_CHECKING:
     from areal_sc.weights.published import BucketLayout, WeightGroup
 
-logger = logging.getLogger(__name__)
-
-_METHOD_NOT_ALLOWED = 405
 _PROBE_TOKEN = 0
 _IDLE_POLL_S = 0.1
 
@@ -53,12 +49,10 @@ class SGLangClient(ServerClient):
         """Generates a token. Raises: ConfigError: the server is too old."""
         info = await self._server_info(self._control_timeout_s)
         version = str(info.get("version", ""))
-        check_version(version, OLDEST_VERSION, self.url, "SGLang")
+        is_new = check_version(version, OLDEST_VERSION, self.url, "SGLang") >= NEWER_VERSION
+        self._has_update_session = is_new
         model = await self._get("/model_info")
         plain = await self._post("/generate", _probe())
-        route = "/begin_weight_update"  # takes POST alone, so it is not called here
-        status, _ = await self.send("GET", route, None, self._control_timeout_s)
-        self._has_update_session = status == _METHOD_NOT_ALLOWED
         try:
             return ServerAbilities(
                 version=version,
@@ -67,6 +61,7 @@ class SGLangClient(ServerClient):
                 max_context_tokens=int(info["max_req_input_len"]),
                 tp_size=int(info["tp_size"]),
                 has_version_spans="weight_versions" in plain["meta_info"],
+                max_support=int(info["sampling_mask_max_tokens"]) if is_new else 0,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{self.url} does not tell what it can do: {error!r}") from error
@@ -212,32 +207,6 @@ class SGLangClient(ServerClient):
         answer = await self.request("POST", path, body, self._step_timeout_s)
         if answer.get("success") is not True:
             raise EngineFailed(f"{self.url}{path} did not succeed: {reason_of(answer)}")
-
-    async def _ask_max_support(self) -> int:
-        info = await self._server_info(self._control_timeout_s)
-        body = _probe(
-            sampling_params={"top_k": 2},
-            return_sampling_mask=True,
-            sampling_logprobs_mode="selected",
-        )
-        try:
-            answer = await self.request("POST", "/generate", body, self._start_timeout_s)
-        except EngineFailed as refusal:
-            logger.info("server=%s no truncated log-probabilities: %s", self.url, refusal)
-            return 0
-        except RpcTimeout as error:
-            raise RpcTimeout(
-                f"{error}; it was asked for a token under top_k for the first time, and may still "
-                "be building FlashInfer's sampler with nvcc (its log says so): install "
-                "flashinfer-jit-cache beside SGLang, set sglang.args.sampling_backend=pytorch, or "
-                "raise servers.start_timeout_s"
-            ) from error
-        reason = answer["meta_info"].get("finish_reason") or {}
-        if reason.get("type") == ABORTED:  # with all requests, for new weights
-            raise ServerBusy(f"{self.url} aborted a question about truncated distributions")
-        if "output_token_sampling_logprobs" not in answer["meta_info"]:
-            return 0
-        return int(info["sampling_mask_max_tokens"])
 
 
 def _probe(**more: Any) -> dict[str, Any]:

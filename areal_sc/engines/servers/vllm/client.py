@@ -66,12 +66,10 @@ class VLLMClient(ServerClient):
                 max_context_tokens=int(models["data"][0]["max_model_len"]),
                 tp_size=int(ranks["world_size"]),
                 has_version_spans=True,
+                max_support=_NO_LIMIT,
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ProtocolError(f"{self.url} does not tell what it can do: {error!r}") from error
-
-    async def _ask_max_support(self) -> int:
-        return _NO_LIMIT
 
     async def served_weights(self) -> tuple[int | None, str]:
         weights, models = await self._get("/weight_info"), await self._get("/v1/models")

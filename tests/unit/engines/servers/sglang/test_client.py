@@ -244,64 +244,6 @@ async def test_a_server_that_can_less() -> None:
     async with serving(answer) as client:
         abilities = await client.ask_abilities()
         await client.begin_update()  # it has no such route, and is not asked
-        assert await client.max_support() == 0
-    assert not abilities.has_version_spans
+    assert (abilities.has_version_spans, abilities.max_support) == (False, 0)
     assert (abilities.tp_size, abilities.max_context_tokens) == (2, 50)
     assert abilities.architectures == ()
-
-
-async def test_an_aborted_question_is_asked_again() -> None:
-    aborted = {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
-    metas = [aborted, {"output_token_sampling_logprobs": [-0.5]}]
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        if request.path == "/generate":
-            return web.json_response({"meta_info": metas.pop(0)})
-        return web.json_response({"sampling_mask_max_tokens": 64})
-
-    async with serving(answer) as client:
-        with pytest.raises(ServerBusy, match="aborted a question"):
-            await client.max_support()
-        assert await client.max_support() == 64
-        assert await client.max_support() == 64
-
-
-class SlowSampler:
-    """A server that builds its kernels when it is first asked for a token under top_k."""
-
-    def __init__(self) -> None:
-        self.num_builds = 0
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/generate" and "top_k" in (await request.json())["sampling_params"]:
-            self.num_builds += 1
-            await asyncio.sleep(0.2)
-        return web.json_response(OLD_SERVER.get(request.path, {}))
-
-
-async def test_truncated_sampling_is_tried_by_a_request_that_needs_it() -> None:
-    """Once, and under the limit of a start: SGLang on CUDA builds its sampler for the answer."""
-    server, limits_s = SlowSampler(), list[float]()
-    async with serving(server.answer) as client:
-        send = client.request
-
-        async def noted(method: str, path: str, body: Any, timeout_s: Any) -> dict[str, Any]:
-            if "top_k" in (body or {}).get("sampling_params", {}):
-                limits_s.append(timeout_s)
-            return await send(method, path, body, timeout_s)
-
-        client.request = noted  # type: ignore[method-assign]
-        await client.ask_abilities()
-        assert server.num_builds == 0
-        both = await asyncio.gather(client.max_support(), client.max_support())
-        assert client._start_timeout_s > client._control_timeout_s
-        assert limits_s == [client._start_timeout_s]
-    assert both == [0, 0]
-    assert server.num_builds == 1
-
-
-async def test_a_sampler_that_is_not_built_in_time_is_named() -> None:
-    async with serving(SlowSampler().answer) as client:
-        client._start_timeout_s = 0.05
-        with pytest.raises(RpcTimeout, match=r"within 0\.05 s; .* nvcc .*flashinfer-jit-cache"):
-            await client.max_support()
