@@ -170,27 +170,17 @@ class PullChannel(Channel):
 
     async def seal_again(self, lineage: int, version: int) -> WeightsReference | None:
         operation = Operation(lineage, version, Kind.publish, str(version), digest(None))
-        try:
-            return await self._seal(operation, version, keeps_earlier=True)
-        except StoreFull:  # after several deaths; who reads the old copies asks for the new ones
-            await self._forget_earlier()
-            return await self._seal(operation, version)
+        await self._forget_earlier()  # who reads these copies asks for the new ones
+        return await self._seal(operation, version)
 
-    async def _seal(
-        self, operation: Operation, version: int, *, keeps_earlier: bool = False
-    ) -> WeightsReference:
-        """The weights of the ranks, which forget all else that they have sealed.
-
-        Args:
-            keeps_earlier: but for what earlier lives have sealed, which may still be read.
-        """
+    async def _seal(self, operation: Operation, version: int) -> WeightsReference:
+        """The weights of the ranks, which forget all else that they have sealed."""
         with self.times.adding_to("publish_seal_s"):
             replies = await self._fleet.call_all(
                 methods.SEAL_WEIGHTS, methods.SealWeights(operation, version)
             )
-            adopted_live = None if keeps_earlier else ()
             await self._sweep(
-                [calls.Sweep(r.last_sequence, r.live, adopted_live=adopted_live) for r in replies]
+                [calls.Sweep(r.last_sequence, r.live, adopted_live=()) for r in replies]
             )
         changes = _joined([reply.changes for reply in replies])
         if self._config.weight_update.method is WeightUpdateMethod.pull:
