@@ -12,8 +12,6 @@ from areal_sc.sizing.worker_plan import HOST, RunPlan, format_bytes
 _STEPS = 100
 """A share is proposed in hundredths."""
 
-_NEED_LESS = "more devices, or more actor.num_workers, need less on a device"
-
 
 @dataclass(frozen=True)
 class MemoryShare:
@@ -47,17 +45,11 @@ class MemoryShare:
         left = int(share * memory) - parameter_bytes
         if left >= 0:
             return left
-        if parameter_bytes * _STEPS > memory * (_STEPS - 1):
-            raise ConfigError(
-                f"no value of {self.setting} leaves room for the parameters of a server "
-                f"({format_bytes(parameter_bytes)}): what trains on {device} leaves "
-                f"{format_bytes(memory)}; {_NEED_LESS}"
-            )
         raise ConfigError(
             f"{self.setting}: {share:g} of what is free on {device} "
             f"({format_bytes(memory)}) does not hold the parameters of a server "
             f"({format_bytes(parameter_bytes)}), and it has to hold the KV cache, too; "
-            f"a larger share or servers.tp_size holds them"
+            "set a larger share or servers.tp_size; or let more ranks train, which need less each"
         )
 
     def way_out(self, plan: RunPlan) -> str | None:
@@ -68,11 +60,6 @@ class MemoryShare:
         known = [share for share in shares if share is not None]
         if not known:
             return None
-        if min(known) <= 0:
-            return (
-                f"no value of {self.setting} leaves room for what trains on the same device; "
-                f"{_NEED_LESS}"
-            )
         return f"{self.setting} may be at most {min(known):g} beside all else on that device"
 
     def _of(self, given: Mapping[str, str]) -> float:
@@ -87,9 +74,9 @@ class MemoryShare:
 
 
 def _largest_share(plan: RunPlan, place: str) -> float | None:
-    """The share that each server on a device may take, all else staying; None without servers.
+    """The share that each server on a device may take, all else staying.
 
-    0: not even their parameters have room.
+    None: there are none, or not even their parameters have room.
     """
     memory = plan.available_bytes.get(place)
     servers = [w for w in plan.workers if w.role == "server" and w.device == place]
@@ -99,5 +86,5 @@ def _largest_share(plan: RunPlan, place: str) -> float | None:
     free = memory - (plan.needed_bytes[place] - used)
     steps = min(_STEPS // len(servers), _STEPS - 1)
     if steps * free < _STEPS * max(server.parameter_bytes for server in servers):
-        return 0.0
+        return None
     return steps / _STEPS

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration.sglang.policies import Generating, Policies, at_hand
+from integration.sglang.policies import Generating, Policies
 from integration.sglang.trainer import GROUP_TIMEOUT_S, Trainer
+from local_engines import at_hand
 from msgspec import structs
 
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate
