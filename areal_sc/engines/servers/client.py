@@ -13,8 +13,8 @@ Every answer is checked: what comes back is what was asked for, or one of
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
     from areal_sc.weights.published import BucketLayout, WeightGroup
 
+
+PartReader = Callable[[dict[str, Any], int], AnswerPart | None]
+"""What a part of a stream has told, and how many tokens were known before -> the next part of the
+answer, if it is there."""
 
 MAX_ANSWER_BYTES = 256 << 20
 _CONNECT_TIMEOUT_S = 10.0
@@ -132,6 +136,9 @@ class ServerClient:
 
     Attributes:
         section: name of the kind's settings, for messages.
+        answers_at: path that answers are asked for at.
+        adapter_field: of what is posted there, that names an adapter.
+        stream_fields: with which an answer comes in parts.
         abilities: what `ask_abilities` found.
         groups: names of the weight groups that it is in.
         adapter: what requests name; None: the server gets whole weights.
@@ -139,6 +146,9 @@ class ServerClient:
     """
 
     section: ClassVar[str]
+    answers_at: ClassVar[str]
+    adapter_field: ClassVar[str]
+    stream_fields: ClassVar[Mapping[str, Any]]
     abilities: ServerAbilities
     adapter: ServedAdapter | None = None
     bare_logprobs: list[float] | None = None
@@ -185,9 +195,11 @@ class ServerClient:
             max_support: None samples from the whole distribution; else the largest number of
                 tokens that a truncated one may have, and log-probabilities are those under it.
         """
-        raise NotImplementedError
+        body, adapter = self._body_of(request, max_support), self.adapter
+        part = self._read_answer(await self.request("POST", self.answers_at, body, None), request)
+        return part if adapter is None else adapter.note_in(part)
 
-    def stream_answer(
+    async def stream_answer(
         self, request: CompletionRequest, max_support: int | None
     ) -> AsyncGenerator[AnswerPart]:
         """Like `answer`, but gives it in parts while it is sampled.
@@ -195,6 +207,33 @@ class ServerClient:
         Only the last part has a reason to end. It also has the versions of all tokens of the
         answer, which the others do not know.
         """
+        body, adapter = self._body_of(request, max_support), self.adapter
+        read, num_known = self._part_reader(request), 0
+        async with aclosing(self.events(self.answers_at, body | self.stream_fields)) as answers:
+            async for answer in answers:
+                if (part := read(answer, num_known)) is None:
+                    continue
+                if part.finish and adapter is not None:
+                    part = adapter.note_in(part, num_known)
+                num_known += len(part.token_ids)
+                yield part
+
+    def _body_of(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
+        body = self._make_body(request, max_support)
+        if self.adapter is not None:
+            body[self.adapter_field] = self.adapter.name or None
+        return body
+
+    def _make_body(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
+        """What is posted to ask for an answer of the model alone."""
+        raise NotImplementedError
+
+    def _read_answer(self, answer: dict[str, Any], request: CompletionRequest) -> AnswerPart:
+        """Raises: ProtocolError: no server gives such an answer."""
+        raise NotImplementedError
+
+    def _part_reader(self, request: CompletionRequest) -> PartReader:
+        """Reads the parts of one stream."""
         raise NotImplementedError
 
     async def abort(self, request_id: str) -> None:

@@ -14,8 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from areal_sc.engines.base import Completion
-from areal_sc.engines.servers.answer_checks import ABORTED
-from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
+from areal_sc.engines.servers.requests import ABORTED, AnswerPart, CompletionRequest
 from areal_sc.engines.servers.server import ServerLife
 from areal_sc.errors import ArealError, EngineFailed, PeerLost, ProtocolError, ServerBusy
 from areal_sc.system.waiting import cancel_all

@@ -88,7 +88,8 @@ class ServerEngine:
         self._model.check_context(config.max_context_tokens)
         is_disk = config.weight_update.method == WeightUpdateMethod.disk
         takes_files = is_disk or config.lora.is_published_alone
-        if not self._model.can_get_tensors and not takes_files:
+        is_known = self._model.stored_names is not None or not self._model.parameters
+        if not (is_known or takes_files):
             raise ConfigError(
                 f"weight_update.method: servers know weights by their names in files, and those of "
                 f"{config.path} are no parts of the weights in memory, under names that "

@@ -81,19 +81,10 @@ class ServedModel:
             )
 
     @property
-    def is_stored_by_other_names(self) -> bool:
-        """Whether files name the weights otherwise than memory does, as with fused experts."""
-        return bool(self.stored) and not self.parameters.keys() <= self.stored.keys()
-
-    @property
-    def can_get_tensors(self) -> bool:
-        """Whether servers understand the weights that trainers have in memory."""
-        return self.stored_names is not None or not self.parameters
-
-    @property
     def shapes_in_folders(self) -> dict[str, tuple[int, ...]]:
         """What a published folder has to hold at least."""
-        return self.stored if self.is_stored_by_other_names else self.parameters
+        has_other_names = not self.parameters.keys() <= self.stored.keys()  # as of fused experts
+        return self.stored if self.stored and has_other_names else self.parameters
 
 
 def _build_unfilled(path: str) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from multiprocessing.reduction import ForkingPickler
@@ -16,10 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import multiprocessing
 
-from areal_sc.engines.servers.answer_checks import version_number
-from areal_sc.engines.servers.client import ServerAbilities, ServerClient, reason_of
+from areal_sc.engines.servers.client import PartReader, ServerAbilities, ServerClient, reason_of
 from areal_sc.engines.servers.command_line import check_version
-from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest, version_number
 from areal_sc.engines.servers.sglang.answers import (
     read_answer,
     read_part,
@@ -40,6 +38,9 @@ class SGLangClient(ServerClient):
     """An SGLang server."""
 
     section: ClassVar[str] = "sglang"
+    answers_at: ClassVar[str] = "/generate"
+    adapter_field: ClassVar[str] = "lora_path"
+    stream_fields: ClassVar[Mapping[str, Any]] = {"stream": True}
     _has_update_session = True
 
     async def probe(self, *, timeout_s: float) -> None:
@@ -70,33 +71,23 @@ class SGLangClient(ServerClient):
         info = await self._get("/model_info")
         return version_number(info.get("weight_version")), str(info.get("model_path"))
 
-    async def answer(self, request: CompletionRequest, max_support: int | None) -> AnswerPart:
-        body, adapter = self._body(request, max_support), self.adapter
-        answer = await self.request("POST", "/generate", body, None)
-        part = read_answer(answer, is_truncated=request.is_truncated)
-        return part if adapter is None else adapter.note_in(part)
+    def _make_body(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
+        return request_body(request, max_support)
 
-    async def stream_answer(
-        self, request: CompletionRequest, max_support: int | None
-    ) -> AsyncGenerator[AnswerPart]:
-        body, adapter = self._body(request, max_support) | {"stream": True}, self.adapter
-        num_known = 0
-        async with aclosing(self.events("/generate", body)) as answers:
-            async for answer in answers:
-                part = read_part(answer, num_known, is_truncated=request.is_truncated)
-                refused = (answer["meta_info"].get("finish_reason") or {}).get("status_code")
-                if refused is not None:
-                    raise self.refusal("/generate", refused, part.reason.encode())
-                if num_known:  # of the prompt all parts tell the same
-                    part = replace(part, num_prompt_tokens=0, num_cached_tokens=0)
-                if part.finish and adapter is not None:
-                    part = adapter.note_in(part, num_known)
-                num_known += len(part.token_ids)
-                yield part
+    def _read_answer(self, answer: dict[str, Any], request: CompletionRequest) -> AnswerPart:
+        return read_answer(answer, is_truncated=request.is_truncated)
 
-    def _body(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
-        body = request_body(request, max_support)
-        return body if self.adapter is None else body | {"lora_path": self.adapter.name or None}
+    def _part_reader(self, request: CompletionRequest) -> PartReader:
+        def read(answer: dict[str, Any], num_known: int) -> AnswerPart:
+            part = read_part(answer, num_known, is_truncated=request.is_truncated)
+            refused = (answer["meta_info"].get("finish_reason") or {}).get("status_code")
+            if refused is not None:
+                raise self.refusal(self.answers_at, refused, part.reason.encode())
+            if num_known:  # of the prompt all parts tell the same
+                part = replace(part, num_prompt_tokens=0, num_cached_tokens=0)
+            return part
+
+        return read
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_request", {"rid": request_id})
@@ -232,10 +223,11 @@ def _pickle(flat: torch.Tensor, layout: BucketLayout) -> str:
         part = {"name": name, "shape": shape, "dtype": dtype, "numel": size}  # of bytes
         parts.append(SimpleNamespace(**part, start_idx=start, end_idx=start + size))
         start += size
-    strategy = multiprocessing.get_sharing_strategy()
-    multiprocessing.set_sharing_strategy("file_system")  # which names memory, and sends no files
+    sharing: Any = multiprocessing  # has no types
+    strategy = sharing.get_sharing_strategy()
+    sharing.set_sharing_strategy("file_system")  # which names memory, and sends no files
     try:
         pickled = ForkingPickler.dumps({"flattened_tensor": flat, "metadata": parts}, protocol=4)
     finally:
-        multiprocessing.set_sharing_strategy(strategy)
+        sharing.set_sharing_strategy(strategy)
     return base64.b64encode(pickled).decode()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from areal_sc.engines.servers.answer_checks import version_number
-from areal_sc.engines.servers.client import ServerAbilities, ServerClient
+from areal_sc.engines.servers.client import PartReader, ServerAbilities, ServerClient
 from areal_sc.engines.servers.command_line import check_version
-from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest, version_number
 from areal_sc.engines.servers.vllm.answers import (
     StreamReader,
     read_answer,
@@ -26,7 +24,6 @@ from areal_sc.errors import ConfigError, EngineFailed, ProtocolError
 if TYPE_CHECKING:
     from areal_sc.weights.published import BucketLayout, WeightGroup
 
-_GENERATE = "/inference/v1/generate"
 _ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests to that route."""
 
@@ -40,6 +37,12 @@ class VLLMClient(ServerClient):
     """A vLLM server. One that this process has started has `areal_sc_in_vllm` in its workers."""
 
     section: ClassVar[str] = "vllm"
+    answers_at: ClassVar[str] = "/inference/v1/generate"
+    adapter_field: ClassVar[str] = "model"
+    stream_fields: ClassVar[Mapping[str, Any]] = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
     async def probe(self, *, timeout_s: float) -> None:
         # The core answers this between two steps. Workers are not asked: each question would keep
@@ -78,28 +81,14 @@ class VLLMClient(ServerClient):
         except (KeyError, IndexError, TypeError) as error:
             raise ProtocolError(f"{self.url} does not tell what it serves: {error!r}") from error
 
-    async def answer(self, request: CompletionRequest, max_support: int | None) -> AnswerPart:
-        body, adapter = self._body(request), self.adapter
-        part = read_answer(await self.request("POST", _GENERATE, body, None))
-        return part if adapter is None else adapter.note_in(part)
+    def _make_body(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
+        return request_body(request)
 
-    async def stream_answer(
-        self, request: CompletionRequest, max_support: int | None
-    ) -> AsyncGenerator[AnswerPart]:
-        body, adapter = self._body(request), self.adapter
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        reader, num_known = StreamReader(), 0
-        async with aclosing(self.events(_GENERATE, body)) as answers:
-            async for answer in answers:
-                if (part := reader.read(answer)) is not None:
-                    if part.finish and adapter is not None:
-                        part = adapter.note_in(part, num_known)
-                    num_known += len(part.token_ids)
-                    yield part
+    def _read_answer(self, answer: dict[str, Any], request: CompletionRequest) -> AnswerPart:
+        return read_answer(answer)
 
-    def _body(self, request: CompletionRequest) -> dict[str, Any]:
-        body = request_body(request)
-        return body if self.adapter is None else body | {"model": self.adapter.name or None}
+    def _part_reader(self, request: CompletionRequest) -> PartReader:
+        return StreamReader().read
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_requests", {"request_ids": [_ID_PREFIX + request_id]})
@@ -144,7 +133,7 @@ class VLLMClient(ServerClient):
     async def prompt_logprobs(self, token_ids: list[int], adapter: str) -> list[float]:
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         body = {"model": adapter or None, "token_ids": token_ids, "sampling_params": sampling}
-        answer = await self.request("POST", _GENERATE, body, self._step_timeout_s)
+        answer = await self.request("POST", self.answers_at, body, self._step_timeout_s)
         return read_prompt_logprobs(answer, token_ids)
 
     async def begin_update(self) -> None:
@@ -183,7 +172,7 @@ class VLLMClient(ServerClient):
         sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
         sampling |= {"detokenize": False, "ignore_eos": True}
         body = {"token_ids": _PROBE_TOKENS, "sampling_params": sampling}
-        (logprob,) = read_answer(await self._post(_GENERATE, body)).logprobs
+        (logprob,) = read_answer(await self._post(self.answers_at, body)).logprobs
         if logprob != 0:
             raise ConfigError(
                 f"{self.url} gives log-probabilities of another distribution than it samples from: "
