@@ -46,12 +46,11 @@ from areal_sc.engines.servers.weights import (
     WrittenWeights,
     update_server,
 )
-from areal_sc.engines.shape_checks import check_shapes
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import ConfigError, EngineFailed, ModelError, PeerLost, RpcTimeout, WorkerError
 from areal_sc.sizing.machine import resolved_device
 from areal_sc.weights.group import NamedTensor
-from areal_sc.weights.published import BucketLayout, WeightGroup
+from areal_sc.weights.published import BucketLayout, WeightGroup, check_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
