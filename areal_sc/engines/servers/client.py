@@ -349,6 +349,12 @@ class ServerClient:
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return await self.request("POST", path, body, self._control_timeout_s)
 
+    async def command(self, path: str, body: Mapping[str, Any]) -> None:
+        """A step of an update that the server accepts in plain words, or in none."""
+        status, content = await self.send("POST", path, body, self._step_timeout_s)
+        if status != 200:
+            raise self.refusal(path, status, content)
+
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """The objects of a `text/event-stream`, as they come.
 

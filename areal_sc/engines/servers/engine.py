@@ -100,7 +100,7 @@ class ServerEngine:
         self._config = config
         self._buckets = SharedBuckets()
         self._adapters = AdapterFolders(log_folder / f"{name}-adapters", config)
-        self._adapters.clear()  # of earlier lives
+        self._adapters.keep_only(None)  # of earlier lives
         self.is_cuda = _serves_on_cuda(handle)
         self.server = ServerLife(handle, log_folder, name, is_cuda=self.is_cuda)
         self.times = UpdateTimes()
@@ -143,7 +143,7 @@ class ServerEngine:
         await self.server.close(WorkerError(f"the {self._handle.name} engine is closed"))
         await self._completer.close()
         self._buckets.close()
-        self._adapters.clear()
+        self._adapters.keep_only(None)
 
     async def generate(
         self,
@@ -245,7 +245,7 @@ class ServerEngine:
         if self._config.lora.is_published_alone:
             folder = await asyncio.to_thread(self._adapters.write, version, await source())
             await self._adopt_adapter(version, folder)
-            await asyncio.to_thread(self._adapters.keep_newest)
+            await asyncio.to_thread(self._adapters.keep_only, folder)
             return
         await self.adopt(self._given_weights(version, source))
 

@@ -118,10 +118,7 @@ class SGLangClient(ServerClient):
         await self._change_memory("resume", "kv_cache")
 
     async def _change_memory(self, verb: str, *tags: str) -> None:
-        path, body = f"/{verb}_memory_occupation", {"tags": list(tags)}
-        status, content = await self.send("POST", path, body, self._step_timeout_s)
-        if status != HTTPStatus.OK:
-            raise self.refusal(path, status, content)
+        await self.command(f"/{verb}_memory_occupation", {"tags": list(tags)})
 
     async def set_version(self, version: int) -> None:
         # by default it would abort all requests

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests to that route."""
 
-_MAX_REASON_BYTES = 1000
 _PROBE_TOKENS = [0, 1, 2]
 _NO_LIMIT = 1 << 31
 """A number of tokens that no truncated distribution reaches."""
@@ -125,10 +123,10 @@ class VLLMClient(ServerClient):
         await self._update("reload_weights", weights_path=folder)
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        await self._change("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        await self.command("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
     async def unload_adapter(self, name: str) -> None:
-        await self._change("/v1/unload_lora_adapter", {"lora_name": name})
+        await self.command("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def prompt_logprobs(self, token_ids: list[int], adapter: str) -> list[float]:
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
@@ -178,13 +176,6 @@ class VLLMClient(ServerClient):
                 f"{self.url} gives log-probabilities of another distribution than it samples from: "
                 "start it with --logprobs-mode processed_logprobs"
             )
-
-    async def _change(self, path: str, body: Mapping[str, Any]) -> None:
-        """A change of adapters, which vLLM answers with plain words."""
-        status, words = await self.send("POST", path, body, self._step_timeout_s)
-        if status != HTTPStatus.OK:
-            reason = words[:_MAX_REASON_BYTES].decode(errors="replace")
-            raise EngineFailed(f"{self.url}{path} refused (HTTP {status}): {reason}")
 
     async def _update(self, method: str, **arguments: str) -> None:
         """Calls a method of all ranks' workers."""
