@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from areal_sc.engines.busy_time import BusyTime
+from areal_sc.engines.servers.places import BusyTime
 
 
 @dataclass

@@ -82,6 +82,9 @@ class Completion:
 class GenerationEngine(Protocol):
     """What episodes ask of an engine. Coroutines run on the worker's event loop.
 
+    `EpisodeEngine.generate`, which workflows call, comes to `generate` here. What an engine with a
+    server asks that for is `ServerClient.answer`, or `stream_answer`.
+
     Attributes:
         end_token_ids: that end a completion, beside those of its `GenerationConfig`.
     """

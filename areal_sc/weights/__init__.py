@@ -1,7 +1,7 @@
 """The way of each policy version from the ranks that trained it to the engines that sample from it.
 
-    controllers   publisher ──► channel, collective ──► updates ──► tree
-                                │ seal, broadcast      │ adopt, copy
+    controllers   publisher ──► channel ──────────► updates ──► tree
+                                │ seal, broadcast  │ adopt, copy
     workers                 rank_weights ─ published ► adopter ──► the engine
 
 `published` says what a version is: its shards, what has changed in them (`changes`), a folder, or a

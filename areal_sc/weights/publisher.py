@@ -10,24 +10,14 @@ of the reader, the channel. Unblocked by: those; a death of ranks repeats the se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
-from areal_sc.config.schema import WeightUpdateMethod
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_step import TrainStep
-from areal_sc.weights.channel import Channel, DiskChannel, PullChannel, WeightsReader
-from areal_sc.weights.collective import CollectiveChannel
+from areal_sc.weights.channel import WeightsReader
 from areal_sc.weights.published import WeightsReference
 from areal_sc.workers.operations import Kind
-
-CHANNELS: Final[Mapping[WeightUpdateMethod, type[Channel]]] = {
-    WeightUpdateMethod.pull: PullChannel,
-    WeightUpdateMethod.collective: CollectiveChannel,
-    WeightUpdateMethod.disk: DiskChannel,
-}
 
 
 @dataclass(eq=False)

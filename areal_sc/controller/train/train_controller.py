@@ -53,8 +53,8 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sizing.model_folder import check_replaceable
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.weights.channel import WeightsReader
-from areal_sc.weights.publisher import CHANNELS, Publisher
+from areal_sc.weights.channel import CHANNELS, WeightsReader
+from areal_sc.weights.publisher import Publisher
 from areal_sc.workers.rank_methods import SnapshotPlace
 
 

@@ -30,11 +30,11 @@ from areal_sc.engines.local.attention import (
     attention_forward,
 )
 from areal_sc.engines.rotary import rope_limits
-from areal_sc.engines.shape_checks import check_shapes
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.engines.training.causal_lm import check_all_used
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.sizing.model_folder import check_model_folder
+from areal_sc.weights.published import check_shapes
 
 
 def load_folder(

@@ -108,13 +108,6 @@ class MegatronEngine(RankEngine):
         place = MeshPlace.of(rank, parallel)
         self.rows = self._group(parallel_state.get_data_parallel_group())
         self._pipeline = self._group(parallel_state.get_pipeline_model_parallel_group())
-        found = MeshPlace(
-            parallel_state.get_tensor_model_parallel_rank(),
-            self.rows.rank,
-            self._pipeline.rank,
-            parallel_state.get_expert_model_parallel_rank(),
-        )
-        assert found == place, f"rank {rank} is at {found}, expected at {place}"
         self.counts_rows = True
         is_head = self._is_last_stage and place.tensor == 0
         self.counts_metrics = is_head  # the last stage alone sees the losses

@@ -107,7 +107,6 @@ class AdapterFolders:
     def __init__(self, root: Path, config: RolloutConfig) -> None:
         self._root = root
         self._config = config
-        self._newest: Path | None = None
 
     def write(self, version: int, tensors: Iterable[NamedTensor]) -> Path:
         """A new folder with the published tensors, which may be flat; older folders stay.
@@ -127,17 +126,10 @@ class AdapterFolders:
             probe.write(folder)
         except OSError as error:
             raise EngineFailed(f"no adapter could be written to {self._root}: {error}") from error
-        self._newest = folder
         return folder
 
-    def keep_newest(self) -> None:
-        """Removes all but the last one, once the server serves it."""
-        self._remove_all_but(self._newest)
-
-    def clear(self) -> None:
-        self._remove_all_but(None)
-
-    def _remove_all_but(self, kept: Path | None) -> None:
+    def keep_only(self, kept: Path | None) -> None:
+        """Removes all other folders, once the server serves this one."""
         for folder in self._root.glob("*"):
             if folder != kept:
                 shutil.rmtree(folder, ignore_errors=True)

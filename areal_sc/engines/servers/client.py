@@ -12,10 +12,9 @@ Every answer is checked: what comes back is what was asked for, or one of
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +41,10 @@ if TYPE_CHECKING:
     from areal_sc.weights.published import BucketLayout, WeightGroup
 
 
+PartReader = Callable[[dict[str, Any], int], AnswerPart | None]
+"""What a part of a stream has told, and how many tokens were known before -> the next part of the
+answer, if it is there."""
+
 MAX_ANSWER_BYTES = 256 << 20
 _CONNECT_TIMEOUT_S = 10.0
 _KEEP_ALIVE_S = 3.0  # shorter than the 5 s after which servers close an idle connection
@@ -64,6 +67,8 @@ class ServerAbilities:
         tp_size: ranks that hold the weights.
         has_version_spans: it tells the version of every token, so that weights may be replaced
             under running requests.
+        max_support: tokens that a truncated distribution may have; 0: it gives no log-probabilities
+            under truncated distributions.
     """
 
     version: str
@@ -72,6 +77,7 @@ class ServerAbilities:
     max_context_tokens: int
     tp_size: int
     has_version_spans: bool
+    max_support: int
 
     def check(self, url: str, model_folder: str, max_context_tokens: int) -> None:
         """Compares the server with the model that is trained.
@@ -127,10 +133,12 @@ class ServerClient:
         api_key: sent with every request; empty sends none.
         control_timeout_s: for answers that do not wait for tokens or weights.
         step_timeout_s: for each step of a weight update.
-        start_timeout_s: for answers for which the server may have to build kernels first.
 
     Attributes:
         section: name of the kind's settings, for messages.
+        answers_at: path that answers are asked for at.
+        adapter_field: of what is posted there, that names an adapter.
+        stream_fields: with which an answer comes in parts.
         abilities: what `ask_abilities` found.
         groups: names of the weight groups that it is in.
         adapter: what requests name; None: the server gets whole weights.
@@ -138,6 +146,9 @@ class ServerClient:
     """
 
     section: ClassVar[str]
+    answers_at: ClassVar[str]
+    adapter_field: ClassVar[str]
+    stream_fields: ClassVar[Mapping[str, Any]]
     abilities: ServerAbilities
     adapter: ServedAdapter | None = None
     bare_logprobs: list[float] | None = None
@@ -148,15 +159,11 @@ class ServerClient:
         api_key: str = "",
         control_timeout_s: float = 60.0,
         step_timeout_s: float = 600.0,
-        start_timeout_s: float = 900.0,
     ) -> None:
         self.url = url.rstrip("/")
         self.groups: set[str] = set()
         self._control_timeout_s = control_timeout_s
         self._step_timeout_s = step_timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._max_support: int | None = None
-        self._asks_max_support = asyncio.Lock()
         self._answers: set[aiohttp.ClientResponse] = set()
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
@@ -177,23 +184,6 @@ class ServerClient:
         driven."""
         raise NotImplementedError
 
-    async def max_support(self) -> int:
-        """Tokens that a truncated distribution may have; 0: the server gives no log-probabilities
-        under truncated distributions.
-
-        The server is asked once, and only for a request that needs it: on a GPU it may have to
-        build kernels for the answer, for minutes.
-        Raises: RpcTimeout: it did not answer within `start_timeout_s`. ServerBusy: the question was
-            aborted, and may be repeated.
-        """
-        async with self._asks_max_support:
-            if self._max_support is None:
-                self._max_support = await self._ask_max_support()
-        return self._max_support
-
-    async def _ask_max_support(self) -> int:
-        raise NotImplementedError
-
     async def served_weights(self) -> tuple[int | None, str]:
         """Policy version, None when it is no run's, and the folder that the server was given."""
         raise NotImplementedError
@@ -205,9 +195,11 @@ class ServerClient:
             max_support: None samples from the whole distribution; else the largest number of
                 tokens that a truncated one may have, and log-probabilities are those under it.
         """
-        raise NotImplementedError
+        body, adapter = self._body_of(request, max_support), self.adapter
+        part = self._read_answer(await self.request("POST", self.answers_at, body, None), request)
+        return part if adapter is None else adapter.note_in(part)
 
-    def stream_answer(
+    async def stream_answer(
         self, request: CompletionRequest, max_support: int | None
     ) -> AsyncGenerator[AnswerPart]:
         """Like `answer`, but gives it in parts while it is sampled.
@@ -215,6 +207,33 @@ class ServerClient:
         Only the last part has a reason to end. It also has the versions of all tokens of the
         answer, which the others do not know.
         """
+        body, adapter = self._body_of(request, max_support), self.adapter
+        read, num_known = self._part_reader(request), 0
+        async with aclosing(self.events(self.answers_at, body | self.stream_fields)) as answers:
+            async for answer in answers:
+                if (part := read(answer, num_known)) is None:
+                    continue
+                if part.finish and adapter is not None:
+                    part = adapter.note_in(part, num_known)
+                num_known += len(part.token_ids)
+                yield part
+
+    def _body_of(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
+        body = self._make_body(request, max_support)
+        if self.adapter is not None:
+            body[self.adapter_field] = self.adapter.name or None
+        return body
+
+    def _make_body(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
+        """What is posted to ask for an answer of the model alone."""
+        raise NotImplementedError
+
+    def _read_answer(self, answer: dict[str, Any], request: CompletionRequest) -> AnswerPart:
+        """Raises: ProtocolError: no server gives such an answer."""
+        raise NotImplementedError
+
+    def _part_reader(self, request: CompletionRequest) -> PartReader:
+        """Reads the parts of one stream."""
         raise NotImplementedError
 
     async def abort(self, request_id: str) -> None:
@@ -329,6 +348,12 @@ class ServerClient:
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return await self.request("POST", path, body, self._control_timeout_s)
+
+    async def command(self, path: str, body: Mapping[str, Any]) -> None:
+        """A step of an update that the server accepts in plain words, or in none."""
+        status, content = await self.send("POST", path, body, self._step_timeout_s)
+        if status != 200:
+            raise self.refusal(path, status, content)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """The objects of a `text/event-stream`, as they come.

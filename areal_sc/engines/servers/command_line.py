@@ -44,8 +44,10 @@ def as_command_line(arguments: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def check_version(version: str, oldest: tuple[int, int, int], whose: str, program: str) -> None:
-    """Raises ConfigError when this version of the program is too old to be driven."""
+def check_version(
+    version: str, oldest: tuple[int, ...], whose: str, program: str
+) -> tuple[int, ...]:
+    """The numbers of a program's version. Raises ConfigError: it is too old to be driven."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if numbers < oldest:
         needed = ".".join(map(str, oldest))
@@ -53,3 +55,4 @@ def check_version(version: str, oldest: tuple[int, int, int], whose: str, progra
             f"{whose} is {program} {version or 'of an unknown version'}: {needed} or newer is "
             "needed"
         )
+    return numbers

@@ -14,8 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from areal_sc.engines.base import Completion
-from areal_sc.engines.servers.answer_checks import ABORTED
-from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
+from areal_sc.engines.servers.requests import ABORTED, AnswerPart, CompletionRequest
 from areal_sc.engines.servers.server import ServerLife
 from areal_sc.errors import ArealError, EngineFailed, PeerLost, ProtocolError, ServerBusy
 from areal_sc.system.waiting import cancel_all
@@ -138,7 +137,7 @@ class Completer:
         try:
             max_support = None
             if request.is_truncated:
-                max_support = min(await server.max_support(request.sampling), self._vocab_size)
+                max_support = min(server.max_support(request.sampling), self._vocab_size)
             while True:
                 if request.on_tokens is None:
                     async with server.asking() as client:

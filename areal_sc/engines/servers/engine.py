@@ -46,12 +46,11 @@ from areal_sc.engines.servers.weights import (
     WrittenWeights,
     update_server,
 )
-from areal_sc.engines.shape_checks import check_shapes
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import ConfigError, EngineFailed, ModelError, PeerLost, RpcTimeout, WorkerError
 from areal_sc.sizing.machine import resolved_device
 from areal_sc.weights.group import NamedTensor
-from areal_sc.weights.published import BucketLayout, WeightGroup
+from areal_sc.weights.published import BucketLayout, WeightGroup, check_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +87,8 @@ class ServerEngine:
         self._model.check_context(config.max_context_tokens)
         is_disk = config.weight_update.method == WeightUpdateMethod.disk
         takes_files = is_disk or config.lora.is_published_alone
-        if not self._model.can_get_tensors and not takes_files:
+        is_known = self._model.stored_names is not None or not self._model.parameters
+        if not (is_known or takes_files):
             raise ConfigError(
                 f"weight_update.method: servers know weights by their names in files, and those of "
                 f"{config.path} are no parts of the weights in memory, under names that "
@@ -100,7 +100,7 @@ class ServerEngine:
         self._config = config
         self._buckets = SharedBuckets()
         self._adapters = AdapterFolders(log_folder / f"{name}-adapters", config)
-        self._adapters.clear()  # of earlier lives
+        self._adapters.keep_only(None)  # of earlier lives
         self.is_cuda = _serves_on_cuda(handle)
         self.server = ServerLife(handle, log_folder, name, is_cuda=self.is_cuda)
         self.times = UpdateTimes()
@@ -143,7 +143,7 @@ class ServerEngine:
         await self.server.close(WorkerError(f"the {self._handle.name} engine is closed"))
         await self._completer.close()
         self._buckets.close()
-        self._adapters.clear()
+        self._adapters.keep_only(None)
 
     async def generate(
         self,
@@ -238,21 +238,16 @@ class ServerEngine:
     async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights by tensors; running requests go on as `on_weight_update` says.
 
+        A server of others gets them by a folder in `weight_update.folder`, which goes again.
         Raises: ModelError: names or sizes do not fit; the old weights and version stay.
-            ConfigError: the server was not started here. EngineFailed: it is lost.
+            EngineFailed: it is lost.
         """
         if self._config.lora.is_published_alone:
             folder = await asyncio.to_thread(self._adapters.write, version, await source())
             await self._adopt_adapter(version, folder)
-            await asyncio.to_thread(self._adapters.keep_newest)
+            await asyncio.to_thread(self._adapters.keep_only, folder)
             return
-        if not self.server.is_own:
-            raise ConfigError(
-                "weights go as tensors only to servers that this worker has started, and "
-                "servers.urls names others: set weight_update.method to disk or "
-                "collective"
-            )
-        await self.adopt(self._tensor_weights(version, source))
+        await self.adopt(self._given_weights(version, source))
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
         """The same, by a Hugging Face folder that the server sees.
@@ -281,8 +276,8 @@ class ServerEngine:
     ) -> None:
         """The same, by what rank 0 of a group broadcasts meanwhile; see the protocol.
 
-        A server that is not in the group, or does not get the broadcast whole, gets `again`; one
-        of others gets it by a folder in `weight_update.folder`.
+        A server that is not in the group, or does not get the broadcast whole, gets `again`, as by
+        `update_weights`.
         Raises: ModelError: the buckets are not the model's parameters; nothing has changed then.
             EngineFailed: the server is lost.
         """
@@ -292,12 +287,9 @@ class ServerEngine:
         except ModelError:
             await give_up()
             raise
-        late: VersionWeights = self._tensor_weights(version, again)
-        if not self.server.is_own:
-            folder = Path(self._config.weight_update.folder) / f"{self._owner}-{version}"
-            late = WrittenWeights(version, folder, self._as_served(again), Path(self._config.path))
         if (stored_names := self._model.stored_names) is not None:
             buckets = [stored_names.describe(layout) for layout in buckets]
+        late = self._given_weights(version, again)
         await self.adopt(CollectiveWeights(version, group_name, buckets, late, give_up))
 
     @property
@@ -342,15 +334,17 @@ class ServerEngine:
             stops=StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None,
         )
 
-    def _tensor_weights(self, version: int, source: TensorSource) -> TensorWeights:
-        bucket_bytes = self._config.weight_update.bucket_bytes
-        return TensorWeights(version, self._as_served(source), self._buckets, bucket_bytes)
+    def _given_weights(self, version: int, source: TensorSource) -> VersionWeights:
+        """Tensors: they go to our own server in shared memory, to one of others by a folder."""
 
-    def _as_served(self, source: TensorSource) -> TensorSource:
-        async def as_served_from() -> Iterable[NamedTensor]:
+        async def served() -> Iterable[NamedTensor]:
             return as_served(await source(), self._model.parameters, self._model.stored_names)
 
-        return as_served_from
+        update = self._config.weight_update
+        if self.server.is_own:
+            return TensorWeights(version, served, self._buckets, update.bucket_bytes)
+        folder = Path(update.folder) / f"{self._owner}-{version}"
+        return WrittenWeights(version, folder, served, Path(self._config.path))
 
 
 def _serves_on_cuda(handle: ServersHandle) -> bool:

@@ -290,13 +290,12 @@ class ServerLife:
                 self._watch.suspect()
             raise PeerLost(f"{self.name} has failed: {error}") from error
 
-    async def max_support(self, sampling: GenerationConfig) -> int:
+    def max_support(self, sampling: GenerationConfig) -> int:
         """Largest number of tokens that a truncated distribution of a request may have.
 
-        Raises: ConfigError: none, or fewer than are asked for. RpcTimeout, ServerBusy: as
-            `ServerClient.max_support`.
+        Raises: ConfigError: none, or fewer than are asked for.
         """
-        limit = await self.client.max_support()
+        limit = self.client.abilities.max_support
         if limit == 0:
             raise ConfigError(
                 f"{self.url} gives no log-probabilities under top_p and top_k: set "

@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from local_engines import TensorSource, at_hand
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
-from areal_sc.weights.group import NamedTensor
 
 Answers = list[asyncio.Task[Completion]]
 Generating = Callable[[Callable[[], Answers]], Awaitable[Answers]]
-TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
 
 VOCAB_SIZE = 512
 MAX_CONTEXT = 1024
@@ -40,16 +39,6 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-
-
-def at_hand(named_tensors: Iterable[NamedTensor]) -> TensorSource:
-    """A source of weights that are there already."""
-    tensors = list(named_tensors)
-
-    async def source() -> list[NamedTensor]:
-        return tensors
-
-    return source
 
 
 class Policies:

@@ -10,7 +10,8 @@ import pytest
 import pytest_asyncio
 import torch
 from integration.sglang.adapter_policies import LORA, AdapterPolicies
-from integration.sglang.policies import Generating, at_hand
+from integration.sglang.policies import Generating
+from local_engines import at_hand
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.config.server_settings import SGLangConfig

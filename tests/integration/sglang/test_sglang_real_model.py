@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from integration.sglang.adapter_policies import LORA, AdapterPolicies
-from integration.sglang.policies import Answers, Generating, Policies, at_hand
+from integration.sglang.policies import Answers, Generating, Policies
+from local_engines import at_hand
 
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import Device, Dtype, GenerationConfig, RolloutConfig

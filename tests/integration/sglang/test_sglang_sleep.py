@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from integration.sglang.policies import Generating, Policies, at_hand
+from integration.sglang.policies import Generating, Policies
+from local_engines import at_hand
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.servers.engine import ServerEngine

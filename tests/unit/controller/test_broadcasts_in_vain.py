@@ -10,7 +10,7 @@ from simulation.weight_groups import SimulatedWeightGroup
 
 from areal_sc.config.schema import WeightUpdateMethod
 from areal_sc.errors import EngineFailed
-from areal_sc.weights.collective import MAX_BROADCASTS_IN_VAIN
+from areal_sc.weights.channel import MAX_BROADCASTS_IN_VAIN
 
 NUM_STEPS = MAX_BROADCASTS_IN_VAIN + 4
 

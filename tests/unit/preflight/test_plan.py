@@ -410,7 +410,8 @@ def test_no_share_fits_beside_a_trainer(load: Load, model: Path) -> None:
     config = load(f"actor.path={model}", *SIZES, *SGLANG, num_devices=1)
     # 18,000 for training leave 1,500, and the parameters alone take 2,000
     with pytest.raises(
-        ConfigError, match=r"no value of sglang\.args\.mem_fraction_static .* leaves 1\.5 KiB"
+        ConfigError,
+        match=r"mem_fraction_static: 0\.\d+ of what is free .* \(1\.5 KiB\) ",
     ):
         plan(config, lambda: Machine(1 << 40, (19_500,)))
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from areal_sc.engines.servers.answer_checks import (
+from areal_sc.engines.servers.requests import (
+    AnswerPart,
+    CompletionRequest,
     VersionSpan,
     check_finish,
     finite_logprobs,
@@ -15,7 +17,6 @@ from areal_sc.engines.servers.answer_checks import (
     version_of,
     versions_of,
 )
-from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import ProtocolError
 
 

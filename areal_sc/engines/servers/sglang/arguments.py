@@ -13,6 +13,10 @@ from areal_sc.engines.servers.handle import LOOPBACK, ServerInstance
 OLDEST_VERSION = (0, 5, 11)
 """The first that holds running requests while its weights are replaced (pause mode `retract`)."""
 
+NEWER_VERSION = (0, 5, 21)
+"""The first with sessions of weight updates, and with log-probabilities under truncated
+distributions."""
+
 CONTEXT_SLACK_TOKENS = 8
 """SGLang keeps a few positions of its context for itself: prompts may have up to 6 tokens less."""
 

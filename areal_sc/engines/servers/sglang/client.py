@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
 import math
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from multiprocessing.reduction import ForkingPickler
@@ -17,25 +15,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import multiprocessing
 
-from areal_sc.engines.servers.answer_checks import ABORTED, version_number
-from areal_sc.engines.servers.client import ServerAbilities, ServerClient, reason_of
+from areal_sc.engines.servers.client import PartReader, ServerAbilities, ServerClient, reason_of
 from areal_sc.engines.servers.command_line import check_version
-from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest, version_number
 from areal_sc.engines.servers.sglang.answers import (
     read_answer,
     read_part,
     read_prompt_logprobs,
     request_body,
 )
-from areal_sc.engines.servers.sglang.arguments import OLDEST_VERSION
-from areal_sc.errors import EngineFailed, ProtocolError, RpcTimeout, ServerBusy
+from areal_sc.engines.servers.sglang.arguments import NEWER_VERSION, OLDEST_VERSION
+from areal_sc.errors import EngineFailed, ProtocolError
 
 if TYPE_CHECKING:
     from areal_sc.weights.published import BucketLayout, WeightGroup
 
-logger = logging.getLogger(__name__)
-
-_METHOD_NOT_ALLOWED = 405
 _PROBE_TOKEN = 0
 _IDLE_POLL_S = 0.1
 
@@ -44,6 +38,9 @@ class SGLangClient(ServerClient):
     """An SGLang server."""
 
     section: ClassVar[str] = "sglang"
+    answers_at: ClassVar[str] = "/generate"
+    adapter_field: ClassVar[str] = "lora_path"
+    stream_fields: ClassVar[Mapping[str, Any]] = {"stream": True}
     _has_update_session = True
 
     async def probe(self, *, timeout_s: float) -> None:
@@ -53,12 +50,10 @@ class SGLangClient(ServerClient):
         """Generates a token. Raises: ConfigError: the server is too old."""
         info = await self._server_info(self._control_timeout_s)
         version = str(info.get("version", ""))
-        check_version(version, OLDEST_VERSION, self.url, "SGLang")
+        is_new = check_version(version, OLDEST_VERSION, self.url, "SGLang") >= NEWER_VERSION
+        self._has_update_session = is_new
         model = await self._get("/model_info")
         plain = await self._post("/generate", _probe())
-        route = "/begin_weight_update"  # takes POST alone, so it is not called here
-        status, _ = await self.send("GET", route, None, self._control_timeout_s)
-        self._has_update_session = status == _METHOD_NOT_ALLOWED
         try:
             return ServerAbilities(
                 version=version,
@@ -67,6 +62,7 @@ class SGLangClient(ServerClient):
                 max_context_tokens=int(info["max_req_input_len"]),
                 tp_size=int(info["tp_size"]),
                 has_version_spans="weight_versions" in plain["meta_info"],
+                max_support=int(info["sampling_mask_max_tokens"]) if is_new else 0,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{self.url} does not tell what it can do: {error!r}") from error
@@ -75,33 +71,23 @@ class SGLangClient(ServerClient):
         info = await self._get("/model_info")
         return version_number(info.get("weight_version")), str(info.get("model_path"))
 
-    async def answer(self, request: CompletionRequest, max_support: int | None) -> AnswerPart:
-        body, adapter = self._body(request, max_support), self.adapter
-        answer = await self.request("POST", "/generate", body, None)
-        part = read_answer(answer, is_truncated=request.is_truncated)
-        return part if adapter is None else adapter.note_in(part)
+    def _make_body(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
+        return request_body(request, max_support)
 
-    async def stream_answer(
-        self, request: CompletionRequest, max_support: int | None
-    ) -> AsyncGenerator[AnswerPart]:
-        body, adapter = self._body(request, max_support) | {"stream": True}, self.adapter
-        num_known = 0
-        async with aclosing(self.events("/generate", body)) as answers:
-            async for answer in answers:
-                part = read_part(answer, num_known, is_truncated=request.is_truncated)
-                refused = (answer["meta_info"].get("finish_reason") or {}).get("status_code")
-                if refused is not None:
-                    raise self.refusal("/generate", refused, part.reason.encode())
-                if num_known:  # of the prompt all parts tell the same
-                    part = replace(part, num_prompt_tokens=0, num_cached_tokens=0)
-                if part.finish and adapter is not None:
-                    part = adapter.note_in(part, num_known)
-                num_known += len(part.token_ids)
-                yield part
+    def _read_answer(self, answer: dict[str, Any], request: CompletionRequest) -> AnswerPart:
+        return read_answer(answer, is_truncated=request.is_truncated)
 
-    def _body(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
-        body = request_body(request, max_support)
-        return body if self.adapter is None else body | {"lora_path": self.adapter.name or None}
+    def _part_reader(self, request: CompletionRequest) -> PartReader:
+        def read(answer: dict[str, Any], num_known: int) -> AnswerPart:
+            part = read_part(answer, num_known, is_truncated=request.is_truncated)
+            refused = (answer["meta_info"].get("finish_reason") or {}).get("status_code")
+            if refused is not None:
+                raise self.refusal(self.answers_at, refused, part.reason.encode())
+            if num_known:  # of the prompt all parts tell the same
+                part = replace(part, num_prompt_tokens=0, num_cached_tokens=0)
+            return part
+
+        return read
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_request", {"rid": request_id})
@@ -132,10 +118,7 @@ class SGLangClient(ServerClient):
         await self._change_memory("resume", "kv_cache")
 
     async def _change_memory(self, verb: str, *tags: str) -> None:
-        path, body = f"/{verb}_memory_occupation", {"tags": list(tags)}
-        status, content = await self.send("POST", path, body, self._step_timeout_s)
-        if status != HTTPStatus.OK:
-            raise self.refusal(path, status, content)
+        await self.command(f"/{verb}_memory_occupation", {"tags": list(tags)})
 
     async def set_version(self, version: int) -> None:
         # by default it would abort all requests
@@ -213,32 +196,6 @@ class SGLangClient(ServerClient):
         if answer.get("success") is not True:
             raise EngineFailed(f"{self.url}{path} did not succeed: {reason_of(answer)}")
 
-    async def _ask_max_support(self) -> int:
-        info = await self._server_info(self._control_timeout_s)
-        body = _probe(
-            sampling_params={"top_k": 2},
-            return_sampling_mask=True,
-            sampling_logprobs_mode="selected",
-        )
-        try:
-            answer = await self.request("POST", "/generate", body, self._start_timeout_s)
-        except EngineFailed as refusal:
-            logger.info("server=%s no truncated log-probabilities: %s", self.url, refusal)
-            return 0
-        except RpcTimeout as error:
-            raise RpcTimeout(
-                f"{error}; it was asked for a token under top_k for the first time, and may still "
-                "be building FlashInfer's sampler with nvcc (its log says so): install "
-                "flashinfer-jit-cache beside SGLang, set sglang.args.sampling_backend=pytorch, or "
-                "raise servers.start_timeout_s"
-            ) from error
-        reason = answer["meta_info"].get("finish_reason") or {}
-        if reason.get("type") == ABORTED:  # with all requests, for new weights
-            raise ServerBusy(f"{self.url} aborted a question about truncated distributions")
-        if "output_token_sampling_logprobs" not in answer["meta_info"]:
-            return 0
-        return int(info["sampling_mask_max_tokens"])
-
 
 def _probe(**more: Any) -> dict[str, Any]:
     sampling = {"max_new_tokens": 1, "temperature": 1.0, **more.pop("sampling_params", {})}
@@ -263,10 +220,11 @@ def _pickle(flat: torch.Tensor, layout: BucketLayout) -> str:
         part = {"name": name, "shape": shape, "dtype": dtype, "numel": size}  # of bytes
         parts.append(SimpleNamespace(**part, start_idx=start, end_idx=start + size))
         start += size
-    strategy = multiprocessing.get_sharing_strategy()
-    multiprocessing.set_sharing_strategy("file_system")  # which names memory, and sends no files
+    sharing: Any = multiprocessing  # has no types
+    strategy = sharing.get_sharing_strategy()
+    sharing.set_sharing_strategy("file_system")  # which names memory, and sends no files
     try:
         pickled = ForkingPickler.dumps({"flattened_tensor": flat, "metadata": parts}, protocol=4)
     finally:
-        multiprocessing.set_sharing_strategy(strategy)
+        sharing.set_sharing_strategy(strategy)
     return base64.b64encode(pickled).decode()

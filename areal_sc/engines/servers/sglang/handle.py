@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
-from areal_sc.engines.servers.handle import ServerInstance, ServersHandle, with_path
-from areal_sc.engines.servers.memory import MemoryShare
+from areal_sc.engines.servers.handle import MemoryShare, ServerInstance, ServersHandle, with_path
 from areal_sc.engines.servers.sglang.arguments import server_arguments
 from areal_sc.errors import ConfigError
 

@@ -8,14 +8,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from areal_sc.engines.servers.answer_checks import (
+from areal_sc.engines.servers.requests import (
+    AnswerPart,
+    CompletionRequest,
     VersionSpan,
     check_finish,
     finite_logprobs,
     read_as,
     versions_of,
 )
-from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import ConfigError, ProtocolError
 
 _LEAST_TEMPERATURE = 0.01
@@ -118,19 +119,16 @@ def read_answer(answer: dict[str, Any]) -> AnswerPart:
 class StreamReader:
     """Reads the parts of one stream."""
 
-    def __init__(self) -> None:
-        self._num_known = 0
-        self._last: AnswerPart | None = None
+    _last: AnswerPart | None = None
 
-    def read(self, answer: dict[str, Any]) -> AnswerPart | None:
+    def read(self, answer: dict[str, Any], num_known: int) -> AnswerPart | None:
         """The next part of the answer, if it is there; the last one comes with what was used.
 
         Raises: as `read_answer`.
         """
         part = read_as(_VLLMAnswer, answer, "vLLM")
         for choice in part.choices:
-            read = _part_of(choice, self._num_known)
-            self._num_known += len(read.token_ids)
+            read = _part_of(choice, num_known)
             if not read.finish:
                 return read
             self._last = read

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from http import HTTPStatus
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from areal_sc.engines.servers.answer_checks import version_number
-from areal_sc.engines.servers.client import ServerAbilities, ServerClient
+from areal_sc.engines.servers.client import PartReader, ServerAbilities, ServerClient
 from areal_sc.engines.servers.command_line import check_version
-from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest, version_number
 from areal_sc.engines.servers.vllm.answers import (
     StreamReader,
     read_answer,
@@ -26,11 +23,9 @@ from areal_sc.errors import ConfigError, EngineFailed, ProtocolError
 if TYPE_CHECKING:
     from areal_sc.weights.published import BucketLayout, WeightGroup
 
-_GENERATE = "/inference/v1/generate"
 _ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests to that route."""
 
-_MAX_REASON_BYTES = 1000
 _PROBE_TOKENS = [0, 1, 2]
 _NO_LIMIT = 1 << 31
 """A number of tokens that no truncated distribution reaches."""
@@ -40,6 +35,12 @@ class VLLMClient(ServerClient):
     """A vLLM server. One that this process has started has `areal_sc_in_vllm` in its workers."""
 
     section: ClassVar[str] = "vllm"
+    answers_at: ClassVar[str] = "/inference/v1/generate"
+    adapter_field: ClassVar[str] = "model"
+    stream_fields: ClassVar[Mapping[str, Any]] = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
     async def probe(self, *, timeout_s: float) -> None:
         # The core answers this between two steps. Workers are not asked: each question would keep
@@ -66,12 +67,10 @@ class VLLMClient(ServerClient):
                 max_context_tokens=int(models["data"][0]["max_model_len"]),
                 tp_size=int(ranks["world_size"]),
                 has_version_spans=True,
+                max_support=_NO_LIMIT,
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ProtocolError(f"{self.url} does not tell what it can do: {error!r}") from error
-
-    async def _ask_max_support(self) -> int:
-        return _NO_LIMIT
 
     async def served_weights(self) -> tuple[int | None, str]:
         weights, models = await self._get("/weight_info"), await self._get("/v1/models")
@@ -80,28 +79,14 @@ class VLLMClient(ServerClient):
         except (KeyError, IndexError, TypeError) as error:
             raise ProtocolError(f"{self.url} does not tell what it serves: {error!r}") from error
 
-    async def answer(self, request: CompletionRequest, max_support: int | None) -> AnswerPart:
-        body, adapter = self._body(request), self.adapter
-        part = read_answer(await self.request("POST", _GENERATE, body, None))
-        return part if adapter is None else adapter.note_in(part)
+    def _make_body(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
+        return request_body(request)
 
-    async def stream_answer(
-        self, request: CompletionRequest, max_support: int | None
-    ) -> AsyncGenerator[AnswerPart]:
-        body, adapter = self._body(request), self.adapter
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        reader, num_known = StreamReader(), 0
-        async with aclosing(self.events(_GENERATE, body)) as answers:
-            async for answer in answers:
-                if (part := reader.read(answer)) is not None:
-                    if part.finish and adapter is not None:
-                        part = adapter.note_in(part, num_known)
-                    num_known += len(part.token_ids)
-                    yield part
+    def _read_answer(self, answer: dict[str, Any], request: CompletionRequest) -> AnswerPart:
+        return read_answer(answer)
 
-    def _body(self, request: CompletionRequest) -> dict[str, Any]:
-        body = request_body(request)
-        return body if self.adapter is None else body | {"model": self.adapter.name or None}
+    def _part_reader(self, request: CompletionRequest) -> PartReader:
+        return StreamReader().read
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_requests", {"request_ids": [_ID_PREFIX + request_id]})
@@ -138,15 +123,15 @@ class VLLMClient(ServerClient):
         await self._update("reload_weights", weights_path=folder)
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        await self._change("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        await self.command("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
     async def unload_adapter(self, name: str) -> None:
-        await self._change("/v1/unload_lora_adapter", {"lora_name": name})
+        await self.command("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def prompt_logprobs(self, token_ids: list[int], adapter: str) -> list[float]:
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         body = {"model": adapter or None, "token_ids": token_ids, "sampling_params": sampling}
-        answer = await self.request("POST", _GENERATE, body, self._step_timeout_s)
+        answer = await self.request("POST", self.answers_at, body, self._step_timeout_s)
         return read_prompt_logprobs(answer, token_ids)
 
     async def begin_update(self) -> None:
@@ -185,19 +170,12 @@ class VLLMClient(ServerClient):
         sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
         sampling |= {"detokenize": False, "ignore_eos": True}
         body = {"token_ids": _PROBE_TOKENS, "sampling_params": sampling}
-        (logprob,) = read_answer(await self._post(_GENERATE, body)).logprobs
+        (logprob,) = read_answer(await self._post(self.answers_at, body)).logprobs
         if logprob != 0:
             raise ConfigError(
                 f"{self.url} gives log-probabilities of another distribution than it samples from: "
                 "start it with --logprobs-mode processed_logprobs"
             )
-
-    async def _change(self, path: str, body: Mapping[str, Any]) -> None:
-        """A change of adapters, which vLLM answers with plain words."""
-        status, words = await self.send("POST", path, body, self._step_timeout_s)
-        if status != HTTPStatus.OK:
-            reason = words[:_MAX_REASON_BYTES].decode(errors="replace")
-            raise EngineFailed(f"{self.url}{path} refused (HTTP {status}): {reason}")
 
     async def _update(self, method: str, **arguments: str) -> None:
         """Calls a method of all ranks' workers."""

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from areal_sc.config.schema import Dtype, GRPOConfig, WeightUpdateMethod
-from areal_sc.engines.servers.handle import ServerInstance, ServersHandle, with_path
-from areal_sc.engines.servers.memory import MemoryShare
+from areal_sc.engines.servers.handle import MemoryShare, ServerInstance, ServersHandle, with_path
 from areal_sc.engines.servers.vllm.arguments import server_arguments
 from areal_sc.errors import ConfigError
 

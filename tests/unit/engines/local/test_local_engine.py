@@ -7,8 +7,7 @@ import copy
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from builders import NumberTokenizer
+from local_engines import ENDLESS, MAX_CONTEXT, at_hand, running
 from transformers import PreTrainedModel
 from waiting import until
 
@@ -29,17 +29,12 @@ from areal_sc.engines.base import Completion
 from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.errors import ConfigError, ModelError, WorkerError, WorkflowError
 from areal_sc.weights.group import (
-    NamedTensor,
     WeightBroadcaster,
     layout_of,
     split_into_buckets,
 )
 
-TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
-
 TIMEOUT_S = 60.0
-MAX_CONTEXT = 4096
-ENDLESS = GenerationConfig(max_new_tokens=4000)  # some seconds: a test ends it
 
 
 @pytest.fixture
@@ -51,39 +46,6 @@ def long_model(random_model: Callable[..., PreTrainedModel]) -> Callable[..., Pr
 async def end_running(engine: LocalEngine) -> None:
     """Each running request ends with its next token."""
     await engine.call(lambda: engine._generator.table.max_length.fill(0))
-
-
-def at_hand(named_tensors: Iterable[NamedTensor]) -> TensorSource:
-    """A source of weights that are there already."""
-    tensors = list(named_tensors)
-
-    async def source() -> list[NamedTensor]:
-        return tensors
-
-    return source
-
-
-@asynccontextmanager
-async def running(
-    model: PreTrainedModel, eos_token_id: int | None = None, **settings: Any
-) -> AsyncIterator[LocalEngine]:
-    config = RolloutConfig(
-        **{
-            "path": "",
-            "max_running_sequences": 4,
-            "max_context_tokens": MAX_CONTEXT,
-            "max_prefill_tokens": 64,
-            "seed": 0,
-            **settings,
-        }
-    )
-    engine = LocalEngine(config, (model, NumberTokenizer(eos_token_id)))
-    await engine.start()
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            yield engine
-    finally:
-        await engine.close()
 
 
 def tokens(number: int) -> GenerationConfig:

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from itertools import chain
 from typing import Any
 
+import local_engines
 import pytest
-from builders import NumberTokenizer
+from local_engines import ENDLESS, MAX_CONTEXT
 from transformers import PreTrainedModel
 
-from areal_sc.config.schema import GenerationConfig, RolloutConfig
+from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.errors import WorkerError
 
-MAX_CONTEXT = 4096
-ENDLESS = GenerationConfig(max_new_tokens=4000)  # some seconds: something ends it
 Models = Callable[..., PreTrainedModel]
 
 
-@asynccontextmanager
-async def running(random_model: Models) -> AsyncIterator[LocalEngine]:
-    config = RolloutConfig(
-        path="", max_running_sequences=4, max_context_tokens=MAX_CONTEXT, max_prefill_tokens=64
-    )
-    model = random_model(max_position_embeddings=MAX_CONTEXT)
-    tokenizer: Any = NumberTokenizer()
-    engine = LocalEngine(config, (model, tokenizer))
-    await engine.start()
-    try:
-        async with asyncio.timeout(60):
-            yield engine
-    finally:
-        await engine.close()
+def running(random_model: Models) -> AbstractAsyncContextManager[LocalEngine]:
+    return local_engines.running(random_model(max_position_embeddings=MAX_CONTEXT))
 
 
 async def is_idle(engine: LocalEngine) -> bool:

@@ -88,11 +88,11 @@ def test_a_written_adapter_is_one_of_peft_with_its_probe(tmp_path: Path) -> None
     assert read.adapter == (f"policy-3-{zlib.crc32(file.read_bytes()):08x}", 3)
     assert AdapterWeights.read(3, first, config()).adapter == read.adapter  # the same values
     third = folders.write(4, TENSORS)
-    folders.keep_newest()
+    folders.keep_only(third)
     assert list((tmp_path / "root").iterdir()) == [third]
     with pytest.raises(ModelError, match="holds no published adapter"):
         AdapterWeights.read(3, first, config())
-    folders.clear()
+    folders.keep_only(None)
     assert not list((tmp_path / "root").iterdir())
 
 

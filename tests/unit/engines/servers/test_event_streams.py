@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from aiohttp import web
+from asked_servers import Handler, serving
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.servers.client import ServedAdapter, ServerClient
-from areal_sc.engines.servers.process import free_port
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.sglang.client import SGLangClient
 from areal_sc.engines.servers.vllm.client import VLLMClient
@@ -22,25 +21,6 @@ from areal_sc.errors import ConfigError, EngineFailed, PeerLost, ProtocolError, 
 TOKENS, LOGPROBS = [7, 8, 9, 5], [-0.5, -1.5, -2.5, -3.5]
 SPANS = [{"version": "1", "start": 0, "end": 3}, {"version": "2", "start": 3, "end": 4}]
 DONE = b"data: [DONE]\n\n"
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@asynccontextmanager
-async def serving(kind: type[ServerClient], handler: Handler) -> AsyncIterator[ServerClient]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    port = free_port()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    client = kind(f"http://127.0.0.1:{port}", "secret")
-    try:
-        async with asyncio.timeout(30):
-            yield client
-    finally:
-        await client.close()
-        await runner.cleanup()
 
 
 def request(**sampling: Any) -> CompletionRequest:

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any, cast
+from collections.abc import Callable
 
 import pytest
-from builders import NumberTokenizer
+from asked_servers import Asked, PretendedServer
 
-from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion
-from areal_sc.engines.servers.completion import Completer
-from areal_sc.engines.servers.places import Places
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
-from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import EngineFailed, PeerLost
 
 
-class Server:
-    """Gives the tokens 0, 1, 2, ... behind the prompt, as many as it is asked for.
-
-    Attributes:
-        before: called with the number of each question, before it is answered.
-        asked: how many tokens it was asked for, each time.
-    """
-
-    name, version = "server", 4
-    is_paused, num_pauses = False, 0
+class Server(PretendedServer):
+    """Gives the tokens 0, 1, 2, ... behind the prompt, as many as it is asked for."""
 
     def __init__(self, before: Callable[[int], None] = lambda number: None) -> None:
-        self.places = Places(9)
-        self.places.set_open(True)
-        self.before = before
-        self.asked: list[int] = []
+        super().__init__(before)
         self.ids: list[str] = []
-
-    @asynccontextmanager
-    async def asking(self) -> AsyncIterator[Server]:
-        yield self
 
     async def answer(self, request: CompletionRequest, _: None) -> AnswerPart:
         start, num_tokens = len(request.token_ids), request.num_asked_tokens
@@ -50,30 +28,6 @@ class Server:
         tokens = list(range(start, start + num_tokens))
         logprobs = [-float(token) for token in tokens]
         return AnswerPart(tokens, logprobs, [4] * num_tokens, "length", "", 1 + start, start)
-
-    async def abort(self, request_id: str) -> None: ...
-
-
-class Asked:
-    """One answer, on one server."""
-
-    def __init__(self, server: Server, max_new_tokens: int, *stops: str) -> None:
-        self.server = server
-        tokenizer: Any = NumberTokenizer()
-        self.request = CompletionRequest(
-            prompt=[7],
-            sampling=GenerationConfig(),
-            max_new_tokens=max_new_tokens,
-            length_reason="length",
-            stop_token_ids=(),
-            is_truncated=False,
-            stops=StopStrings(tokenizer, stops) if stops else None,
-        )
-        self.completer = Completer(cast(Any, server), 999)
-
-    async def answer(self) -> Completion:
-        async with asyncio.timeout(30):
-            return await self.completer.complete(self.request)
 
 
 async def test_an_answer_ends_with_the_token_that_completes_the_string() -> None:

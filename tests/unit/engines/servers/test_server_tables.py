@@ -155,7 +155,7 @@ async def test_routes_and_fields_of_requests(kind: type[ServerClient]) -> None:
     asked: list[tuple[str, Mapping[str, Any]]] = []
     client = recording(kind, asked)
     client.adapter = ServedAdapter("a", 1)
-    client.abilities = ServerAbilities("99", "", (), 10, 1, True)
+    client.abilities = ServerAbilities("99", "", (), 10, 1, True, 10)
     layout = BucketLayout(("w",), ("float32",), ((2,),))
     group = WeightGroup("g", "127.0.0.1", 1, 2, "nccl")
     sampling = GenerationConfig(max_new_tokens=4, top_p=0.9, top_k=5)
@@ -165,7 +165,6 @@ async def test_routes_and_fields_of_requests(kind: type[ServerClient]) -> None:
         client.check_health(timeout_s=1),
         client.probe(timeout_s=1),
         client.ask_abilities(),
-        client._ask_max_support(),
         client.served_weights(),
         client.answer(request, 10),
         client.abort("r"),

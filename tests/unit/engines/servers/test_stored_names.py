@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from unit.engines.families import build
 
-from areal_sc.engines.servers.stored_names import StoredNames
+from areal_sc.engines.servers.model import StoredNames
 from areal_sc.sizing.model_folder import read_stored_shapes
 from areal_sc.weights.group import in_byte_order, layout_of
 

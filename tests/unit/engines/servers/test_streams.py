@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from builders import NumberTokenizer
+from asked_servers import Asked, PretendedServer
 
-from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion
-from areal_sc.engines.partial_answers import hand_over
-from areal_sc.engines.servers.completion import Completer
-from areal_sc.engines.servers.places import Places
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
-from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import PeerLost, ProtocolError
 
 PART_TOKENS = 3
 
 
-class StreamingServer:
+class StreamingServer(PretendedServer):
     """Gives the tokens behind those of the request, three in a part; it tells versions at the end.
 
     Attributes:
-        before: called with the number of each token's part, before it is given.
-        asked: how many tokens it was asked for, each time.
-        sampled_by: the version that really sampled each token of the answer.
         is_aborted: it was told to end its answer.
     """
 
-    name, version = "server", 4
-    is_paused, num_pauses = False, 0
-
-    def __init__(self, before: Callable[[int], None] = lambda number: None) -> None:
-        self.places = Places(9)
-        self.places.set_open(True)
-        self.before = before
-        self.asked: list[int] = []
-        self.num_parts = 0
-        self.is_aborted = False
-
-    @asynccontextmanager
-    async def asking(self) -> AsyncIterator[StreamingServer]:
-        yield self
+    num_parts = 0
+    is_aborted = False
 
     async def stream_answer(self, request: CompletionRequest, _: None) -> AsyncIterator[AnswerPart]:
         start, num_tokens = len(request.token_ids), request.num_asked_tokens
@@ -71,35 +49,8 @@ class StreamingServer:
         self.is_aborted = True
 
 
-class Asked:
-    """One answer that is told, on one server."""
-
-    def __init__(self, server: Any, max_new_tokens: int, *stops: str) -> None:
-        self.server = server
-        tokenizer: Any = NumberTokenizer()
-        self.told: list[int] = []
-        self.request = CompletionRequest(
-            prompt=[7],
-            sampling=GenerationConfig(),
-            max_new_tokens=max_new_tokens,
-            length_reason="length",
-            stop_token_ids=(),
-            is_truncated=False,
-            stops=StopStrings(tokenizer, stops) if stops else None,
-        )
-        self.completer = Completer(server, 999)
-
-    async def answer(self) -> Completion:
-        async def complete(take: Any) -> Completion:
-            self.request.on_tokens = take
-            return await self.completer.complete(self.request)
-
-        async with asyncio.timeout(30):
-            return await hand_over(self.told.extend, complete)
-
-
 async def test_parts_are_told_as_they_come_and_the_last_one_knows_the_versions() -> None:
-    asked = Asked(StreamingServer(), 8)
+    asked = Asked(StreamingServer(), 8, is_told=True)
     num_told: list[int] = []
     asked.server.before = lambda number: num_told.append(len(asked.told))
     answer = await asked.answer()
@@ -115,7 +66,7 @@ async def test_parts_are_told_as_they_come_and_the_last_one_knows_the_versions()
 
 
 async def test_a_stop_string_ends_the_stream_and_nothing_behind_it_is_told() -> None:
-    asked = Asked(StreamingServer(), 500, "9,10")
+    asked = Asked(StreamingServer(), 500, "9,10", is_told=True)
     answer = await asked.answer()
     assert answer.token_ids == asked.told == list(range(11))
     assert (answer.finish_reason, answer.stop) == ("stop", ("9,10",))
@@ -133,7 +84,7 @@ async def test_a_lost_server_s_tokens_stay_and_are_told_once() -> None:
         if number == 3:
             raise PeerLost("gone")
 
-    asked = Asked(StreamingServer(lose), 9)
+    asked = Asked(StreamingServer(lose), 9, is_told=True)
     answer = await asked.answer()
     assert answer.token_ids == asked.told == list(range(9))
     assert answer.versions == [4] * 6 + [106, 107, 108]
@@ -165,7 +116,7 @@ async def test_a_whole_answer_stays_whole_when_its_stream_breaks_off(
         raise PeerLost("gone")
 
     server.stream_answer = stream
-    asked = Asked(server, max_new_tokens, "9,10")
+    asked = Asked(server, max_new_tokens, "9,10", is_told=True)
     asked.request.stop_token_ids = (2,)
     answer = await asked.answer()
     whole = [token for tokens, _ in parts for token in tokens][:3]
@@ -183,7 +134,7 @@ async def test_an_interrupted_stream_goes_on() -> None:
             server.is_aborted, server.num_pauses, server.version = True, 1, 5
 
     server.before = interrupt
-    asked = Asked(server, 9)
+    asked = Asked(server, 9, is_told=True)
     answer = await asked.answer()
     assert answer.token_ids == asked.told == list(range(9))
     assert answer.versions == [100 + token for token in range(9)]
@@ -196,7 +147,7 @@ async def test_an_answer_is_given_up_in_the_middle(how: str) -> None:
         if number == 3 and how == "task":
             answer.cancel()
 
-    asked = Asked(StreamingServer(cancel), 500)
+    asked = Asked(StreamingServer(cancel), 500, is_told=True)
     if how == "callback":
 
         class Told(list[int]):
@@ -229,4 +180,4 @@ async def test_a_stream_without_a_reason_to_end_is_refused() -> None:
 
     server.stream_answer = stream
     with pytest.raises(ProtocolError, match="does not tell why an answer ended"):
-        await Asked(server, 5).answer()
+        await Asked(server, 5, is_told=True).answer()

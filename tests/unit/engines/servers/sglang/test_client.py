@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from asked_servers import Handler, serving
 
 from areal_sc.engines.servers import client as http_client
 from areal_sc.engines.servers.process import free_port
@@ -25,24 +25,9 @@ from areal_sc.errors import (
     ServerBusy,
 )
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-
-@asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[SGLangClient]:
-    """A client of a server whose every path is answered by `handler`."""
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    port = free_port()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    client = SGLangClient(f"http://127.0.0.1:{port}/", "secret", control_timeout_s=5.0)
-    try:
-        yield client
-    finally:
-        await client.close()
-        await runner.cleanup()
+def sglang_of(handler: Handler) -> AbstractAsyncContextManager[SGLangClient]:
+    return serving(SGLangClient, handler, control_timeout_s=5.0)
 
 
 def answering(status: int, content: Any) -> Handler:
@@ -72,17 +57,17 @@ def answering(status: int, content: Any) -> Handler:
 async def test_answers_that_are_none(
     status: int, content: Any, error: type[Exception], message: str
 ) -> None:
-    async with serving(answering(status, content)) as client:
+    async with sglang_of(answering(status, content)) as client:
         with pytest.raises(error, match=message):
             await client.probe(timeout_s=60.0)
 
 
 async def test_an_update_has_to_say_that_it_succeeded() -> None:
     for content in ({"success": False, "message": "shape"}, {}, {"success": "yes"}):
-        async with serving(answering(200, content)) as client:
+        async with sglang_of(answering(200, content)) as client:
             with pytest.raises(EngineFailed, match="did not succeed"):
                 await client.begin_update()
-    async with serving(answering(200, {"success": True})) as client:
+    async with sglang_of(answering(200, {"success": True})) as client:
         await client.begin_update()
 
 
@@ -109,7 +94,7 @@ async def test_a_connection_that_ends() -> None:
         return response
 
     for handler in (hang_up, hang_up_midway):
-        async with serving(handler) as client:
+        async with sglang_of(handler) as client:
             with pytest.raises(PeerLost):
                 await client.probe(timeout_s=60.0)
 
@@ -118,7 +103,7 @@ async def test_an_idle_connection_that_the_server_has_closed_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing was sent on it, so that the request may be sent again, whatever it asks for."""
-    async with serving(answering(200, {"success": True})) as client:
+    async with sglang_of(answering(200, {"success": True})) as client:
         whole, num_asked = client._session.request, 0
 
         async def ask(*arguments: Any, **named: Any) -> Any:
@@ -139,7 +124,7 @@ async def test_an_idle_connection_that_the_server_has_closed_is_replaced(
 
 
 async def test_a_client_that_was_closed() -> None:
-    async with serving(answering(200, {})) as client:
+    async with sglang_of(answering(200, {})) as client:
         await client.close()
         with pytest.raises(PeerLost, match="was given up"):
             await client.probe(timeout_s=60.0)
@@ -153,7 +138,7 @@ async def test_closing_ends_requests_that_wait() -> None:
         await over.wait()
         return web.Response()
 
-    async with serving(wait) as client:
+    async with sglang_of(wait) as client:
         waiting = asyncio.create_task(client.probe(timeout_s=60.0))
         await asked.wait()
         await client.close()
@@ -186,7 +171,7 @@ async def test_no_answer_in_time() -> None:
         await over.wait()
         return web.Response()
 
-    async with serving(wait) as client:
+    async with sglang_of(wait) as client:
         with pytest.raises(RpcTimeout, match=r"did not answer within 0\.05 s"):
             await client.probe(timeout_s=0.05)
         over.set()
@@ -194,7 +179,7 @@ async def test_no_answer_in_time() -> None:
 
 async def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1000)
-    async with serving(answering(200, b"x" * 2000)) as client:
+    async with sglang_of(answering(200, b"x" * 2000)) as client:
         with pytest.raises(ProtocolError, match="over 1000 bytes"):
             await client.probe(timeout_s=60.0)
 
@@ -207,7 +192,7 @@ async def test_what_is_sent() -> None:
         seen.append((request.method, request.path, body, request.headers.get("Authorization")))
         return web.json_response({"success": True})
 
-    async with serving(note) as client:
+    async with sglang_of(note) as client:
         await client.set_version(7)
         await client.pause(holds_requests=True)
         await client.abort("r1")
@@ -220,10 +205,10 @@ async def test_what_is_sent() -> None:
 
 
 async def test_a_server_that_is_too_old() -> None:
-    async with serving(answering(200, {"version": "0.5.10"})) as client:
+    async with sglang_of(answering(200, {"version": "0.5.10"})) as client:
         with pytest.raises(ConfigError, match=r"SGLang 0\.5\.10: 0\.5\.11 or newer is needed"):
             await client.ask_abilities()
-    async with serving(answering(200, {"hello": "world"})) as client:
+    async with sglang_of(answering(200, {"hello": "world"})) as client:
         with pytest.raises(ConfigError, match="of an unknown version"):
             await client.ask_abilities()
 
@@ -241,67 +226,9 @@ async def test_a_server_that_can_less() -> None:
             return web.json_response({"detail": "Not Found"}, status=404)
         return web.json_response(OLD_SERVER[request.path])
 
-    async with serving(answer) as client:
+    async with sglang_of(answer) as client:
         abilities = await client.ask_abilities()
         await client.begin_update()  # it has no such route, and is not asked
-        assert await client.max_support() == 0
-    assert not abilities.has_version_spans
+    assert (abilities.has_version_spans, abilities.max_support) == (False, 0)
     assert (abilities.tp_size, abilities.max_context_tokens) == (2, 50)
     assert abilities.architectures == ()
-
-
-async def test_an_aborted_question_is_asked_again() -> None:
-    aborted = {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
-    metas = [aborted, {"output_token_sampling_logprobs": [-0.5]}]
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        if request.path == "/generate":
-            return web.json_response({"meta_info": metas.pop(0)})
-        return web.json_response({"sampling_mask_max_tokens": 64})
-
-    async with serving(answer) as client:
-        with pytest.raises(ServerBusy, match="aborted a question"):
-            await client.max_support()
-        assert await client.max_support() == 64
-        assert await client.max_support() == 64
-
-
-class SlowSampler:
-    """A server that builds its kernels when it is first asked for a token under top_k."""
-
-    def __init__(self) -> None:
-        self.num_builds = 0
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/generate" and "top_k" in (await request.json())["sampling_params"]:
-            self.num_builds += 1
-            await asyncio.sleep(0.2)
-        return web.json_response(OLD_SERVER.get(request.path, {}))
-
-
-async def test_truncated_sampling_is_tried_by_a_request_that_needs_it() -> None:
-    """Once, and under the limit of a start: SGLang on CUDA builds its sampler for the answer."""
-    server, limits_s = SlowSampler(), list[float]()
-    async with serving(server.answer) as client:
-        send = client.request
-
-        async def noted(method: str, path: str, body: Any, timeout_s: Any) -> dict[str, Any]:
-            if "top_k" in (body or {}).get("sampling_params", {}):
-                limits_s.append(timeout_s)
-            return await send(method, path, body, timeout_s)
-
-        client.request = noted  # type: ignore[method-assign]
-        await client.ask_abilities()
-        assert server.num_builds == 0
-        both = await asyncio.gather(client.max_support(), client.max_support())
-        assert client._start_timeout_s > client._control_timeout_s
-        assert limits_s == [client._start_timeout_s]
-    assert both == [0, 0]
-    assert server.num_builds == 1
-
-
-async def test_a_sampler_that_is_not_built_in_time_is_named() -> None:
-    async with serving(SlowSampler().answer) as client:
-        client._start_timeout_s = 0.05
-        with pytest.raises(RpcTimeout, match=r"within 0\.05 s; .* nvcc .*flashinfer-jit-cache"):
-            await client.max_support()

@@ -140,6 +140,7 @@ def test_a_server_of_the_same_model(tiny_model_folder: Any) -> None:
         max_context_tokens=200,
         tp_size=1,
         has_version_spans=True,
+        max_support=64,
     )
     abilities.check("url", str(tiny_model_folder), 200)
     with pytest.raises(ConfigError, match=r"takes 200 tokens, but rollout\.max_context_tokens"):

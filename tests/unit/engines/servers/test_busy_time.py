@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_sc.engines.busy_time import BusyTime
+from areal_sc.engines.servers.places import BusyTime
 
 
 def test_each_answer_is_counted_for_as_long_as_it_runs() -> None:
