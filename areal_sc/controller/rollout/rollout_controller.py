@@ -32,8 +32,7 @@ from areal_sc.controller.rollout.evaluation import EvaluationOutcome, Evaluation
 from areal_sc.controller.rollout.groups import GroupTools
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
 from areal_sc.controller.rollout.progress import ProgressWatch
-from areal_sc.controller.rollout.rejections import Rejections
-from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.rollout.rejections import INITIAL_STATE, Rejections, RolloutState
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.run_address import RunAddress

@@ -16,7 +16,7 @@ from simulation.virtual_loop import run_virtual
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
 from areal_sc.controller.ledger.ledger_records import WENT_BACK
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
-from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.rollout.rejections import INITIAL_STATE, RolloutState
 from areal_sc.errors import StepsLost
 
 BEHAVIOR = Behavior(
