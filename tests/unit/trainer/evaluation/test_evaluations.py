@@ -176,27 +176,23 @@ def test_a_failure_is_raised_once(run: Run, follower: Follower) -> None:
     assert follower.told == []
 
 
-def test_steps_that_are_lost_take_the_evaluation_with_them(run: Run, follower: Follower) -> None:
-    """The run goes back at the next call that trains; nothing else is wrong."""
-    rollout = Rollout()
-    beside = evaluations(run, rollout)
-    beside.begin("periodic")
-    rollout.running.set_exception(StepsLost("no state is left"))
-    beside.collect()
-    assert follower.told == []
-    assert "the evaluation of step 4 is lost: no state is left" in shown(run)
-
-
-def test_a_paused_evaluation_is_left_for_the_end_of_the_script(
-    run: Run, follower: Follower
+@pytest.mark.parametrize(
+    "error",
+    [
+        StepsLost("no state is left"),  # the run goes back at the next call that trains
+        StepLost("the run is paused, and the script is to end"),
+    ],
+)
+def test_an_evaluation_that_is_lost_ends_nothing_else(
+    run: Run, follower: Follower, error: StepLost
 ) -> None:
     rollout = Rollout()
     beside = evaluations(run, rollout)
     beside.begin("periodic")
-    rollout.running.set_exception(StepLost("the run is paused, and the script is to end"))
+    rollout.running.set_exception(error)
     beside.collect()
     assert follower.told == []
-    assert "the evaluation of step 4 is lost: the run is paused" in shown(run)
+    assert f"the evaluation of step 4 is lost: {error}" in shown(run)
 
 
 def test_without_prompts_nothing_is_evaluated(run: Run) -> None:
