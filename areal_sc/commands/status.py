@@ -91,7 +91,7 @@ def _facts(
                 yield "groups", f"{said.num_open} open, {said.num_finished} finished"
             if said.agents_url:
                 yield "agents", f"{said.agents_url}, by the key in {agents_path}"
-        if status.wishes is not None and (answer := status.wishes.scale) is not None:
+        if (answer := status.wishes.scale) is not None:
             outcome = f"refused: {answer.refusal}" if answer.refusal else "followed"
             yield "scale", f"{answer.num_workers} rollout workers, {outcome}"
         restarts = [role.restart for role in status.roles.values() if role.restart is not None]

@@ -132,13 +132,11 @@ class Controller(ABC):
         model."""
         return self._control_loop is not None and self._control_loop.takes_over
 
-    async def _launch(
-        self, orders: Sequence[WorkerOrder], spares: Sequence[WorkerOrder] = ()
-    ) -> None:
+    async def _launch(self, orders: Sequence[WorkerOrder]) -> None:
         """Starts these workers, or takes them over, as `Fleet.launch`."""
         self.scheduler.status.follow(self.role, self._status, self._hear_wishes)
         self._name_files(orders)
-        await self.fleet.launch(orders, adopts=self._adopts, spares=spares)
+        await self.fleet.launch(orders, adopts=self._adopts)
 
     def _name_files(self, orders: Sequence[WorkerOrder]) -> None:
         """What workers begin with may be brought to nodes that do not see it."""

@@ -174,7 +174,6 @@ class RunStatus(msgspec.Struct):
         orphan_timeout_s: so long workers outlive the script.
         phases: the innermost last.
         roles: by name of the controller.
-        wishes: None: the script is of an areal_sc that hears none.
     """
 
     host: str
@@ -189,7 +188,7 @@ class RunStatus(msgspec.Struct):
     term: int = 0
     phases: list[Phase] = []
     roles: dict[str, RoleStatus] = {}
-    wishes: HeardWishes | None = None
+    wishes: HeardWishes = msgspec.field(default_factory=HeardWishes)
     end: RunEnd | None = None
     format: int = FORMAT
 

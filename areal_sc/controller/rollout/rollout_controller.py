@@ -159,12 +159,10 @@ class RolloutController(Controller):
         common_of(self.scheduler).needs.add(self._needs)
         if self._adopts:
             self._workers.is_tracked.clear()
-        first, spares = await self._scaling.first_orders(adopts=self._adopts)
-        await self._launch(first, spares)
+        await self._launch(await self._scaling.first_orders(adopts=self._adopts))
         self._workers.track(self.fleet.members)
         await self._workers.initialize()
         self._recovery.begin(self._workers.bring_up)
-        self._scaling.begin(spares)
         await self._runtime.disk.run(partial(_keep_tokenizer, self._folder, self.config))
         self._background.start(self._watch.run(), "progress")
 

@@ -50,16 +50,12 @@ def replayed(content: bytes, path: Path = FIRST) -> Ledger:
     return ledger
 
 
-def written(disk: SimulatedDisk, num_admitted: int = 3) -> bytes:
-    """A journal of so many admissions."""
-
-    async def write() -> None:
-        journal, ledger = begun(disk)
-        for _ in range(num_admitted):
-            admit(ledger)
-        await journal.close()
-
-    run_virtual(write())
+async def written(disk: SimulatedDisk) -> bytes:
+    """A journal of three admissions."""
+    journal, ledger = begun(disk)
+    for _ in range(3):
+        admit(ledger)
+    await journal.close()
     return disk.files[FIRST]
 
 
@@ -109,10 +105,11 @@ async def test_one_that_gives_up_waiting_leaves_the_others_theirs() -> None:
     assert len(read_segment(disk.durable[FIRST], FIRST).records) == 1
 
 
-def test_short_writes_are_gone_on_with() -> None:
+@in_virtual_time
+async def test_short_writes_are_gone_on_with() -> None:
     disk = SimulatedDisk()
     disk.max_write_bytes = 5
-    assert written(disk) == written(SimulatedDisk())
+    assert await written(disk) == await written(SimulatedDisk())
 
 
 @in_virtual_time
@@ -143,8 +140,9 @@ async def test_a_failure_of_the_disk_is_final_and_says_what_to_do(change: str, n
     assert disk.files == before, "nothing is written after a failure"
 
 
-def test_a_file_that_ends_anywhere_gives_what_was_whole_or_an_error() -> None:
-    content = written(SimulatedDisk())
+@in_virtual_time
+async def test_a_file_that_ends_anywhere_gives_what_was_whole_or_an_error() -> None:
+    content = await written(SimulatedDisk())
     head = len(HEADER + to_frame(LedgerState()))
     ends = [head]
     for record in read_segment(content, FIRST).records:
@@ -160,8 +158,9 @@ def test_a_file_that_ends_anywhere_gives_what_was_whole_or_an_error() -> None:
         assert segment.num_bytes == max(whole for whole in ends if whole <= end)
 
 
-def test_a_flipped_bit_anywhere_is_noticed() -> None:
-    content = written(SimulatedDisk())
+@in_virtual_time
+async def test_a_flipped_bit_anywhere_is_noticed() -> None:
+    content = await written(SimulatedDisk())
     for place in range(len(content)):
         for bit in range(8):
             damaged = bytearray(content)
@@ -170,8 +169,9 @@ def test_a_flipped_bit_anywhere_is_noticed() -> None:
                 read_segment(bytes(damaged), FIRST)
 
 
-def test_another_format_version_is_refused() -> None:
-    content = written(SimulatedDisk()).replace(b" 1\n", b" 2\n", 1)
+@in_virtual_time
+async def test_another_format_version_is_refused() -> None:
+    content = (await written(SimulatedDisk())).replace(b" 1\n", b" 2\n", 1)
     with pytest.raises(RunFolderError, match="expected format_version 1, got 2: another version"):
         read_segment(content, FIRST)
 
@@ -246,7 +246,7 @@ async def test_a_new_start_cuts_what_was_cut_short_and_begins_a_segment(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     disk = SimulatedDisk()
-    content = written(disk)
+    content = await written(disk)
     disk.files[FIRST] = content[:-3]
     disk.files[FOLDER / ".000002.journal.ab12.partial"] = b"half"
     disk.durable = dict(disk.files)
@@ -267,7 +267,7 @@ async def test_a_new_start_cuts_what_was_cut_short_and_begins_a_segment(
 @in_virtual_time
 async def test_a_new_start_refuses_a_damaged_journal() -> None:
     disk = SimulatedDisk()
-    content = bytearray(written(disk))
+    content = bytearray(await written(disk))
     content[-1] ^= 1
     disk.files[FIRST] = bytes(content)
     journal, _ = begun(disk)
@@ -277,9 +277,10 @@ async def test_a_new_start_refuses_a_damaged_journal() -> None:
     assert disk.files == {FIRST: bytes(content)}
 
 
-def test_a_missing_segment_is_named() -> None:
+@in_virtual_time
+async def test_a_missing_segment_is_named() -> None:
     disk = SimulatedDisk()
-    written(disk)
+    await written(disk)
     disk.files[FOLDER / "000003.journal"] = b""
     with pytest.raises(RunFolderError, match=r"000002\.journal is missing"):
         segment_paths(FOLDER, disk)
