@@ -81,8 +81,7 @@ def _facts(
         yield "step", f"{step}{of}, policy version {step}{lineage}, as of {ago(looked)}"
         for phase in status.phases[-2:]:
             done = f": {phase.done} of {phase.total} {phase.unit}" if phase.total else ""
-            doing = f", {phase.doing}" if phase.doing else ""
-            yield "phase", f"{phase.name}{done}{doing}, begun {ago(phase.since)}"
+            yield "phase", f"{phase.name}{done}, begun {ago(phase.since)}"
         for said in status.roles.values():
             for wait in said.waits:
                 since = short_duration(max(0.0, now - wait.since))

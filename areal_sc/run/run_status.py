@@ -27,7 +27,6 @@ class Phase(msgspec.Struct):
 
     Attributes:
         total: units to do; None where it is not known.
-        doing: what it is doing now, if it says so.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Phase(msgspec.Struct):
     done: int = 0
     total: int | None = None
     unit: str = ""
-    doing: str = ""
 
 
 class Wait(msgspec.Struct):
