@@ -146,7 +146,7 @@ class RowTrainer(Run):
         checkpoints = Checkpoints(self, actor, rollout)
         every_steps, total = self.config.evaluation.every_steps, self.config.total_steps
         done = {(it.name, it.step) for it in History.read(self.folder.metrics_path).evaluations}
-        best = BestModel(self, "", {})
+        best = BestModel(self, {})
 
         def evaluate(name: str) -> None:
             if judged and (name, actor.version) not in done:
