@@ -29,7 +29,7 @@ from simulated_workers import WORKERS_PER_NODE
 from areal_sc import RolloutController, SingleTurnWorkflow, TrainController, start
 from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.config.schema import ActorConfig, RolloutConfig, SchedulerConfig
-from areal_sc.controller.rollout.worker_choice import WorkerLoads
+from areal_sc.controller.rollout.worker_set import WorkerLoads
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.transport.security.keys import RunKeys
 

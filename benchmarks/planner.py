@@ -25,8 +25,7 @@ from scale_costs import Costs
 
 from areal_sc.config.schema import AdmissionMode, GRPOConfig, RolloutConfig
 from areal_sc.config.slurm_settings import SchedulerType
-from areal_sc.planning.advice import Plan, forecast, make_plan
-from areal_sc.planning.measured_times import OperatingPoint
+from areal_sc.planning.advice import OperatingPoint, Plan, forecast, make_plan
 
 COSTS = Costs(devices=32, prompts=64, answers=8, server_answers=64)
 SPLITS = ((16, 16), (8, 24), (4, 28))

@@ -72,8 +72,6 @@ def warm_start(config: Config, trainer: PPOTrainer) -> None:
 
         def show(step: int, loss: float) -> None:
             phase.advance()
-            if (step + 1) % 100 == 0:
-                phase.update(f"loss {loss:.3f}")
 
         demonstrations = LetterSortDemonstrations(config.seed)
         recipe.train(config.actor, demonstrations, trainer.scheduler, show)

@@ -45,4 +45,4 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _heard_pause(status: RunStatus | None) -> PauseWish | None:
-    return status.wishes.pause if status is not None and status.wishes else None
+    return None if status is None else status.wishes.pause

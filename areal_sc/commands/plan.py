@@ -16,8 +16,7 @@ from areal_sc.commands.arguments import add_run_dir, number, run_folder
 from areal_sc.config.loading.loader import compose_config
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import CommandError, ConfigError, RunFolderError
-from areal_sc.planning.advice import Plan, make_plan
-from areal_sc.planning.measured_times import MIN_STEPS
+from areal_sc.planning.advice import MIN_STEPS, Plan, make_plan
 from areal_sc.quantities import short_duration
 from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import RunFolder

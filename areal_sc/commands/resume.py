@@ -45,8 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         if now.pause is not None:
             raise CommandError(f"the run is {told_pause(now.pause, folder.path)}")
         # what it wrote before says nothing: it may be stopped
-        is_paused = status.wishes is not None and status.wishes.pause is not None
-        return status.written != last and not is_paused
+        return status.written != last and status.wishes.pause is None
 
     wait_until_heard(folder, is_heard)
     sys.stdout.write("the run goes on\n")

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _answer_in(status: RunStatus | None) -> ScaleAnswer | None:
-    return status.wishes.scale if status is not None and status.wishes else None
+    return None if status is None else status.wishes.scale
 
 
 def _num_workers(text: str) -> int:

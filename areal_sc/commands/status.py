@@ -81,8 +81,7 @@ def _facts(
         yield "step", f"{step}{of}, policy version {step}{lineage}, as of {ago(looked)}"
         for phase in status.phases[-2:]:
             done = f": {phase.done} of {phase.total} {phase.unit}" if phase.total else ""
-            doing = f", {phase.doing}" if phase.doing else ""
-            yield "phase", f"{phase.name}{done}{doing}, begun {ago(phase.since)}"
+            yield "phase", f"{phase.name}{done}, begun {ago(phase.since)}"
         for said in status.roles.values():
             for wait in said.waits:
                 since = short_duration(max(0.0, now - wait.since))
@@ -91,7 +90,7 @@ def _facts(
                 yield "groups", f"{said.num_open} open, {said.num_finished} finished"
             if said.agents_url:
                 yield "agents", f"{said.agents_url}, by the key in {agents_path}"
-        if status.wishes is not None and (answer := status.wishes.scale) is not None:
+        if (answer := status.wishes.scale) is not None:
             outcome = f"refused: {answer.refusal}" if answer.refusal else "followed"
             yield "scale", f"{answer.num_workers} rollout workers, {outcome}"
         restarts = [role.restart for role in status.roles.values() if role.restart is not None]

@@ -37,15 +37,10 @@ def checked_folder(arguments: argparse.Namespace) -> RunFolder:
 
 
 def check_lives(folder: RunFolder) -> Verdict:
-    """Raises: CommandError: no script has the run, or one that hears no wishes."""
+    """Raises: CommandError: no script has the run."""
     found = verdict(folder)
     if not found.has_script:
         raise CommandError(f"no run goes on in {folder.path}: {found.text}")
-    if found.status is not None and found.status.wishes is None:
-        raise CommandError(
-            f"the script in {folder.path} is of an older areal_sc, which can be stopped, but "
-            "neither paused nor scaled from outside"
-        )
     return found
 
 

@@ -19,9 +19,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from areal_sc.config.loading.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
 from areal_sc.controller.control_loop import ControlLoop
-from areal_sc.controller.role_status import role_status
+from areal_sc.controller.role_status import WorkerCounters, role_status
 from areal_sc.controller.standstill import Standstill
-from areal_sc.controller.worker_counters import WorkerCounters
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.errors import RunFolderError, StaleTerm, WorkerError
 from areal_sc.fleet.events import FleetEvent, PauseWished
@@ -133,13 +132,11 @@ class Controller(ABC):
         model."""
         return self._control_loop is not None and self._control_loop.takes_over
 
-    async def _launch(
-        self, orders: Sequence[WorkerOrder], spares: Sequence[WorkerOrder] = ()
-    ) -> None:
+    async def _launch(self, orders: Sequence[WorkerOrder]) -> None:
         """Starts these workers, or takes them over, as `Fleet.launch`."""
         self.scheduler.status.follow(self.role, self._status, self._hear_wishes)
         self._name_files(orders)
-        await self.fleet.launch(orders, adopts=self._adopts, spares=spares)
+        await self.fleet.launch(orders, adopts=self._adopts)
 
     def _name_files(self, orders: Sequence[WorkerOrder]) -> None:
         """What workers begin with may be brought to nodes that do not see it."""

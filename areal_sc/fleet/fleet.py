@@ -96,13 +96,7 @@ class Fleet:
         orders = (worker.order for node in await self._scheduler.nodes() for worker in node.found)
         return sorted(order.index for order in orders if order.role == role)
 
-    async def launch(
-        self,
-        orders: Sequence[WorkerOrder],
-        *,
-        adopts: bool = False,
-        spares: Sequence[WorkerOrder] = (),
-    ) -> None:
+    async def launch(self, orders: Sequence[WorkerOrder], *, adopts: bool = False) -> None:
         """Starts all workers, those of a node by one call, and watches each from then on.
 
         Those on nodes that are on their way are lost ones, until `restart` has started them.
@@ -111,13 +105,11 @@ class Fleet:
             orders: all of one role; where they say nothing of incarnation, devices and port.
             adopts: takes over what an earlier start of the script has left of workers with the same
                 orders, in place of new ones: `Member.is_adopted`. All others of the role end first.
-            spares: further orders, for workers that are taken over, and not started.
         Raises: WorkerStartError: one did not come up; the others are stopped. ConfigError: there
             are not enough devices.
         """
         nodes = await self._scheduler.nodes()
-        taken = [*orders, *spares]
-        found = {node: take_found(node, taken, adopts=adopts) for node in nodes}
+        found = {node: take_found(node, orders, adopts=adopts) for node in nodes}
         adopted = {node: workers.adopted for node, workers in found.items()}
         names = {worker.order.name for workers in adopted.values() for worker in workers}
         new = [

@@ -27,7 +27,6 @@ class Phase(msgspec.Struct):
 
     Attributes:
         total: units to do; None where it is not known.
-        doing: what it is doing now, if it says so.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Phase(msgspec.Struct):
     done: int = 0
     total: int | None = None
     unit: str = ""
-    doing: str = ""
 
 
 class Wait(msgspec.Struct):
@@ -174,7 +172,6 @@ class RunStatus(msgspec.Struct):
         orphan_timeout_s: so long workers outlive the script.
         phases: the innermost last.
         roles: by name of the controller.
-        wishes: None: the script is of an areal_sc that hears none.
     """
 
     host: str
@@ -189,7 +186,7 @@ class RunStatus(msgspec.Struct):
     term: int = 0
     phases: list[Phase] = []
     roles: dict[str, RoleStatus] = {}
-    wishes: HeardWishes | None = None
+    wishes: HeardWishes = msgspec.field(default_factory=HeardWishes)
     end: RunEnd | None = None
     format: int = FORMAT
 

@@ -27,7 +27,6 @@ from areal_sc.errors import RunFolderError, exit_code_of
 from areal_sc.run.run_files import RunFiles
 from areal_sc.run.run_owner import RunTerm
 from areal_sc.run.run_status import (
-    HeardWishes,
     Phase,
     RoleStatus,
     RunEnd,
@@ -84,7 +83,6 @@ class StatusBoard:
         self._files = files
         self._path = files.status_path
         self._term = term
-        self._status.wishes = HeardWishes()
         self._hear_wishes()
         self._status.term = term.number if term else 0
         self._status.orphan_timeout_s = orphan_timeout_s
@@ -130,7 +128,6 @@ class StatusBoard:
 
     def answer(self, wish: ScaleWish, refusal: str) -> None:
         """A wish was followed or, with a reason, refused: it is none any more."""
-        assert self._status.wishes is not None
         self._status.wishes.scale = ScaleAnswer(wish.id, wish.num_workers, refusal)
         self._answered.append(wish)
         self._changed.set()
@@ -164,7 +161,6 @@ class StatusBoard:
     def _hear_wishes(self) -> None:
         before = self._wishes
         self._wishes = before.renewed(self._files, self.tell_once)
-        assert self._status.wishes is not None
         self._status.wishes.pause = self._wishes.pause
         if self._wishes != before:
             for followed in list(self._followed.values()):
@@ -187,7 +183,7 @@ class StatusBoard:
 
     def _note_progress(self) -> None:
         status, now = self._status, time.time()
-        if status.wishes is not None and status.wishes.pause is not None:
+        if status.wishes.pause is not None:
             status.progressed = now  # the time stands still
             return
         progress = (

@@ -172,7 +172,7 @@ def _living(status: RunStatus, now: float) -> tuple[State, str]:
             f"The event loop of its controllers stands still ({', '.join(late)}): no worker hears "
             "of anything."
         )
-    if status.wishes is not None and status.wishes.pause is not None:
+    if status.wishes.pause is not None:
         return State.paused, _paused(status, status.wishes.pause, now)
     quiet_s, before_s = now - status.progressed, status.longest_quiet_s
     if quiet_s > QUIET_S and any(role.waits_outside for role in status.roles.values()):

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.config.schema import GRPOConfig, OverBound
-from areal_sc.planning.advice import make_plan, shares_devices
-from areal_sc.planning.measured_times import busy_share
+from areal_sc.planning.advice import busy_share, make_plan, shares_devices
 from areal_sc.quantities import percent, short_duration
 from areal_sc.records.metrics import StepMetrics
 

@@ -21,7 +21,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from areal_sc.quantities import percent, short_duration, short_number
@@ -51,7 +51,6 @@ class ShownPhase:
     Attributes:
         total: number of units to do; None where it is not known.
         unit: what is counted, in the plural: `steps`.
-        doing: what it is doing now.
         since: Unix time of its begin.
     """
 
@@ -60,7 +59,6 @@ class ShownPhase:
     unit: str
     display: Display
     done: int = 0
-    doing: str = ""
     since: float = field(default_factory=time.time)
     bar: Any = None  # of a live display
 
@@ -69,12 +67,6 @@ class ShownPhase:
         self.done += n
         self.display.on_phases(self.display.open_phases)
         self.display.show_progress(self, n)
-
-    def update(self, text: str) -> None:
-        """Says what the phase is doing now."""
-        self.doing = text
-        self.display.on_phases(self.display.open_phases)
-        self.display.show_status(self, text)
 
     @property
     def progress(self) -> str:
@@ -139,9 +131,6 @@ class Display(Tracker):
             )
             if before < now < _REPORTS_PER_PHASE:
                 self._line(phase=phase.name, done=phase.progress)
-
-    def show_status(self, phase: ShownPhase, text: str) -> None:
-        self._line(phase=phase.name, status=text)
 
     def on_step(self, metrics: StepMetrics) -> None:
         values = dict(named_values(metrics))
@@ -228,29 +217,24 @@ class LiveDisplay(Display):
         super().__init__(console, run_dir, total_steps)
         self._table: StepTable | None = None
         self._rows_since_header = 0
-        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._bars = _Bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(_BAR_WIDTH),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[status]}", style="dim", markup=False, table_column=rest),
             console=console,
             get_time=console.get_time,
             speed_estimate_period=_SPEED_WINDOW_S,
             refresh_per_second=_REFRESHES_PER_S,
             transient=True,
-            expand=True,
         )
 
     def show_folder(self, run_dir: Path) -> None:
         self._print(Text.assemble(("areal_sc ", "bold"), str(run_dir)))
 
     def begin_phase(self, phase: ShownPhase) -> None:
-        phase.bar = self._bars.add_task(
-            phase.name, total=phase.total, completed=phase.done, status=""
-        )
+        phase.bar = self._bars.add_task(phase.name, total=phase.total, completed=phase.done)
         self._bars.start()
 
     def end_phase(self, phase: ShownPhase, outcome: str, duration_s: float) -> None:
@@ -265,10 +249,6 @@ class LiveDisplay(Display):
 
     def show_progress(self, phase: ShownPhase, num_new: int) -> None:
         self._bars.update(phase.bar, completed=phase.done)
-
-    def show_status(self, phase: ShownPhase, text: str) -> None:
-        line = " ".join(Text.from_ansi(text).plain.split())
-        self._bars.update(phase.bar, status=line, refresh=True)
 
     def on_step(self, metrics: StepMetrics) -> None:
         if self._table is None or self._table.width != self._console.width:

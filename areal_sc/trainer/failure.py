@@ -65,12 +65,7 @@ class Terminated(KeyboardInterrupt):
         self.exit_code = 128 + stopped_by
 
 
-def run_script(
-    main: Callable[[list[str]], None],
-    argv: Sequence[str] | None = None,
-    *,
-    console: Console | None = None,
-) -> int:
+def run_script(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) -> int:
     """Runs a script's `main` to its end: `sys.exit(run_script(main))`.
 
     A failure is shown as one block. `STOP_SIGNALS` (SIGHUP unless it is ignored, as under nohup)
@@ -81,7 +76,6 @@ def run_script(
     Args:
         main: takes the command line's arguments.
         argv: None is `sys.argv[1:]`.
-        console: where a failure is shown; None is standard error.
     Returns: the process's exit code, 0 when `main` returned.
     """
     refuse_in_worker("run_script")
@@ -95,7 +89,7 @@ def run_script(
     except BaseException as error:  # the boundary of the process
         run_dir = getattr(error, "run_dir", None)  # a `Run` that it ended
         with interrupts.deferred(are_dropped=True):  # the script is ending already
-            return report_failure(error, console, run_dir)
+            return report_failure(error, run_dir=run_dir)
     finally:
         end_outlets()
     return 0

@@ -20,8 +20,7 @@ from typing import Any
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ModelHead
 from areal_sc.controller.ledger.ledger_records import LedgerState
-from areal_sc.controller.rollout.rejections import RejectionCounts
-from areal_sc.controller.rollout.rollout_state import RolloutState
+from areal_sc.controller.rollout.rejections import RejectionCounts, RolloutState
 from areal_sc.controller.standstill import Standstill
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.demonstrations.rows import EncodedRows, Item
@@ -147,7 +146,7 @@ class RowTrainer(Run):
         checkpoints = Checkpoints(self, actor, rollout)
         every_steps, total = self.config.evaluation.every_steps, self.config.total_steps
         done = {(it.name, it.step) for it in History.read(self.folder.metrics_path).evaluations}
-        best = BestModel(self, "", {})
+        best = BestModel(self, {})
 
         def evaluate(name: str) -> None:
             if judged and (name, actor.version) not in done:

@@ -434,7 +434,7 @@ class Run:
 
     def _note_phases(self, phases: Sequence[ShownPhase]) -> None:
         self.scheduler.status.note_phases(
-            [StatusPhase(p.name, p.since, p.done, p.total, p.unit, p.doing) for p in phases]
+            [StatusPhase(p.name, p.since, p.done, p.total, p.unit) for p in phases]
         )
 
     def _tell_metrics(self, metrics: StepMetrics) -> None:

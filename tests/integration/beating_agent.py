@@ -35,7 +35,6 @@ from areal_sc.workers.calls import PING, SHUTDOWN
 BLOCK = Method("block", float, str)
 """Its argument, as that of the others, are seconds."""
 WAIT = Method("wait", float, NoneType)
-FAIL = Method("fail", float, NoneType)
 
 
 def run_worker(spec_dict: dict[str, Any]) -> int:
@@ -62,18 +61,7 @@ async def serve(spec: WorkerSpec, keys: WorkerKeys, agent_fd: int) -> None:
 
     async def wait(seconds: float) -> None:
         logging.getLogger(__name__).info("the wait began")
-        try:
-            await asyncio.sleep(seconds)
-        except asyncio.CancelledError:
-            logging.getLogger(__name__).info("the wait was cancelled")
-            raise
-
-    async def fail(seconds: float) -> None:
-        if seconds:
-            return await wait(seconds)
-        while not (Path(spec.run.run_dir) / "fail_now").exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        raise ModelError("no weights")
+        await asyncio.sleep(seconds)
 
     async def shutdown(_: None) -> None:
         asyncio.get_running_loop().call_later(0.05, done.set)
@@ -83,7 +71,6 @@ async def serve(spec: WorkerSpec, keys: WorkerKeys, agent_fd: int) -> None:
             PING.served_by(ping),
             BLOCK.served_by(block),
             WAIT.served_by(wait),
-            FAIL.served_by(fail),
             SHUTDOWN.served_by(shutdown),
         ],
         node_id=spec.name,

@@ -26,7 +26,7 @@ from areal_sc import FSDPPPOActor, GRPOConfig, load_config
 from areal_sc.__main__ import main
 from areal_sc.config.loading import differences
 from areal_sc.config.schema import ActorConfig
-from areal_sc.controller.rollout.rollout_state import RolloutState
+from areal_sc.controller.rollout.rejections import RolloutState
 from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.records.trackers.base import Tracker
 from areal_sc.run.run_folder import RunFolder

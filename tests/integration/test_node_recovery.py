@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -209,27 +209,18 @@ async def test_a_scheduler_that_is_closed_while_it_lends_anew_leaves_nothing(
     assert_nothing_is_left(tmp_path)
 
 
-def test_runs_that_end_while_their_node_is_lent_anew_leave_nothing(
+def test_a_run_that_is_killed_while_its_node_is_lent_anew_leaves_nothing(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    ends = {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
-    with ExitStack() as stack:
-        runs = {}
-        for signum in ends:
-            settings = ("total_steps=100000", f"transport.shared_memory={tmp_path / signum.name}")
-            run = tiny_run(tmp_path / f"run-{signum.name}", tiny_model_folder, *settings)
-            runs[signum] = stack.enter_context(run)
-        for signum, run in runs.items():
-            run.wait_for_step(1)
-            agent = pid_of(run.run_dir, "agent")
-            kill(agent)
-            run.wait_until(
-                lambda run=run, agent=agent: pid_of(run.run_dir, "agent") not in (agent, None),
-                "a new agent",
-            )
-            run.send(signum)
-        for signum, run in runs.items():
-            assert run.wait() == ends[signum], run.story()
-            run.wait_until_gone()
-            assert list((tmp_path / signum.name).iterdir()) == []
-            assert not RunFolder(run.run_dir).keys_path.exists()
+    memory = tmp_path / "memory"
+    settings = ("total_steps=100000", f"transport.shared_memory={memory}")
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as run:
+        run.wait_for_step(1)
+        agent = pid_of(run.run_dir, "agent")
+        kill(agent)
+        run.wait_until(lambda: pid_of(run.run_dir, "agent") not in (agent, None), "a new agent")
+        run.send(signal.SIGKILL)
+        assert run.wait() == -signal.SIGKILL, run.story()
+        run.wait_until_gone()
+        assert list(memory.iterdir()) == []
+        assert not RunFolder(run.run_dir).keys_path.exists()

@@ -158,7 +158,7 @@ def test_a_finished_run_is_not_touched(finished_run: RunProcess, tiny_model_fold
 
 @pytest.mark.parametrize(
     ("over_bound", "max_staleness", "num_rows"),
-    [("train", 1, 1), ("mask", 1, 1), ("wait", 1, 2), ("regenerate", 1, 1), ("train", 0, 2)],
+    [("mask", 1, 1), ("wait", 1, 2), ("train", 0, 2)],
 )
 def test_the_bound_holds_in_a_loop_of_the_user(
     tiny_config: Callable[..., GRPOConfig],
@@ -169,7 +169,8 @@ def test_the_bound_holds_in_a_loop_of_the_user(
 ) -> None:
     """One group in eight takes several steps' time, so that some get over the bound.
 
-    Of each episode there are `num_rows` rows, which are trained together.
+    Of each episode there are `num_rows` rows, which are trained together. What each mode does with
+    what is over the bound, test_controllers_in_virtual_time.py sees.
     """
     num_steps = 6
     config = tiny_config(
@@ -204,9 +205,8 @@ def test_the_bound_holds_in_a_loop_of_the_user(
     assert account["rows_trained"] == num_steps * 8 * num_rows
     assert account["rows_trained_twice"] == 0
     group_staleness, token_staleness = (max(values) for values in zip(*seen, strict=True))
-    if over_bound != "train" or max_staleness == 0:
-        assert token_staleness <= max_staleness
-    if over_bound in ("wait", "regenerate") or max_staleness == 0:
+    assert token_staleness <= max_staleness
+    if over_bound != "mask":
         assert group_staleness <= max_staleness
 
 

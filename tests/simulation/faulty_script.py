@@ -23,8 +23,8 @@ from simulation.workers import SimulatedWorker
 from areal_sc.config.schema import KeepGroups
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.rollout.rejections import INITIAL_STATE, RolloutState
 from areal_sc.controller.rollout.rollout_controller import RolloutController
-from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.controller.starting import take_over
 from areal_sc.errors import BatchLost, CheckpointError, RunFolderError, StepsLost
 from areal_sc.metadata import BatchMetadata

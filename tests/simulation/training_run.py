@@ -32,8 +32,8 @@ from areal_sc.controller import common
 from areal_sc.controller.base import Controller
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.rejections import RolloutState
 from areal_sc.controller.rollout.rollout_controller import RolloutController
-from areal_sc.controller.rollout.rollout_state import RolloutState
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.fleet.runtime import Runtime

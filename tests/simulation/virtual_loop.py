@@ -13,15 +13,17 @@ test shows as an error, never as a hang.
 from __future__ import annotations
 
 import asyncio
+import functools
 import heapq
 import selectors
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from simulation.process import PROCESS, Process, Remains, Steps
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_VIRTUAL_S = 1e6
@@ -160,3 +162,13 @@ def run_virtual(
 
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(max_virtual_s, max_turns)) as runner:
         return runner.run(play())
+
+
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """A test that is played on a loop of its own, as by `run_virtual`."""
+
+    @functools.wraps(test)
+    def play(*args: P.args, **kwargs: P.kwargs) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return play

@@ -11,6 +11,7 @@ from typing import Final
 from msgspec import Struct
 
 from areal_sc.controller.ledger.group import UNUSABLE, Group, GroupState
+from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.errors import TooManyRejections, WorkflowError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.rejection import Rejection, RejectionKind, describe_counts
@@ -177,3 +178,14 @@ class Rejections:
     def restore(self, counts: RejectionCounts) -> None:
         self.episodes = Counter(counts.episodes)
         self.num_stale_episodes = counts.num_stale_episodes
+
+
+class RolloutState(Struct, frozen=True):
+    """What a controller needs to go on; see `RolloutController.go_back`."""
+
+    training: LedgerState
+    rejections: RejectionCounts
+
+
+INITIAL_STATE: Final = RolloutState(LedgerState(), RejectionCounts({}, 0))
+"""The state of a run that has done nothing yet."""

@@ -32,8 +32,7 @@ from areal_sc.controller.rollout.evaluation import EvaluationOutcome, Evaluation
 from areal_sc.controller.rollout.groups import GroupTools
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
 from areal_sc.controller.rollout.progress import ProgressWatch
-from areal_sc.controller.rollout.rejections import Rejections
-from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.rollout.rejections import INITIAL_STATE, Rejections, RolloutState
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.run_address import RunAddress
@@ -159,12 +158,10 @@ class RolloutController(Controller):
         common_of(self.scheduler).needs.add(self._needs)
         if self._adopts:
             self._workers.is_tracked.clear()
-        first, spares = await self._scaling.first_orders(adopts=self._adopts)
-        await self._launch(first, spares)
+        await self._launch(await self._scaling.first_orders(adopts=self._adopts))
         self._workers.track(self.fleet.members)
         await self._workers.initialize()
         self._recovery.begin(self._workers.bring_up)
-        self._scaling.begin(spares)
         await self._runtime.disk.run(partial(_keep_tokenizer, self._folder, self.config))
         self._background.start(self._watch.run(), "progress")
 

@@ -87,11 +87,12 @@ class Scaling:
         self._autoscaler = Autoscaler(autoscale) if autoscale.max else None
         self._seen_restarts = 0
 
-    async def first_orders(self, *, adopts: bool) -> tuple[list[WorkerOrder], list[WorkerOrder]]:
-        """The workers to begin with, and further ones that are there, which are to leave.
+    async def first_orders(self, *, adopts: bool) -> list[WorkerOrder]:
+        """The workers to begin with.
 
         Args:
-            adopts: goes on with the number of an earlier start, if that has left workers.
+            adopts: goes on with the number of an earlier start, if that has left workers; of those
+                that were to leave the groups run again elsewhere.
         Raises: RunFolderError: the number cannot be read, or not be written.
         """
         found = await self._fleet.found(ROLLOUT_ROLE) if adopts else []
@@ -101,14 +102,7 @@ class Scaling:
             await self._record(number)
         free = (index for index in count() if index not in found)
         stay = found[:number]
-        first = sorted([*stay, *islice(free, number - len(stay))])
-        return [*map(self.order_of, first)], [*map(self.order_of, found[number:])]
-
-    def begin(self, spares: Sequence[WorkerOrder]) -> None:
-        """The first workers are up, or wait for their node; the spares of them leave."""
-        self._seen_restarts = self.recovery.num_restarts
-        numbers = [order.index for order in spares]
-        self._retire([s for s in self.workers.set.states if s.number in numbers])
+        return [*map(self.order_of, sorted([*stay, *islice(free, number - len(stay))]))]
 
     async def scale(self, num_workers: int, why: str) -> None:
         """Returns when it is certain; workers start, and leave, beside whatever comes next.

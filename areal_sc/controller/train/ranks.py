@@ -61,6 +61,9 @@ LOSS_NOTICE_S: Final = 2.0
 """Time that is given to notice the death of another rank, which would explain an error."""
 
 
+HUNG_SETTING: Final = "transport.call_timeout_s, of writes transport.write_timeout_s"
+"""How long a call of ranks may take."""
+
 _OF_A_DEATH: Final = (WorkerError, TransportError, CheckpointError)
 """What a rank raises whose partner dies, among other reasons."""
 
@@ -428,10 +431,6 @@ class Ranks:
             moved = await self.channel.seal_again(self.state.lineage, self.state.version)
             if moved is not None:
                 self.reader.updates.renew(moved)
-
-
-HUNG_SETTING: Final = "transport.call_timeout_s, of writes transport.write_timeout_s"
-"""How long a call of ranks may take."""
 
 
 class RanksOnCard:

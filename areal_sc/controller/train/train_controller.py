@@ -33,12 +33,12 @@ from areal_sc.controller.shared_card import Side
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.rank_state import StartingPoint
 from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
-from areal_sc.controller.train.rank_work import RankWork
 from areal_sc.controller.train.rank_writes import RankWrites
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_step import (
     POLICY_ADVANCES,
     PPO_FIELDS,
+    RankWork,
     TrainStep,
     trained_content,
 )

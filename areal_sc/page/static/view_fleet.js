@@ -30,7 +30,7 @@ export async function showFleet({ run, words, again }) {
             tile("script", shown(`process ${fleet.status.pid} on ${fleet.status.host}`)),
             tile("started", ago(fleet.status.began), " ago"),
             tile("wrote", ago(fleet.status.written), " ago"),
-            fleet.status.phases.map((phase) => tile("phase", shown(phase.name), phase.total ? `, ${phase.done} of ${phase.total} ${phase.unit}` : "", phase.doing ? [", ", shown(phase.doing)] : null)),
+            fleet.status.phases.map((phase) => tile("phase", shown(phase.name), phase.total ? `, ${phase.done} of ${phase.total} ${phase.unit}` : "")),
           ]
         : null,
       fleet.snapshots.length ? tile("newest snapshot", shown(fleet.snapshots.at(-1))) : null,

@@ -39,7 +39,6 @@ class BestModel:
     """Keeps the best model, where `checkpoint.keep_best` names a number.
 
     Args:
-        name: of the `Evaluations`, before those of its results.
         num_samples: answers a prompt of each set, by its name.
 
     Attributes:
@@ -47,9 +46,9 @@ class BestModel:
     Raises: ConfigError: the number is of a set that is not there, or of more answers than it has.
     """
 
-    def __init__(self, run: Run, name: str, num_samples: dict[str, int]) -> None:
+    def __init__(self, run: Run, num_samples: dict[str, int]) -> None:
         self._run = run
-        self._number = "" if name else run.config.checkpoint.keep_best
+        self._number = run.config.checkpoint.keep_best
         self._set, self._metric = _split(self._number, num_samples)
         self.results: list[EvaluationResult] = []
         self._is_known = self._metric == _MAJORITY  # an evaluation had it, or may have it

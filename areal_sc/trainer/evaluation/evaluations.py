@@ -43,10 +43,7 @@ class Evaluations(BesideTraining):
         prompts: held-out ones: one set, or several by name, each alone or as an `EvaluationSet`;
             None: there are none beside those of `evaluation.sets`.
         workflow: of the sets that have none of their own.
-        name: of these prompts, before that of each result (`NAME/periodic`): further evaluations
-            of one run need one. Those of `evaluation.sets` belong to the one without a name.
-        num_samples: answers a prompt; None: `evaluation.num_samples`. A greedy evaluation has one.
-    Raises: ConfigError: another one of the run has this name, or settings of evaluations are wrong.
+    Raises: ConfigError: the run has another one, or settings of evaluations are wrong.
         WorkflowError: a set is empty, or a worker could not build the prompts or the workflow.
     """
 
@@ -56,24 +53,18 @@ class Evaluations(BesideTraining):
         rollout: RolloutController,
         prompts: Given,
         workflow: Workflow,
-        *,
-        name: str = "",
-        num_samples: int | None = None,
     ) -> None:
-        self._name: str = name
-        if any(isinstance(it, Evaluations) and it._name == name for it in run.beside):
+        if any(isinstance(it, Evaluations) for it in run.beside):
             raise ConfigError(
-                f"Evaluations: expected a name of its own for each of a run, got {name!r} twice: "
-                "their results could not be told apart; give name=..."
+                "Evaluations: expected one of a run, got another: their results could not be told "
+                "apart; give it several sets of prompts by name"
             )
         self._run = run
         self._rollout = rollout
         settings = run.config.evaluation
-        configured = {} if name else configured_sets(settings, workflow)
-        if num_samples is not None:
-            settings = replace(settings, num_samples=num_samples)
+        configured = configured_sets(settings, workflow)
         self._sets = evaluation_sets(prompts, configured, workflow, settings)
-        self._best = BestModel(run, name, {n: it.num_samples or 1 for n, it in self._sets.items()})
+        self._best = BestModel(run, {n: it.num_samples or 1 for n, it in self._sets.items()})
         self._running: Future[list[EvaluationOutcome]] | None = None
         self._named: dict[str, Any] = {}  # what is known of its result
         self._asked_temperature: float | None = None
@@ -93,20 +84,16 @@ class Evaluations(BesideTraining):
             temperature: None: that of each set, or else of the run.
         """
         self.collect()
-        name, sets = self._full(name), self._at(temperature)
+        sets = self._at(temperature)
         if not sets or (name, self._rollout.version) in self._recorded:
             return
-        kind = name.rpartition("/")[2]
         self._running = self._rollout.begin_evaluation(
             sets,
-            [self._full(of_set, kind) for of_set in self._sets],
+            [_name_of(of_set, name) for of_set in self._sets],
             cut_is_wrong=self._run.config.generation.cut_answers.is_inaccurate,
         )
         self._asked_temperature = temperature
         self._named = {"name": name, "step": self._rollout.version}
-
-    def _full(self, *names: str) -> str:
-        return "/".join(filter(None, [self._name, *names]))
 
     def _at(self, temperature: float | None) -> list[EvaluationSet]:
         """The sets at a temperature; none where all of them are greedy already."""
@@ -152,14 +139,13 @@ class Evaluations(BesideTraining):
 
     def _results(self, outcomes: Sequence[EvaluationOutcome]) -> list[EvaluationResult]:
         """The result of each set that has a name, then that of all together."""
-        kind = self._named["name"].rpartition("/")[2]
         usual = self._run.config.generation.temperature
         temperatures = [
             usual if one.temperature is None else one.temperature
             for one in self._at(self._asked_temperature)
         ]
-        names = [name and self._full(name, kind) for name in self._sets]
         whole, step = self._named["name"], self._named["step"]
+        names = [name and _name_of(name, whole) for name in self._sets]
         return results_of_sets(outcomes, names, temperatures, whole, step)
 
     def _warn(self, outcomes: Sequence[EvaluationOutcome]) -> None:
@@ -189,7 +175,7 @@ class Evaluations(BesideTraining):
         self._best.remember(evaluations, self._rollout.version)
         version, every_steps = self._rollout.version, self._run.config.evaluation.every_steps
         due = version - version % every_steps if every_steps else 0
-        is_done = any(r.name == self._full("periodic") and r.step >= due for r in evaluations)
+        is_done = any(r.name == "periodic" and r.step >= due for r in evaluations)
         if due > 0 and not is_done and version < self._run.config.total_steps:
             self._begin_periodic()
 
@@ -209,7 +195,7 @@ class Evaluations(BesideTraining):
         self._recorded = {(name, at) for name, at in self._recorded if at <= step}
         self._best.remember(self._best.results, step)
         if is_lost and self._named["step"] == step:
-            self.begin(self._named["name"].rpartition("/")[2], self._asked_temperature)
+            self.begin(self._named["name"], self._asked_temperature)
         elif is_lost and self._named["step"] < step:
             self._run.display.warning(
                 f"the evaluation of step {self._named['step']} is not repeated: the run goes on "
@@ -246,3 +232,8 @@ class Evaluations(BesideTraining):
         self._is_due = False
         self._best.begin()
         self.begin("periodic")
+
+
+def _name_of(its_set: str, evaluation: str) -> str:
+    """The name of what a set gives in an evaluation."""
+    return f"{its_set}/{evaluation}" if its_set else evaluation

@@ -104,14 +104,11 @@ def test_a_number_that_is_none_is_refused(
     )
 
 
-def test_a_script_that_hears_no_wishes_is_named(
+def test_a_script_that_does_not_answer_is_named(
     folder: RunFolder, owner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time()
-    tell(folder, status_of(owner, now))
-    with pytest.raises(CommandError, match="of an older areal_sc"):
-        program.main(["pause", str(folder.path)])
-    tell(folder, status_of(owner, now, wishes=HeardWishes(), roles={"train": RoleStatus(now, 1)}))
+    tell(folder, status_of(owner, now, roles={"train": RoleStatus(now, 1)}))
     with pytest.raises(CommandError, match="has no rollout workers"):
         program.main(["scale", str(folder.path), "rollout=2"])
     monkeypatch.setattr(wishing, "TIMEOUT_S", 0.2)
@@ -196,7 +193,7 @@ def test_who_pauses_at_the_same_time_as_another_is_answered(
     folder: RunFolder, owner: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = time.time()
-    tell(folder, status_of(owner, now, wishes=HeardWishes()))
+    tell(folder, status_of(owner, now))
     write = pause.write_wish
 
     def write_and_hear(path: Path, wish: PauseWish) -> None:
@@ -254,7 +251,7 @@ def test_an_answer_to_an_earlier_wish_replaces_none(
 def test_a_pause_that_is_taken_back_is_told(
     folder: RunFolder, owner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell(folder, status_of(owner, time.time(), wishes=HeardWishes()))
+    tell(folder, status_of(owner, time.time()))
     write = pause.write_wish
 
     def write_and_take_back(path: Path, wish: PauseWish) -> None:
@@ -310,7 +307,7 @@ def test_two_that_resume_at_once_both_hear_that_the_run_goes_on(
     tell(folder, status_of(owner, now, wishes=HeardWishes(PAUSE)))  # whose file is gone already
 
     def hear(seconds: float) -> None:
-        tell(folder, status_of(owner, now + 1, wishes=HeardWishes()))
+        tell(folder, status_of(owner, now + 1))
 
     monkeypatch.setattr(wishing.time, "sleep", hear)
     program.main(["resume", str(folder.path)])
@@ -325,7 +322,7 @@ def test_a_script_that_was_stopped_is_let_go_on_and_has_to_say_so_itself(
 ) -> None:
     """It was stopped before it heard of the pause: what it has written says nothing."""
     now = time.time()
-    tell(folder, status_of(owner, now, wishes=HeardWishes()))
+    tell(folder, status_of(owner, now))
     write_wish(folder.pause_path, PAUSE)
     os.kill(owner, signal.SIGSTOP)
     os.waitid(os.P_PID, owner, os.WSTOPPED | os.WNOWAIT)
@@ -337,7 +334,7 @@ def test_a_script_that_was_stopped_is_let_go_on_and_has_to_say_so_itself(
     write_wish(folder.pause_path, PAUSE)
 
     def write_anew(seconds: float) -> None:
-        tell(folder, status_of(owner, now + 1, wishes=HeardWishes()))
+        tell(folder, status_of(owner, now + 1))
 
     monkeypatch.setattr(wishing, "TIMEOUT_S", 60.0)
     monkeypatch.setattr(wishing.time, "sleep", write_anew)
@@ -346,7 +343,7 @@ def test_a_script_that_was_stopped_is_let_go_on_and_has_to_say_so_itself(
 
 
 def test_a_script_that_ends_leaves_no_wish_for_workers(folder: RunFolder, owner: int) -> None:
-    tell(folder, status_of(owner, time.time(), wishes=HeardWishes()))
+    tell(folder, status_of(owner, time.time()))
     write = scale.write_wish
 
     def write_and_end(path: Path, wish: ScaleWish) -> None:

@@ -11,7 +11,7 @@ import pytest
 from simulation.behavior import Behavior
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
 
@@ -90,18 +90,15 @@ async def step(run: TrainingRun, rng: random.Random) -> None:
         await until_done(rng, lambda: actor.publish_weights_async(rollout), is_repeated=False)
 
 
+@in_virtual_time
 @pytest.mark.parametrize("seed", range(12))
-def test_calls_that_are_cancelled_leave_nothing_behind(seed: int) -> None:
+async def test_calls_that_are_cancelled_leave_nothing_behind(seed: int) -> None:
     """`TrainingRun` checks admissions, batches, sweeps; at the end the account and the stores."""
-
-    async def scenario() -> None:
-        rng = random.Random(seed)
-        run = TrainingRun(any_settings(rng))
-        async with run.started():
-            for _ in range(run.settings.num_steps):
-                await step(run, rng)
-            run.rollout._outside.forget()
-            await asyncio.sleep(100.0)
-            await run.check_end()
-
-    run_virtual(scenario())
+    rng = random.Random(seed)
+    run = TrainingRun(any_settings(rng))
+    async with run.started():
+        for _ in range(run.settings.num_steps):
+            await step(run, rng)
+        run.rollout._outside.forget()
+        await asyncio.sleep(100.0)
+        await run.check_end()

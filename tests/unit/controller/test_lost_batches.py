@@ -11,7 +11,7 @@ from simulation.behavior import Number
 from simulation.settings import Settings
 from simulation.store import SimulatedStore
 from simulation.training_run import TrainingRun
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time
 
 from areal_sc.config.schema import OverBound
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
@@ -98,6 +98,7 @@ async def between_two_updates(run: TrainingRun) -> None:
     await run.actor.publish_weights_async(run.rollout)
 
 
+@in_virtual_time
 @pytest.mark.parametrize("mode", [OverBound.train, OverBound.wait])
 @pytest.mark.parametrize(
     "lose",
@@ -111,55 +112,47 @@ async def between_two_updates(run: TrainingRun) -> None:
     ],
     ids=lambda lose: lose.__name__,
 )
-def test_a_batch_whose_rows_are_gone_is_formed_anew(
+async def test_a_batch_whose_rows_are_gone_is_formed_anew(
     lose: Callable[[TrainingRun], Awaitable[None]], mode: OverBound, tmp_path: Path
 ) -> None:
-    async def scenario() -> TrainingRun:
-        settings = Settings(
-            num_steps=5, num_ranks=2, over_bound=mode, max_staleness=1, store_groups=6
-        )
-        run = TrainingRun(settings)
-        async with run.started():
-            for _ in range(2):
-                await run.step(checks_business=False)
-            with pytest.raises(BatchLost, match=r"policy version 2 are gone.*prepare_batch again"):
-                await lose(run)
-            lost = run.batches[-1]
-            run.forget_batch()
-            for _ in range(3):
-                await run.step(checks_business=False)
-            again = run.batches[2]
-            assert again.global_step == lost.global_step
-            if mode is OverBound.wait:  # its groups are due; the others take those that are there
-                assert again.group_ids == lost.group_ids
-                assert {row.attempt for row in again.rows} == {1}
-            await run.check_end()
-            for rank in run.cluster.train_workers:
-                trained = [key for version, rows in rank.past if version == 2 for key in rows]
-                assert {key[:2] for key in trained} <= {(r.group_id, r.attempt) for r in again.rows}
-        return run
-
-    run = run_virtual(scenario())
+    settings = Settings(num_steps=5, num_ranks=2, over_bound=mode, max_staleness=1, store_groups=6)
+    run = TrainingRun(settings)
+    async with run.started():
+        for _ in range(2):
+            await run.step(checks_business=False)
+        with pytest.raises(BatchLost, match=r"policy version 2 are gone.*prepare_batch again"):
+            await lose(run)
+        lost = run.batches[-1]
+        run.forget_batch()
+        for _ in range(3):
+            await run.step(checks_business=False)
+        again = run.batches[2]
+        assert again.global_step == lost.global_step
+        if mode is OverBound.wait:  # its groups are due; the others take those that are there
+            assert again.group_ids == lost.group_ids
+            assert {row.attempt for row in again.rows} == {1}
+        await run.check_end()
+        for rank in run.cluster.train_workers:
+            trained = [key for version, rows in rank.past if version == 2 for key in rows]
+            assert {key[:2] for key in trained} <= {(r.group_id, r.attempt) for r in again.rows}
     groups: list[GroupAccount] = []
     account = read_account(run.rollout._folder.ledger, groups.append, run.disk)
     assert (account.rows_lost, account.trained_again) == (0, [])
     assert sorted(g.group for g in groups if g.outcome == "trained") == list(range(20))
 
 
-def test_rows_that_are_there_and_cannot_be_read_end_the_run() -> None:
-    async def scenario() -> None:
-        async with TrainingRun(Settings()).started() as run:
+@in_virtual_time
+async def test_rows_that_are_there_and_cannot_be_read_end_the_run() -> None:
+    async with TrainingRun(Settings()).started() as run:
 
-            async def gone(batch: BatchMetadata, duration: object = 0.0) -> None:
-                raise ShardGone("shard x is gone")
+        async def gone(batch: BatchMetadata, duration: object = 0.0) -> None:
+            raise ShardGone("shard x is gone")
 
-            run.cluster.train_workers[0].read_shards = gone  # type: ignore[method-assign]
-            first = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
-            with pytest.raises(BatchLost):
-                await run.actor.compute_proximal_logprobs_async(first)
-            again = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
-            assert again.batch_id == first.batch_id
-            with pytest.raises(ShardGone, match="shard x"):
-                await run.actor.compute_proximal_logprobs_async(again)
-
-    run_virtual(scenario())
+        run.cluster.train_workers[0].read_shards = gone  # type: ignore[method-assign]
+        first = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+        with pytest.raises(BatchLost):
+            await run.actor.compute_proximal_logprobs_async(first)
+        again = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+        assert again.batch_id == first.batch_id
+        with pytest.raises(ShardGone, match="shard x"):
+            await run.actor.compute_proximal_logprobs_async(again)

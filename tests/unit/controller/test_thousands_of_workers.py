@@ -19,7 +19,7 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 
 from areal_sc import controller
-from areal_sc.controller.rollout.worker_choice import GROUPS_PER_TURN, WorkerLoads
+from areal_sc.controller.rollout.worker_set import GROUPS_PER_TURN, WorkerLoads
 from areal_sc.transport.rpc.method import Method
 from areal_sc.weights.methods import ADOPT_WEIGHTS
 from areal_sc.weights.updates import BEGUN_PER_TURN

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from areal_sc.controller.base import Controller
-from areal_sc.controller.worker_counters import WorkerCounters
+from areal_sc.controller.role_status import WorkerCounters
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.workers.calls import WorkerStats
 

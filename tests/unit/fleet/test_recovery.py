@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster, SimulatedTransport
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time
 from simulation.workers import SimulatedWorker
 from waiting import until
 
@@ -151,203 +151,187 @@ class Guarded:
             self.recovery.tell(Progressed(member.life.unit))
 
 
-def test_a_killed_worker_serves_again_at_its_address_and_the_others_go_on(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        cluster = LifeCluster(tmp_path)
-        guarded = Guarded(cluster)
-        async with guarded.started(3):
-            before = [member.worker for member in guarded.fleet.members]
-            num_bytes = guarded.fleet.num_bytes
-            cluster.workers["rollout/1"].end("signal 9 (SIGKILL)")
-            await asyncio.sleep(0.1)
-            assert [guarded.is_ready(i) for i in range(3)] == [True, False, True]
-            await guarded.wait_until_ready(START_S)
-            after = [member.worker for member in guarded.fleet.members]
-            assert [after[0], after[2]] == [before[0], before[2]]
-            assert after[1].address == before[1].address
-            assert after[1].incarnation != before[1].incarnation
-            assert guarded.brought_up == ["rollout/1"]
-            assert guarded.fleet.num_bytes > num_bytes, "what earlier connections carried counts"
-
-    run_virtual(scenario())
-
-
-def test_a_silent_worker_is_suspect_then_lost_and_dead_before_its_successor(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        cluster = LifeCluster(tmp_path)  # whose `start` looks for an earlier life
-        guarded = Guarded(cluster)
-        async with guarded.started(2):
-            stopped = cluster.workers["rollout/0"]
-            stopped.is_hung = True
-            await asyncio.sleep(4 * INTERVAL_S)
-            assert [guarded.is_ready(i) for i in range(2)] == [False, True]
-            stopped.is_hung = False
-            await asyncio.sleep(2 * INTERVAL_S)
-            assert guarded.is_ready(0)
-            assert cluster.num_lives("rollout/0") == 1
-
-            stopped.is_hung = True
-            await asyncio.sleep(LOST_AFTER_S)
-            stopped.is_hung = False
-            assert stopped.exit_status == "signal 9 (SIGKILL)", "whatever it does now, it is none"
-            await guarded.wait_until_ready(START_S)
-            assert cluster.num_lives("rollout/0") == 2
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_killed_worker_serves_again_at_its_address_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    cluster = LifeCluster(tmp_path)
+    guarded = Guarded(cluster)
+    async with guarded.started(3):
+        before = [member.worker for member in guarded.fleet.members]
+        num_bytes = guarded.fleet.num_bytes
+        cluster.workers["rollout/1"].end("signal 9 (SIGKILL)")
+        await asyncio.sleep(0.1)
+        assert [guarded.is_ready(i) for i in range(3)] == [True, False, True]
+        await guarded.wait_until_ready(START_S)
+        after = [member.worker for member in guarded.fleet.members]
+        assert [after[0], after[2]] == [before[0], before[2]]
+        assert after[1].address == before[1].address
+        assert after[1].incarnation != before[1].incarnation
+        assert guarded.brought_up == ["rollout/1"]
+        assert guarded.fleet.num_bytes > num_bytes, "what earlier connections carried counts"
 
 
-def test_a_lost_rank_takes_the_others_along(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_silent_worker_is_suspect_then_lost_and_dead_before_its_successor(
+    tmp_path: Path,
+) -> None:
+    cluster = LifeCluster(tmp_path)  # whose `start` looks for an earlier life
+    guarded = Guarded(cluster)
+    async with guarded.started(2):
+        stopped = cluster.workers["rollout/0"]
+        stopped.is_hung = True
+        await asyncio.sleep(4 * INTERVAL_S)
+        assert [guarded.is_ready(i) for i in range(2)] == [False, True]
+        stopped.is_hung = False
+        await asyncio.sleep(2 * INTERVAL_S)
+        assert guarded.is_ready(0)
+        assert cluster.num_lives("rollout/0") == 1
+
+        stopped.is_hung = True
+        await asyncio.sleep(LOST_AFTER_S)
+        stopped.is_hung = False
+        assert stopped.exit_status == "signal 9 (SIGKILL)", "whatever it does now, it is none"
+        await guarded.wait_until_ready(START_S)
+        assert cluster.num_lives("rollout/0") == 2
+
+
+@in_virtual_time
+async def test_a_lost_rank_takes_the_others_along(tmp_path: Path) -> None:
     """They wait for it in vain; and they are killed before the pause, not after it."""
-
-    async def scenario() -> None:
-        cluster = LifeCluster(tmp_path)
-        guarded = Guarded(cluster, "train")
-        async with guarded.started(3, is_one_unit=True):
-            guarded.failures = [WorkerLost("no rendezvous")]  # so that a pause comes
-            cluster.workers["train/2"].end("signal 9 (SIGKILL)")
-            await asyncio.sleep(0.1)
-            assert all(worker.exit_status for worker in cluster.lives)
-            with pytest.raises(WorkerLost, match="train/0 is started again"):
-                await guarded.fleet.call(guarded.fleet.members[0], PING, None)
-            await guarded.wait_until_ready(2 * START_S)
-            assert len(cluster.lives) == 9
-            assert guarded.recovery.num_restarts == 2
-
-    run_virtual(scenario())
+    cluster = LifeCluster(tmp_path)
+    guarded = Guarded(cluster, "train")
+    async with guarded.started(3, is_one_unit=True):
+        guarded.failures = [WorkerLost("no rendezvous")]  # so that a pause comes
+        cluster.workers["train/2"].end("signal 9 (SIGKILL)")
+        await asyncio.sleep(0.1)
+        assert all(worker.exit_status for worker in cluster.lives)
+        with pytest.raises(WorkerLost, match="train/0 is started again"):
+            await guarded.fleet.call(guarded.fleet.members[0], PING, None)
+        await guarded.wait_until_ready(2 * START_S)
+        assert len(cluster.lives) == 9
+        assert guarded.recovery.num_restarts == 2
 
 
-def test_a_loss_during_a_restart_begins_another_one(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        cluster = LifeCluster(tmp_path)
-        guarded = Guarded(cluster)
-        async with guarded.started(2):
-            for num_lives in (1, 2, 3):
-                await until(lambda num=num_lives: cluster.num_lives("rollout/0") >= num)
-                cluster.workers["rollout/0"].end("exit code 1")
-                assert not guarded.brought_up
-            await guarded.wait_until_ready(2 * START_S)
-            assert cluster.num_lives("rollout/0") == 4
-            assert guarded.brought_up == ["rollout/0"]
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_loss_during_a_restart_begins_another_one(tmp_path: Path) -> None:
+    cluster = LifeCluster(tmp_path)
+    guarded = Guarded(cluster)
+    async with guarded.started(2):
+        for num_lives in (1, 2, 3):
+            await until(lambda num=num_lives: cluster.num_lives("rollout/0") >= num)
+            cluster.workers["rollout/0"].end("exit code 1")
+            assert not guarded.brought_up
+        await guarded.wait_until_ready(2 * START_S)
+        assert cluster.num_lives("rollout/0") == 4
+        assert guarded.brought_up == ["rollout/0"]
 
 
+@in_virtual_time
 @pytest.mark.parametrize("is_hung", [False, True])
-def test_two_controllers_share_the_new_agent_of_a_node(
+async def test_two_controllers_share_the_new_agent_of_a_node(
     tmp_path: Path, is_hung: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        cluster = LifeCluster(tmp_path)
-        cluster.num_nodes = 2
-        rollout, train = Guarded(cluster), Guarded(cluster, "train")
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(rollout.started(4))
-            await stack.enter_async_context(train.started(2, is_one_unit=True))
-            if is_hung:
-                cluster.agents["node-1"].is_hung = True
-                await asyncio.sleep(LOST_AFTER_S / 2)
-            else:
-                cluster.agents["node-1"].end("exit code 5")
-                await asyncio.sleep(0.5)
-            assert [rollout.is_ready(i) for i in range(4)] == [True, True, False, False]
-            await rollout.wait_until_ready(LOST_AFTER_S + START_S)
-            await train.wait_until_ready(START_S)
-            assert cluster.num_agent_starts == 2 + 1
-            assert [cluster.num_lives(f"rollout/{i}") for i in range(4)] == [1, 1, 2, 2]
-            assert [cluster.num_lives(f"train/{i}") for i in range(2)] == [2, 2]
-            said = [record.getMessage() for record in caplog.records]
-            assert sum("gives no news" in line for line in said) == 2, "once for each controller"
-            assert not any("killed no workers" in line for line in said), "they died with it"
-            cluster.workers["rollout/3"].end("exit code 1")
-            await asyncio.sleep(0.1)
-            assert not rollout.is_ready(3), "the new agent tells its own news"
-            await rollout.wait_until_ready(START_S)
-
-    run_virtual(scenario())
+    cluster = LifeCluster(tmp_path)
+    cluster.num_nodes = 2
+    rollout, train = Guarded(cluster), Guarded(cluster, "train")
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(rollout.started(4))
+        await stack.enter_async_context(train.started(2, is_one_unit=True))
+        if is_hung:
+            cluster.agents["node-1"].is_hung = True
+            await asyncio.sleep(LOST_AFTER_S / 2)
+        else:
+            cluster.agents["node-1"].end("exit code 5")
+            await asyncio.sleep(0.5)
+        assert [rollout.is_ready(i) for i in range(4)] == [True, True, False, False]
+        await rollout.wait_until_ready(LOST_AFTER_S + START_S)
+        await train.wait_until_ready(START_S)
+        assert cluster.num_agent_starts == 2 + 1
+        assert [cluster.num_lives(f"rollout/{i}") for i in range(4)] == [1, 1, 2, 2]
+        assert [cluster.num_lives(f"train/{i}") for i in range(2)] == [2, 2]
+        said = [record.getMessage() for record in caplog.records]
+        assert sum("gives no news" in line for line in said) == 2, "once for each controller"
+        assert not any("killed no workers" in line for line in said), "they died with it"
+        cluster.workers["rollout/3"].end("exit code 1")
+        await asyncio.sleep(0.1)
+        assert not rollout.is_ready(3), "the new agent tells its own news"
+        await rollout.wait_until_ready(START_S)
 
 
-def test_a_node_whose_agent_does_not_come_up_ends_the_run(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        cluster = LifeCluster(tmp_path)
-        guarded = Guarded(cluster, max_deaths=3)
-        async with guarded.started(2):
-            cluster.num_bad_agents = 100
+@in_virtual_time
+async def test_a_node_whose_agent_does_not_come_up_ends_the_run(tmp_path: Path) -> None:
+    cluster = LifeCluster(tmp_path)
+    guarded = Guarded(cluster, max_deaths=3)
+    async with guarded.started(2):
+        cluster.num_bad_agents = 100
+        cluster.agents["node-0"].end("signal 9 (SIGKILL)")
+        with pytest.raises(NodeLost, match=r"lost 4 times in a row.*exit code 1") as caught:
+            await guarded.wait_until_ready(4 * START_S)
+        assert "no memory" in caught.value.log_tail
+        assert cluster.num_agent_starts == 1 + 3
+        assert len(guarded.given_up) == 1, "told once, not by each worker"
+
+
+@in_virtual_time
+async def test_an_agent_that_comes_up_late_ends_nothing(tmp_path: Path) -> None:
+    cluster = LifeCluster(tmp_path)
+    guarded = Guarded(cluster, max_deaths=3)
+    async with guarded.started(2):
+        for _ in range(3):
+            cluster.num_bad_agents = 2
             cluster.agents["node-0"].end("signal 9 (SIGKILL)")
-            with pytest.raises(NodeLost, match=r"lost 4 times in a row.*exit code 1") as caught:
-                await guarded.wait_until_ready(4 * START_S)
-            assert "no memory" in caught.value.log_tail
-            assert cluster.num_agent_starts == 1 + 3
-            assert len(guarded.given_up) == 1, "told once, not by each worker"
-
-    run_virtual(scenario())
+            await asyncio.sleep(0.5)
+            await guarded.wait_until_ready(3 * START_S)
+            guarded.progress()
+        assert not guarded.given_up
 
 
-def test_an_agent_that_comes_up_late_ends_nothing(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        cluster = LifeCluster(tmp_path)
-        guarded = Guarded(cluster, max_deaths=3)
-        async with guarded.started(2):
-            for _ in range(3):
-                cluster.num_bad_agents = 2
-                cluster.agents["node-0"].end("signal 9 (SIGKILL)")
-                await asyncio.sleep(0.5)
-                await guarded.wait_until_ready(3 * START_S)
-                guarded.progress()
-            assert not guarded.given_up
-
-    run_virtual(scenario())
-
-
+@in_virtual_time
 @pytest.mark.parametrize("seed", range(15))
-def test_random_faults_leave_one_life_of_each_worker_and_all_come_back(
+async def test_random_faults_leave_one_life_of_each_worker_and_all_come_back(
     tmp_path: Path, seed: int
 ) -> None:
     """`LifeCluster.start` fails where an earlier life is not dead."""
-
-    async def scenario() -> None:
-        rng, cluster = random.Random(seed), LifeCluster(tmp_path, seed)
-        cluster.num_nodes = rng.randint(1, 2)
-        cluster.behavior.latency_s = rng.choice([0.001, 0.3])
-        rollout, train = Guarded(cluster, max_deaths=50), Guarded(cluster, "train", max_deaths=50)
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(rollout.started(3))
-            await stack.enter_async_context(train.started(2, is_one_unit=True))
-            for _ in range(30):
-                await asyncio.sleep(rng.choice([0.0, 0.3, 2.0, 12.0]))
-                worker = rng.choice(list(cluster.workers.values()))
-                agent = rng.choice(list(cluster.agents.values()))
-                match rng.choice(["kill", "hang", "go on", "kill agent", "hang agent", "progress"]):
-                    case "kill":
-                        worker.end("signal 9 (SIGKILL)")
-                    case "hang" if worker.exit_status is None:
-                        worker.is_hung = True
-                    case "go on" if worker.exit_status is None:
-                        worker.is_hung = False
-                    case "kill agent":
-                        agent.end("signal 9 (SIGKILL)")
-                    case "hang agent":
-                        agent.is_hung = True
-                    case "progress":
-                        rollout.progress()
-            await asyncio.sleep(2 * LOST_AFTER_S)  # the last fault is noticed, and what it hid
-            limit_s = 3 * LOST_AFTER_S + 60.0  # and pauses
-            await rollout.wait_until_ready(limit_s)
-            await train.wait_until_ready(limit_s)
-            assert not rollout.given_up + train.given_up
-            living = [worker.name for worker in cluster.lives if worker.exit_status is None]
-            assert sorted(living) == sorted(cluster.workers), "one life each"
-
-    run_virtual(scenario())
+    rng, cluster = random.Random(seed), LifeCluster(tmp_path, seed)
+    cluster.num_nodes = rng.randint(1, 2)
+    cluster.behavior.latency_s = rng.choice([0.001, 0.3])
+    rollout, train = Guarded(cluster, max_deaths=50), Guarded(cluster, "train", max_deaths=50)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(rollout.started(3))
+        await stack.enter_async_context(train.started(2, is_one_unit=True))
+        for _ in range(30):
+            await asyncio.sleep(rng.choice([0.0, 0.3, 2.0, 12.0]))
+            worker = rng.choice(list(cluster.workers.values()))
+            agent = rng.choice(list(cluster.agents.values()))
+            match rng.choice(["kill", "hang", "go on", "kill agent", "hang agent", "progress"]):
+                case "kill":
+                    worker.end("signal 9 (SIGKILL)")
+                case "hang" if worker.exit_status is None:
+                    worker.is_hung = True
+                case "go on" if worker.exit_status is None:
+                    worker.is_hung = False
+                case "kill agent":
+                    agent.end("signal 9 (SIGKILL)")
+                case "hang agent":
+                    agent.is_hung = True
+                case "progress":
+                    rollout.progress()
+        await asyncio.sleep(2 * LOST_AFTER_S)  # the last fault is noticed, and what it hid
+        limit_s = 3 * LOST_AFTER_S + 60.0  # and pauses
+        await rollout.wait_until_ready(limit_s)
+        await train.wait_until_ready(limit_s)
+        assert not rollout.given_up + train.given_up
+        living = [worker.name for worker in cluster.lives if worker.exit_status is None]
+        assert sorted(living) == sorted(cluster.workers), "one life each"
 
 
-def test_a_close_during_a_restart_ends_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        cluster = LifeCluster(tmp_path)
-        guarded = Guarded(cluster)
-        async with guarded.started(2):  # whose end looks for what is left
-            cluster.agents["node-0"].end("signal 9 (SIGKILL)")
-            await asyncio.sleep(0.5)
-            with pytest.raises((PeerLost, WorkerLost)):
-                await guarded.fleet.call(guarded.fleet.members[0], PING, None)
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_close_during_a_restart_ends_it(tmp_path: Path) -> None:
+    cluster = LifeCluster(tmp_path)
+    guarded = Guarded(cluster)
+    async with guarded.started(2):  # whose end looks for what is left
+        cluster.agents["node-0"].end("signal 9 (SIGKILL)")
+        await asyncio.sleep(0.5)
+        with pytest.raises((PeerLost, WorkerLost)):
+            await guarded.fleet.call(guarded.fleet.members[0], PING, None)

@@ -15,12 +15,15 @@ from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.schema import ActorConfig, AdmissionMode, Device, GRPOConfig, RolloutConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import ConfigError
-from areal_sc.planning.advice import Plan, forecast, make_plan, shares_devices
-from areal_sc.planning.measured_times import (
+from areal_sc.planning.advice import (
     MIN_STEPS,
     MeasuredTimes,
     OperatingPoint,
+    Plan,
+    forecast,
+    make_plan,
     measured_times,
+    shares_devices,
 )
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.trainer.advice import NUM_STEPS, Adviser

@@ -212,25 +212,21 @@ def test_foreign_folder_is_left_alone(path: Path, name: str, overwrite: bool) ->
     assert (path / name).read_text() == '{"kind": "something else"}'
 
 
-def test_path_is_a_file(path: Path) -> None:
-    path.parent.mkdir()
-    path.touch()
-    with pytest.raises(RunFolderError, match="one is a file, not a folder"):
-        RunFolder(path).open(config_text=CONFIG)
-
-
-def test_parent_is_a_file(path: Path) -> None:
-    path.parent.touch()
-    with pytest.raises(RunFolderError, match="is a file, not a folder"):
-        RunFolder(path).open(config_text=CONFIG)
-
-
 def test_a_folder_that_cannot_be_made(path: Path) -> None:
     for unmakeable in (path / ("x" * 300), Path("/proc/run"), Path("/dev/null/run")):
         for opens in (RunFolder(unmakeable).preview, RunFolder(unmakeable).open):
             with pytest.raises(NoRunFolder, match=f"run folder {unmakeable}: ") as refusal:
                 opens(config_text=CONFIG)
             assert refusal.value.exit_code == 2
+
+
+@pytest.mark.parametrize("is_parent", [False, True])
+def test_a_file_in_its_place_is_named(path: Path, is_parent: bool) -> None:
+    file = path.parent if is_parent else path
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    with pytest.raises(RunFolderError, match=f"{file} is a file, not a folder"):
+        RunFolder(path).open(config_text=CONFIG)
 
 
 def test_a_preview_leaves_nothing(path: Path) -> None:
@@ -277,14 +273,6 @@ def test_a_run_of_an_older_version_was_begun_with_its_last_settings(
     assert "begun.json cannot be read" in caplog.text
 
 
-def test_second_process_names_the_first(path: Path) -> None:
-    with lock_holder(path) as holder:
-        for overwrite in (False, True):
-            with pytest.raises(RunFolderError, match=f"process {holder.pid} is running in it"):
-                RunFolder(path).open(config_text=CONFIG, overwrite=overwrite)
-        assert (path / "config.yaml").read_text() == "seed: 0\n"
-
-
 def test_a_preview_refuses_what_opening_would(path: Path) -> None:
     run_once(path, snapshot=True)
     before = sorted(path.rglob("*"))
@@ -294,13 +282,6 @@ def test_a_preview_refuses_what_opening_would(path: Path) -> None:
     assert sorted(path.rglob("*")) == before
     with lock_holder(path), pytest.raises(RunFolderError, match="is running in it"):
         RunFolder(path).preview(config_text=CONFIG)
-
-
-def test_second_owner_in_the_same_process(path: Path) -> None:
-    with RunFolder(path) as first:
-        first.open(config_text=CONFIG)
-        with pytest.raises(RunFolderError, match=f"process {os.getpid()} is running in it"):
-            RunFolder(path).open(config_text=CONFIG)
 
 
 def test_killed_owner_frees_the_folder(path: Path) -> None:
@@ -445,8 +426,10 @@ def test_an_agent_of_another_machine_is_named_and_nothing_is_emptied(path: Path)
 def test_a_second_process_is_told_of_the_first_also_when_that_is_stopped(path: Path) -> None:
     with lock_holder(path) as holder:
         who = rf"process {holder.pid} is running in it, on {socket.gethostname()}, for \d+ s"
-        with pytest.raises(RunFolderError, match=rf"{who}; .*areal_sc stop {path}"):
-            RunFolder(path).open(config_text=CONFIG)
+        for overwrite in (False, True):
+            with pytest.raises(RunFolderError, match=rf"{who}; .*areal_sc stop {path}"):
+                RunFolder(path).open(config_text=CONFIG, overwrite=overwrite)
+        assert (path / "config.yaml").read_text() == "seed: 0\n"
         holder.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(RunFolderError, match=rf"{who}, and is stopped .*-CONT {holder.pid}"):

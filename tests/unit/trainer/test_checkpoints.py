@@ -12,8 +12,7 @@ from unit.trainer.conftest import Follower, shown
 
 from areal_sc.config.schema import CheckpointConfig
 from areal_sc.controller.ledger.ledger_records import LedgerState
-from areal_sc.controller.rollout.rejections import RejectionCounts
-from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.rollout.rejections import INITIAL_STATE, RejectionCounts, RolloutState
 from areal_sc.errors import CheckpointError, RunFolderError, WaitTimeout
 from areal_sc.records.metrics_log import read_metrics
 from areal_sc.run.run_folder import RunFolder

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from simulation.disk import SimulatedDisk
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time, run_virtual
 from small_disk import small_disk
 
 from areal_sc.controller.ledger import journal as module
@@ -50,34 +50,27 @@ def replayed(content: bytes, path: Path = FIRST) -> Ledger:
     return ledger
 
 
-def written(disk: SimulatedDisk, num_admitted: int = 3) -> bytes:
-    """A journal of so many admissions."""
-
-    async def write() -> None:
-        journal, ledger = begun(disk)
-        for _ in range(num_admitted):
-            admit(ledger)
-        await journal.close()
-
-    run_virtual(write())
+async def written(disk: SimulatedDisk) -> bytes:
+    """A journal of three admissions."""
+    journal, ledger = begun(disk)
+    for _ in range(3):
+        admit(ledger)
+    await journal.close()
     return disk.files[FIRST]
 
 
-def test_what_durable_has_waited_for_is_on_the_disk_and_gives_the_ledger_again() -> None:
+@in_virtual_time
+async def test_what_durable_has_waited_for_is_on_the_disk_and_gives_the_ledger_again() -> None:
     disk = SimulatedDisk()
-
-    async def write() -> None:
-        journal, ledger = begun(disk)
-        for _ in range(5):
-            admit(ledger)
-            await journal.durable()
-            assert replayed(disk.durable[FIRST]).snapshot() == ledger.snapshot()
+    journal, ledger = begun(disk)
+    for _ in range(5):
         admit(ledger)
-        assert replayed(disk.durable[FIRST]).snapshot() != ledger.snapshot()
-        await journal.close()
+        await journal.durable()
         assert replayed(disk.durable[FIRST]).snapshot() == ledger.snapshot()
-
-    run_virtual(write())
+    admit(ledger)
+    assert replayed(disk.durable[FIRST]).snapshot() != ledger.snapshot()
+    await journal.close()
+    assert replayed(disk.durable[FIRST]).snapshot() == ledger.snapshot()
 
 
 def test_many_that_wait_share_one_sync() -> None:
@@ -100,59 +93,56 @@ def test_many_that_wait_share_one_sync() -> None:
     assert disk.num_syncs == 2
 
 
-def test_one_that_gives_up_waiting_leaves_the_others_theirs() -> None:
+@in_virtual_time
+async def test_one_that_gives_up_waiting_leaves_the_others_theirs() -> None:
     disk = SimulatedDisk(latency_s=1.0)
-
-    async def write() -> None:
-        journal, ledger = begun(disk)
-        admit(ledger)
-        waits = [asyncio.create_task(journal.durable()) for _ in range(2)]
-        await asyncio.sleep(0.5)
-        waits[0].cancel()
-        await waits[1]
-        assert len(read_segment(disk.durable[FIRST], FIRST).records) == 1
-
-    run_virtual(write())
+    journal, ledger = begun(disk)
+    admit(ledger)
+    waits = [asyncio.create_task(journal.durable()) for _ in range(2)]
+    await asyncio.sleep(0.5)
+    waits[0].cancel()
+    await waits[1]
+    assert len(read_segment(disk.durable[FIRST], FIRST).records) == 1
 
 
-def test_short_writes_are_gone_on_with() -> None:
+@in_virtual_time
+async def test_short_writes_are_gone_on_with() -> None:
     disk = SimulatedDisk()
     disk.max_write_bytes = 5
-    assert written(disk) == written(SimulatedDisk())
+    assert await written(disk) == await written(SimulatedDisk())
 
 
+@in_virtual_time
 @pytest.mark.parametrize("change", ["create", "write", "sync"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_failure_of_the_disk_is_final_and_says_what_to_do(change: str, number: int) -> None:
+async def test_a_failure_of_the_disk_is_final_and_says_what_to_do(change: str, number: int) -> None:
     disk = SimulatedDisk()
 
     def fail(made: str, path: Path) -> None:
         if made == change:
             raise OSError(number, "the disk says no")
 
-    async def write() -> None:
-        journal, ledger = begun(disk)
+    journal, ledger = begun(disk)
+    admit(ledger)
+    if change != "create":
+        await journal.durable()
+    disk.before = fail
+    admit(ledger)
+    with pytest.raises(RunFolderError, match=rf"cannot write {FIRST}: the disk says no.*start"):
+        await journal.durable()
+    disk.before = lambda made, path: None
+    before = dict(disk.files)
+    with pytest.raises(RunFolderError, match="the disk says no"):
+        await journal.durable()
+    with pytest.raises(RunFolderError, match="the disk says no"):
         admit(ledger)
-        if change != "create":
-            await journal.durable()
-        disk.before = fail
-        admit(ledger)
-        with pytest.raises(RunFolderError, match=rf"cannot write {FIRST}: the disk says no.*start"):
-            await journal.durable()
-        disk.before = lambda made, path: None
-        before = dict(disk.files)
-        with pytest.raises(RunFolderError, match="the disk says no"):
-            await journal.durable()
-        with pytest.raises(RunFolderError, match="the disk says no"):
-            admit(ledger)
-        await journal.close()
-        assert disk.files == before, "nothing is written after a failure"
-
-    run_virtual(write())
+    await journal.close()
+    assert disk.files == before, "nothing is written after a failure"
 
 
-def test_a_file_that_ends_anywhere_gives_what_was_whole_or_an_error() -> None:
-    content = written(SimulatedDisk())
+@in_virtual_time
+async def test_a_file_that_ends_anywhere_gives_what_was_whole_or_an_error() -> None:
+    content = await written(SimulatedDisk())
     head = len(HEADER + to_frame(LedgerState()))
     ends = [head]
     for record in read_segment(content, FIRST).records:
@@ -168,8 +158,9 @@ def test_a_file_that_ends_anywhere_gives_what_was_whole_or_an_error() -> None:
         assert segment.num_bytes == max(whole for whole in ends if whole <= end)
 
 
-def test_a_flipped_bit_anywhere_is_noticed() -> None:
-    content = written(SimulatedDisk())
+@in_virtual_time
+async def test_a_flipped_bit_anywhere_is_noticed() -> None:
+    content = await written(SimulatedDisk())
     for place in range(len(content)):
         for bit in range(8):
             damaged = bytearray(content)
@@ -178,30 +169,28 @@ def test_a_flipped_bit_anywhere_is_noticed() -> None:
                 read_segment(bytes(damaged), FIRST)
 
 
-def test_another_format_version_is_refused() -> None:
-    content = written(SimulatedDisk()).replace(b" 1\n", b" 2\n", 1)
+@in_virtual_time
+async def test_another_format_version_is_refused() -> None:
+    content = (await written(SimulatedDisk())).replace(b" 1\n", b" 2\n", 1)
     with pytest.raises(RunFolderError, match="expected format_version 1, got 2: another version"):
         read_segment(content, FIRST)
 
 
-def test_a_large_segment_is_followed_by_another_that_begins_with_the_whole_state(
+@in_virtual_time
+async def test_a_large_segment_is_followed_by_another_that_begins_with_the_whole_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "SEGMENT_BYTES", 500)
     disk = SimulatedDisk()
     ledgers: dict[Path, LedgerState] = {}
-
-    async def write() -> None:
-        journal, ledger = begun(disk)
-        for _ in range(200):
-            admit(ledger)
-            ledger.reject(ledger.num_prompts_taken - 1, "stale")
-            if len(ledgers) % 3 == 0:  # at times a segment begins within what waits
-                await journal.durable()
-            ledgers[FOLDER] = ledger.snapshot()
-        await journal.close()
-
-    run_virtual(write())
+    journal, ledger = begun(disk)
+    for _ in range(200):
+        admit(ledger)
+        ledger.reject(ledger.num_prompts_taken - 1, "stale")
+        if len(ledgers) % 3 == 0:  # at times a segment begins within what waits
+            await journal.durable()
+        ledgers[FOLDER] = ledger.snapshot()
+    await journal.close()
     paths = segment_paths(FOLDER, disk)
     assert len(paths) > 10
     states = [replayed(disk.durable[path], path).snapshot() for path in paths]
@@ -252,21 +241,18 @@ def test_a_crash_at_any_change_of_the_disk_leaves_all_that_was_durable(
     assert set(taken) == set(range(12)), "each admission is there, from its own sync on"
 
 
-def test_a_new_start_cuts_what_was_cut_short_and_begins_a_segment(
+@in_virtual_time
+async def test_a_new_start_cuts_what_was_cut_short_and_begins_a_segment(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     disk = SimulatedDisk()
-    content = written(disk)
+    content = await written(disk)
     disk.files[FIRST] = content[:-3]
     disk.files[FOLDER / ".000002.journal.ab12.partial"] = b"half"
     disk.durable = dict(disk.files)
-
-    async def start() -> None:
-        journal, ledger = begun(disk)
-        admit(ledger)
-        await journal.close()
-
-    run_virtual(start())
+    journal, ledger = begun(disk)
+    admit(ledger)
+    await journal.close()
     assert [path.name for path in segment_paths(FOLDER, disk)] == [
         "000001.journal",
         "000002.journal",
@@ -278,25 +264,23 @@ def test_a_new_start_cuts_what_was_cut_short_and_begins_a_segment(
     assert len(read_segment(disk.files[FOLDER / "000002.journal"], FIRST).records) == 1
 
 
-def test_a_new_start_refuses_a_damaged_journal() -> None:
+@in_virtual_time
+async def test_a_new_start_refuses_a_damaged_journal() -> None:
     disk = SimulatedDisk()
-    content = bytearray(written(disk))
+    content = bytearray(await written(disk))
     content[-1] ^= 1
     disk.files[FIRST] = bytes(content)
-
-    async def start() -> None:
-        journal, _ = begun(disk)
-        with pytest.raises(RunFolderError, match=r"000001.journal is damaged at byte .* Move"):
-            await journal.durable()
-        await journal.close()
-
-    run_virtual(start())
+    journal, _ = begun(disk)
+    with pytest.raises(RunFolderError, match=r"000001.journal is damaged at byte .* Move"):
+        await journal.durable()
+    await journal.close()
     assert disk.files == {FIRST: bytes(content)}
 
 
-def test_a_missing_segment_is_named() -> None:
+@in_virtual_time
+async def test_a_missing_segment_is_named() -> None:
     disk = SimulatedDisk()
-    written(disk)
+    await written(disk)
     disk.files[FOLDER / "000003.journal"] = b""
     with pytest.raises(RunFolderError, match=r"000002\.journal is missing"):
         segment_paths(FOLDER, disk)
@@ -349,16 +333,14 @@ def test_a_full_real_disk_leaves_what_was_durable(tmp_path: Path) -> None:
     assert segment.num_bytes == path.stat().st_size < 2000  # half a record was taken back
 
 
-def test_a_disk_that_does_not_answer_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        journal, ledger = begun(SimulatedDisk(latency_s=1e6))
-        admit(ledger)
-        with pytest.raises(RunFolderError, match=r"disk of /run/ledger .* transport\.write"):
-            await journal.durable()
-        assert asyncio.get_running_loop().time() < 2 * 3600
-        assert "waited for the disk of /run/ledger" in caplog.text, "long before"
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_disk_that_does_not_answer_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    journal, ledger = begun(SimulatedDisk(latency_s=1e6))
+    admit(ledger)
+    with pytest.raises(RunFolderError, match=r"disk of /run/ledger .* transport\.write"):
+        await journal.durable()
+    assert asyncio.get_running_loop().time() < 2 * 3600
+    assert "waited for the disk of /run/ledger" in caplog.text, "long before"
 
 
 def test_a_step_that_was_cut_off_before_its_publication_is_written_anew() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ledger_history import History, a_run
 from simulation.disk import SimulatedDisk
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time
 
 from areal_sc.controller.ledger import journal as module
 from areal_sc.controller.ledger.journal import segment_paths
@@ -36,18 +36,17 @@ def read(
     return read_account(folder, note, disk), found
 
 
+@in_virtual_time
 @pytest.mark.parametrize("segment_bytes", [4 << 20, 100], ids=["one segment", "many segments"])
-def test_every_group_is_accounted_for(monkeypatch: pytest.MonkeyPatch, segment_bytes: int) -> None:
+async def test_every_group_is_accounted_for(
+    monkeypatch: pytest.MonkeyPatch, segment_bytes: int
+) -> None:
     monkeypatch.setattr(module, "SEGMENT_BYTES", segment_bytes)
     monkeypatch.setattr(module, "STATE_SHARE", 0)
     disk = SimulatedDisk()
-
-    async def write() -> None:
-        history = History(disk, FOLDER)
-        a_run(history)
-        await history.journal.close()
-
-    run_virtual(write())
+    history = History(disk, FOLDER)
+    a_run(history)
+    await history.journal.close()
     assert (len(segment_paths(FOLDER, disk)) > 3) == (segment_bytes == 100)
     account, found = read(disk)
     told = {
@@ -69,37 +68,34 @@ def test_every_group_is_accounted_for(monkeypatch: pytest.MonkeyPatch, segment_b
     assert account.num_bytes == sum(map(len, disk.files.values()))
 
 
-def test_what_a_later_lineage_does_not_go_on_from_is_undone() -> None:
+@in_virtual_time
+async def test_what_a_later_lineage_does_not_go_on_from_is_undone() -> None:
     disk = SimulatedDisk()
-
-    async def write() -> None:
-        history = History(disk, FOLDER)
-        for _ in range(4):
-            history.admit()
-        for group in range(3):
-            history.run(group)
-        history.train(0)
-        saved = history.ledger.snapshot()
-        history.train(1)
-        history.ledger.reject(3, "stale")
+    history = History(disk, FOLDER)
+    for _ in range(4):
         history.admit()
-        history.run(4)
-        history.ledger.consume([2, 4], 2)  # the run ends within that step
-        history.begin(saved, 5)  # prompts of groups 1, 2 and 3 come again, as 5, 6 and 7
-        for _ in range(3):
-            history.admit()
-        for group in (5, 6):
-            history.run(group, "rollout/3")
-        history.train(5)
-        history.ledger.go_back(6, saved)
-        for group in (8, 9):
-            history.admit()
-            history.run(group)
-        history.train(9)
+    for group in range(3):
+        history.run(group)
+    history.train(0)
+    saved = history.ledger.snapshot()
+    history.train(1)
+    history.ledger.reject(3, "stale")
+    history.admit()
+    history.run(4)
+    history.ledger.consume([2, 4], 2)  # the run ends within that step
+    history.begin(saved, 5)  # prompts of groups 1, 2 and 3 come again, as 5, 6 and 7
+    for _ in range(3):
         history.admit()
-        await history.journal.close()
-
-    run_virtual(write())
+    for group in (5, 6):
+        history.run(group, "rollout/3")
+    history.train(5)
+    history.ledger.go_back(6, saved)
+    for group in (8, 9):
+        history.admit()
+        history.run(group)
+    history.train(9)
+    history.admit()
+    await history.journal.close()
     account, found = read(disk)
     assert {key: (g.outcome, g.step, g.is_undone, g.cause) for key, g in found.items()} == {
         (1, 0): ("trained", 0, False, ""),
@@ -125,24 +121,21 @@ def test_what_a_later_lineage_does_not_go_on_from_is_undone() -> None:
     assert account.totals["rejected"] == {"stale": 1, "went_back": 6}
 
 
-def test_rows_that_are_lost_or_trained_twice_are_named() -> None:
+@in_virtual_time
+async def test_rows_that_are_lost_or_trained_twice_are_named() -> None:
     disk = SimulatedDisk()
-
-    async def write() -> None:
-        history = History(disk, FOLDER)
-        for group in range(3):
-            history.admit()
-            history.run(group)
-        first = history.ledger.consume([0], 0)
-        history.ledger.record_trained(first[0].rows)
-        history.ledger.publish(1)
-        history.train(1, left_out=1)
-        history.ledger.consume([2], 2)
-        history.ledger.record_trained(first[0].rows[:1])
-        history.ledger.publish(3)
-        await history.journal.close()
-
-    run_virtual(write())
+    history = History(disk, FOLDER)
+    for group in range(3):
+        history.admit()
+        history.run(group)
+    first = history.ledger.consume([0], 0)
+    history.ledger.record_trained(first[0].rows)
+    history.ledger.publish(1)
+    history.train(1, left_out=1)
+    history.ledger.consume([2], 2)
+    history.ledger.record_trained(first[0].rows[:1])
+    history.ledger.publish(3)
+    await history.journal.close()
     account, found = read(disk)
     assert (account.rows_lost, account.totals["rows_trained_twice"]) == (1, 1)
     assert account.trained_again == [(0, 2)]
@@ -150,15 +143,12 @@ def test_rows_that_are_lost_or_trained_twice_are_named() -> None:
     assert found[1, 2].outcome == "consumed"
 
 
-def test_a_journal_that_is_being_written_is_read_as_far_as_it_goes() -> None:
+@in_virtual_time
+async def test_a_journal_that_is_being_written_is_read_as_far_as_it_goes() -> None:
     disk = SimulatedDisk()
-
-    async def write() -> None:
-        history = History(disk, FOLDER)
-        a_run(history)
-        await history.journal.close()
-
-    run_virtual(write())
+    history = History(disk, FOLDER)
+    a_run(history)
+    await history.journal.close()
     (path,) = disk.files
     disk.files[path] = disk.files[path][:-2]
     account, found = read(disk)
@@ -166,19 +156,16 @@ def test_a_journal_that_is_being_written_is_read_as_far_as_it_goes() -> None:
     assert found[1, 4].outcome == "queued", "its start is not there yet"
 
 
-def test_records_that_are_missing_between_two_segments_are_noticed(
+@in_virtual_time
+async def test_records_that_are_missing_between_two_segments_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "SEGMENT_BYTES", 100)
     monkeypatch.setattr(module, "STATE_SHARE", 0)
     disk = SimulatedDisk()
-
-    async def write() -> None:
-        history = History(disk, FOLDER)
-        a_run(history)
-        await history.journal.close()
-
-    run_virtual(write())
+    history = History(disk, FOLDER)
+    a_run(history)
+    await history.journal.close()
     first, second, *_ = segment_paths(FOLDER, disk)
     whole = disk.files[first]
     disk.files[first] = whole[:-2]

@@ -9,7 +9,7 @@ from simulation.behavior import Behavior
 from simulation.elastic_cluster import ElasticCluster
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time, run_virtual
 from waiting import until
 
 from areal_sc.config.scale_settings import AutoscaleConfig
@@ -45,34 +45,31 @@ class ThreeToCome(ElasticCluster):
     num_first = 4
 
 
-def test_a_run_begins_with_the_first_node_and_the_others_join_singly() -> None:
+@in_virtual_time
+async def test_a_run_begins_with_the_first_node_and_the_others_join_singly() -> None:
     run = ElasticRun(ThreeToCome, num_rollout_workers=4, num_steps=12)
-
-    async def play() -> None:
-        async with run.started():
-            for _ in range(3):
-                await run.step(checks_business=False)
-            assert run.living == ["rollout/0"]
-            assert run.rollout.num_workers == 4
-            status = run.rollout._status()
-            assert [wait.what for wait in status.waits].count("the cluster") == 3
-            states = {worker.name: worker.state for worker in status.workers}
-            assert states["rollout/0"] == "ready"
-            assert [states[f"rollout/{i}"] for i in (1, 2, 3)] == ["starting"] * 3
-            assert len(status.agents) == 1
-            run.cluster.asked["asked-1"].set()
-            await until(lambda: len(run.living) == 2)
-            for _ in range(3):
-                await run.step(checks_business=False)
-            run.cluster.asked["asked-0"].set()
-            run.cluster.asked["asked-2"].set()
-            await until(lambda: len(run.living) == 4)
-            for _ in range(6):
-                await run.step(checks_business=False)
-            await run.check_end()
-            assert run.cluster.given_back == []
-
-    run_virtual(play())
+    async with run.started():
+        for _ in range(3):
+            await run.step(checks_business=False)
+        assert run.living == ["rollout/0"]
+        assert run.rollout.num_workers == 4
+        status = run.rollout._status()
+        assert [wait.what for wait in status.waits].count("the cluster") == 3
+        states = {worker.name: worker.state for worker in status.workers}
+        assert states["rollout/0"] == "ready"
+        assert [states[f"rollout/{i}"] for i in (1, 2, 3)] == ["starting"] * 3
+        assert len(status.agents) == 1
+        run.cluster.asked["asked-1"].set()
+        await until(lambda: len(run.living) == 2)
+        for _ in range(3):
+            await run.step(checks_business=False)
+        run.cluster.asked["asked-0"].set()
+        run.cluster.asked["asked-2"].set()
+        await until(lambda: len(run.living) == 4)
+        for _ in range(6):
+            await run.step(checks_business=False)
+        await run.check_end()
+        assert run.cluster.given_back == []
     late = [start for start in run.cluster.starts if start.worker != "rollout/0"]
     assert {start.worker for start in late} == {f"rollout/{index}" for index in (1, 2, 3)}
     assert all(start.worker_version >= 3 for start in late)
@@ -80,155 +77,134 @@ def test_a_run_begins_with_the_first_node_and_the_others_join_singly() -> None:
     assert len(attempts) == len(run.cluster.starts), "a run was played twice"
 
 
-def test_the_first_batch_waits_for_workers_whose_stores_hold_it() -> None:
+@in_virtual_time
+async def test_the_first_batch_waits_for_workers_whose_stores_hold_it() -> None:
     run = ElasticRun(ThreeToCome, num_rollout_workers=4, batch_groups=4, store_groups=2)
-
-    async def play() -> None:
-        async with run.started():
-            first = asyncio.create_task(run.step(checks_business=False))
-            await asyncio.sleep(500.0)
-            assert not run.cluster.starts
-            run.cluster.asked["asked-0"].set()
-            await asyncio.wait_for(first, 60.0)
-            assert len(run.living) == 2
-
-    run_virtual(play())
+    async with run.started():
+        first = asyncio.create_task(run.step(checks_business=False))
+        await asyncio.sleep(500.0)
+        assert not run.cluster.starts
+        run.cluster.asked["asked-0"].set()
+        await asyncio.wait_for(first, 60.0)
+        assert len(run.living) == 2
 
 
-def test_more_workers_than_places_get_nodes_which_are_given_back_with_the_last_of_theirs() -> None:
+@in_virtual_time
+async def test_more_workers_than_places_get_nodes_which_are_given_back_with_their_last() -> None:
     run = ElasticRun(num_steps=16)
-
-    async def play() -> None:
-        async with run.started():
-            await run.step()
-            await run.rollout.scale_async(3)
-            assert run.nodes == ["generator", "asked-0", "asked-1"]
-            await run.step()
-            assert run.living == ["rollout/0"]
-            for event in run.cluster.asked.values():
-                event.set()
-            await until(lambda: len(run.living) == 3)
-            for _ in range(3):
-                await run.step(checks_business=False)
-            await run.rollout.scale_async(1)
-            for _ in range(4):
-                await run.step(checks_business=False)
-            await asyncio.sleep(LEAVING_S)
-            assert run.living == ["rollout/0"]
-            assert run.nodes == ["generator"]
-            assert sorted(run.cluster.given_back) == ["asked-0", "asked-1"]
-            agents = run.cluster.agents
-            assert [agents[f"asked-{i}"].exit_status for i in (0, 1)] == ["exit code 0"] * 2
-            await run.rollout.scale_async(2)
-            assert run.nodes == ["generator", "asked-2"]
-            await run.step()
-
-    run_virtual(play())
+    async with run.started():
+        await run.step()
+        await run.rollout.scale_async(3)
+        assert run.nodes == ["generator", "asked-0", "asked-1"]
+        await run.step()
+        assert run.living == ["rollout/0"]
+        for event in run.cluster.asked.values():
+            event.set()
+        await until(lambda: len(run.living) == 3)
+        for _ in range(3):
+            await run.step(checks_business=False)
+        await run.rollout.scale_async(1)
+        for _ in range(4):
+            await run.step(checks_business=False)
+        await asyncio.sleep(LEAVING_S)
+        assert run.living == ["rollout/0"]
+        assert run.nodes == ["generator"]
+        assert sorted(run.cluster.given_back) == ["asked-0", "asked-1"]
+        agents = run.cluster.agents
+        assert [agents[f"asked-{i}"].exit_status for i in (0, 1)] == ["exit code 0"] * 2
+        await run.rollout.scale_async(2)
+        assert run.nodes == ["generator", "asked-2"]
+        await run.step()
 
 
-def test_a_node_that_is_on_its_way_is_asked_for_once_and_withdrawn_first() -> None:
+@in_virtual_time
+async def test_a_node_that_is_on_its_way_is_asked_for_once_and_withdrawn_first() -> None:
     run = ElasticRun()
-
-    async def play() -> None:
-        async with run.started():
-            await run.step()
-            await run.rollout.scale_async(2)
-            await run.rollout.scale_async(2)
-            assert run.nodes == ["generator", "asked-0"]
-            await run.rollout.scale_async(1)
-            await asyncio.sleep(2 * LOOK_S)
-            assert run.cluster.given_back == ["asked-0"]
-            assert [member.name for member in run.rollout.fleet.members] == ["rollout/0"]
-            await run.rollout.scale_async(2)
-            run.cluster.asked["asked-1"].set()
-            await until(lambda: len(run.living) == 2)
-            assert run.cluster.given_back == ["asked-0"]
-            await run.step()
-
-    run_virtual(play())
+    async with run.started():
+        await run.step()
+        await run.rollout.scale_async(2)
+        await run.rollout.scale_async(2)
+        assert run.nodes == ["generator", "asked-0"]
+        await run.rollout.scale_async(1)
+        await asyncio.sleep(2 * LOOK_S)
+        assert run.cluster.given_back == ["asked-0"]
+        assert [member.name for member in run.rollout.fleet.members] == ["rollout/0"]
+        await run.rollout.scale_async(2)
+        run.cluster.asked["asked-1"].set()
+        await until(lambda: len(run.living) == 2)
+        assert run.cluster.given_back == ["asked-0"]
+        await run.step()
 
 
 class OneMore(ElasticCluster):
     most_nodes = 2
 
 
-def test_what_cannot_be_had_is_refused_and_nothing_of_it_stays() -> None:
+@in_virtual_time
+async def test_what_cannot_be_had_is_refused_and_nothing_of_it_stays() -> None:
     run = ElasticRun(OneMore)
-
-    async def play() -> None:
-        async with run.started():
-            await run.step()
-            with pytest.raises(ConfigError, match="there are only 2 nodes"):
-                await run.rollout.scale_async(3)
-            assert run.nodes == ["generator"]
-            assert run.rollout.num_workers == 1
-            await run.rollout.scale_async(2)
-            run.cluster.asked["asked-1"].set()
-            await until(lambda: len(run.living) == 2)
-            await run.step()
-
-    run_virtual(play())
-
-
-def test_workers_leave_all_the_same_when_more_are_refused() -> None:
-    run = ElasticRun(OneMore, behavior=Behavior(generation_s=30.0))
-
-    async def play() -> None:
-        async with run.started():
-            await run.rollout.scale_async(2)
-            run.cluster.asked["asked-0"].set()
-            await until(lambda: len(run.living) == 2)
-            step = asyncio.create_task(run.step(checks_business=False))
-            await asyncio.sleep(5.0)
-            await run.rollout.scale_async(1)
-            with pytest.raises(ConfigError, match="there are only 2 nodes"):
-                await run.rollout.scale_async(4)
-            assert run.rollout.num_workers == 1
-            await step
-            for _ in range(3):
-                await run.step(checks_business=False)
-            await until(lambda: len(run.living) == 1)
-
-    run_virtual(play())
-
-
-def test_a_node_nobody_gets_a_place_on_is_given_back_at_the_start() -> None:
-    run = ElasticRun(ThreeToCome, num_rollout_workers=2)
-
-    async def play() -> None:
-        async with run.started():
-            assert run.nodes == ["generator", "asked-0"]
-            await run.step()
-
-    run_virtual(play())
-
-
-def test_one_that_dies_is_replaced_and_dropped_if_its_worker_was_to_leave() -> None:
-    run = ElasticRun(num_steps=20, behavior=Behavior(generation_s=5.0))
-
-    async def play() -> None:
-        async with run.started():
-            await run.step(checks_business=False)
+    async with run.started():
+        await run.step()
+        with pytest.raises(ConfigError, match="there are only 2 nodes"):
             await run.rollout.scale_async(3)
-            for event in run.cluster.asked.values():
-                event.set()
-            await until(lambda: len(run.living) == 3)
-            await run.step(checks_business=False)
-            run.cluster.lose_machine("asked-0")
-            await until(lambda: len(run.living) == 2)
-            await until(lambda: len(run.living) == 3)
-            assert run.cluster.given_back == []
-            await until(lambda: all(it.life.is_up for it in run.rollout._workers.set.states))
-            await run.rollout.scale_async(2)
-            run.cluster.lose_machine("asked-1")
-            for _ in range(5):  # its rows are trained, or generated again
-                await run.step(checks_business=False)
-            await asyncio.sleep(LEAVING_S)
-            assert run.cluster.given_back == ["asked-1"]
-            assert run.living == ["rollout/0", "rollout/1"]
-            await run.step(checks_business=False)
+        assert run.nodes == ["generator"]
+        assert run.rollout.num_workers == 1
+        await run.rollout.scale_async(2)
+        run.cluster.asked["asked-1"].set()
+        await until(lambda: len(run.living) == 2)
+        await run.step()
 
-    run_virtual(play())
+
+@in_virtual_time
+async def test_workers_leave_all_the_same_when_more_are_refused() -> None:
+    run = ElasticRun(OneMore, behavior=Behavior(generation_s=30.0))
+    async with run.started():
+        await run.rollout.scale_async(2)
+        run.cluster.asked["asked-0"].set()
+        await until(lambda: len(run.living) == 2)
+        step = asyncio.create_task(run.step(checks_business=False))
+        await asyncio.sleep(5.0)
+        await run.rollout.scale_async(1)
+        with pytest.raises(ConfigError, match="there are only 2 nodes"):
+            await run.rollout.scale_async(4)
+        assert run.rollout.num_workers == 1
+        await step
+        for _ in range(3):
+            await run.step(checks_business=False)
+        await until(lambda: len(run.living) == 1)
+
+
+@in_virtual_time
+async def test_a_node_nobody_gets_a_place_on_is_given_back_at_the_start() -> None:
+    run = ElasticRun(ThreeToCome, num_rollout_workers=2)
+    async with run.started():
+        assert run.nodes == ["generator", "asked-0"]
+        await run.step()
+
+
+@in_virtual_time
+async def test_one_that_dies_is_replaced_and_dropped_if_its_worker_was_to_leave() -> None:
+    run = ElasticRun(num_steps=20, behavior=Behavior(generation_s=5.0))
+    async with run.started():
+        await run.step(checks_business=False)
+        await run.rollout.scale_async(3)
+        for event in run.cluster.asked.values():
+            event.set()
+        await until(lambda: len(run.living) == 3)
+        await run.step(checks_business=False)
+        run.cluster.lose_machine("asked-0")
+        await until(lambda: len(run.living) == 2)
+        await until(lambda: len(run.living) == 3)
+        assert run.cluster.given_back == []
+        await until(lambda: all(it.life.is_up for it in run.rollout._workers.set.states))
+        await run.rollout.scale_async(2)
+        run.cluster.lose_machine("asked-1")
+        for _ in range(5):  # its rows are trained, or generated again
+            await run.step(checks_business=False)
+        await asyncio.sleep(LEAVING_S)
+        assert run.cluster.given_back == ["asked-1"]
+        assert run.living == ["rollout/0", "rollout/1"]
+        await run.step(checks_business=False)
 
 
 class NeverThere(ElasticCluster):

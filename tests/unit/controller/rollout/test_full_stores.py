@@ -11,7 +11,7 @@ from simulation.behavior import Behavior
 from simulation.lives import serving_life
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time, run_virtual
 
 from areal_sc.config.schema import AdmissionMode, OverBound, RolloutConfig, WeightUpdateConfig
 from areal_sc.config.server_settings import ServersConfig
@@ -73,7 +73,8 @@ def test_prompts_that_come_again_wait_for_room_and_find_it(
     assert [batch.global_step for batch in run.batches] == list(range(ahead.num_steps))
 
 
-def test_groups_of_rollout_batch_that_leave_no_rows_leave_room() -> None:
+@in_virtual_time
+async def test_groups_of_rollout_batch_that_leave_no_rows_leave_room() -> None:
     """One group fits; the others would wait for ever if the first told nobody that it is gone."""
     settings = Settings(
         batch_groups=1,
@@ -81,13 +82,9 @@ def test_groups_of_rollout_batch_that_leave_no_rows_leave_room() -> None:
         num_rollout_workers=1,
         behavior=Behavior(group_rejection=1.0),
     )
-
-    async def scenario() -> None:
-        async with TrainingRun(settings).started() as run:
-            with pytest.raises(WorkflowError, match=r"all 6 groups were rejected"):
-                await run.rollout.rollout_batch_async(run.prompts, run.workflow, 6)
-
-    run_virtual(scenario())
+    async with TrainingRun(settings).started() as run:
+        with pytest.raises(WorkflowError, match=r"all 6 groups were rejected"):
+            await run.rollout.rollout_batch_async(run.prompts, run.workflow, 6)
 
 
 def room_of(config: RolloutConfig, rooms: dict[str, list[int]]) -> StoreRoom:
@@ -144,27 +141,24 @@ def test_stores_without_a_limit_share_what_is_free() -> None:
     room_of(config, {"a": [0, 0]})  # not known
 
 
-def test_fields_that_a_workflow_adds_take_room() -> None:
+@in_virtual_time
+async def test_fields_that_a_workflow_adds_take_room() -> None:
     config = rollout_config(max_context_tokens=56)
     report = WorkerReport("rollout/0", "life", "", 1, "a", 4 * PAGE_BYTES)
     member: Any = SimpleNamespace(
         name="rollout/0", index=0, has_lived=True, life=serving_life(), worker=report
     )
-
-    async def scenario() -> None:
-        background = Background(1.0, lambda: "")
-        workers = WorkerSet(config, background, lambda run: True, lambda event: None)
-        workers.track([member])
-        workers.reserve(0)
-        assert workers.holds_batch
-        workers.reserve(PAGE_BYTES)
-        assert not workers.holds_batch
-        with pytest.raises(ConfigError, match="leave room for 0;") as caught:
-            workers.check_room()
-        assert str(max_group_bytes(config, PAGE_BYTES)) in str(caught.value)
-        await background.close()
-
-    run_virtual(scenario())
+    background = Background(1.0, lambda: "")
+    workers = WorkerSet(config, background, lambda run: True, lambda event: None)
+    workers.track([member])
+    workers.reserve(0)
+    assert workers.holds_batch
+    workers.reserve(PAGE_BYTES)
+    assert not workers.holds_batch
+    with pytest.raises(ConfigError, match="leave room for 0;") as caught:
+        workers.check_room()
+    assert str(max_group_bytes(config, PAGE_BYTES)) in str(caught.value)
+    await background.close()
 
 
 def test_a_limit_of_the_node_is_counted_in_bytes_of_shards() -> None:

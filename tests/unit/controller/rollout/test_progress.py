@@ -13,7 +13,7 @@ import pytest
 from simulation.behavior import Behavior
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time, run_virtual
 
 from areal_sc.controller.rollout.progress import FIRST_NOTICE_S, LOOK_S, ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
@@ -58,21 +58,19 @@ def test_groups_that_finish_in_time_are_no_news() -> None:
     assert notices_of(FIRST_NOTICE_S - LOOK_S, 500.0) == []
 
 
-def test_a_pause_is_no_news() -> None:
-    async def scenario() -> None:
-        told: list[str] = []
-        behavior = Behavior(generation_s=10_000.0)
-        async with TrainingRun(Settings(behavior=behavior)).started() as run:
-            run.rollout.rejections.on_warning = told.append
-            step = asyncio.create_task(run.step())
-            await asyncio.sleep(1.0)
-            await run.rollout.pause_async()
-            await asyncio.sleep(500.0)
-            assert told == []
-            step.cancel()
-            await asyncio.gather(step, return_exceptions=True)
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_pause_is_no_news() -> None:
+    told: list[str] = []
+    behavior = Behavior(generation_s=10_000.0)
+    async with TrainingRun(Settings(behavior=behavior)).started() as run:
+        run.rollout.rejections.on_warning = told.append
+        step = asyncio.create_task(run.step())
+        await asyncio.sleep(1.0)
+        await run.rollout.pause_async()
+        await asyncio.sleep(500.0)
+        assert told == []
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
 
 
 class Workers:

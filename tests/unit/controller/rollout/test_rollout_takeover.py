@@ -12,7 +12,7 @@ from simulation.behavior import Behavior
 from simulation.lives import serving_life
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time, run_virtual
 
 from areal_sc.controller.ledger.group import GroupState
 from areal_sc.controller.ledger.ledger import Ledger
@@ -164,20 +164,17 @@ def test_what_a_worker_has_said_before_it_died_says_nothing_of_its_next_life() -
     assert [(group.group_id, group.attempt) for group in ledger.unconsumed()] == [(0, 1)]
 
 
-def test_a_start_that_is_superseded_gives_up_no_run() -> None:
+@in_virtual_time
+async def test_a_start_that_is_superseded_gives_up_no_run() -> None:
     """Workers may not have heard of the later one yet, and it joins what they run."""
     calls: list[str] = []
-
-    async def end() -> None:
-        run = TrainingRun(Settings(behavior=Behavior(generation_s=1000.0)))
-        term = run.cluster.terms[None] = RunTerm.begin(run.cluster.run_dir)
-        run.cluster.network.on_message = lambda stage, method, peer: calls.append(method)
-        async with run.started():
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(10.0):
-                    await run.step()
-            RunTerm.begin(term.run_dir)
-
-    run_virtual(end())
+    run = TrainingRun(Settings(behavior=Behavior(generation_s=1000.0)))
+    term = run.cluster.terms[None] = RunTerm.begin(run.cluster.run_dir)
+    run.cluster.network.on_message = lambda stage, method, peer: calls.append(method)
+    async with run.started():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(10.0):
+                await run.step()
+        RunTerm.begin(term.run_dir)
     assert "run_group" in calls
     assert not {"give_up_group", "shutdown"} & set(calls)

@@ -14,7 +14,7 @@ from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time, run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.config.scale_settings import AutoscaleConfig
@@ -78,91 +78,76 @@ def test_twenty_changes_lose_no_row_and_generate_none_twice(
     assert all(attempt == 0 for _, attempt in attempts), "nobody was lost, and a group runs again"
 
 
-def test_a_new_worker_has_the_present_weights_before_it_generates() -> None:
+@in_virtual_time
+async def test_a_new_worker_has_the_present_weights_before_it_generates() -> None:
     run = TrainingRun(Settings(num_rollout_workers=1, max_staleness=0))
-
-    async def play() -> None:
-        async with run.started():
-            for _ in range(3):
-                await run.step()
-            await run.rollout.scale_async(2)
-            for _ in range(3):
-                await run.step()
-
-    run_virtual(play())
+    async with run.started():
+        for _ in range(3):
+            await run.step()
+        await run.rollout.scale_async(2)
+        for _ in range(3):
+            await run.step()
     starts = [start for start in run.cluster.starts if start.worker == "rollout/1"]
     assert min(start.worker_version for start in starts) >= 3
 
 
-def test_a_worker_that_leaves_gets_no_groups_and_ends_with_its_last_row() -> None:
+@in_virtual_time
+async def test_a_worker_that_leaves_gets_no_groups_and_ends_with_its_last_row() -> None:
     run = TrainingRun(Settings(num_rollout_workers=2, behavior=Behavior(training_s=5.0)))
-
-    async def play() -> None:
-        async with run.started():
+    async with run.started():
+        await run.step()
+        await run.rollout.scale_async(1)
+        asked_s = run.cluster.now_s
+        await run.step()
+        await run.step()
+        await asyncio.sleep(2 * LOOK_S)
+        late = [s for s in run.cluster.starts if s.worker == "rollout/1" and s.time_s > asked_s]
+        assert not late
+        leaver = run.cluster.workers["rollout/1"]
+        assert leaver.exit_status == "exit code 0", "it was killed, or is there still"
+        stats = await run.rollout.worker_stats_async()
+        assert len(stats) == 2, "what it has done still counts"
+        for _ in range(5):
             await run.step()
-            await run.rollout.scale_async(1)
-            asked_s = run.cluster.now_s
-            await run.step()
-            await run.step()
-            await asyncio.sleep(2 * LOOK_S)
-            late = [s for s in run.cluster.starts if s.worker == "rollout/1" and s.time_s > asked_s]
-            assert not late
-            leaver = run.cluster.workers["rollout/1"]
-            assert leaver.exit_status == "exit code 0", "it was killed, or is there still"
-            stats = await run.rollout.worker_stats_async()
-            assert len(stats) == 2, "what it has done still counts"
-            for _ in range(5):
-                await run.step()
-
-    run_virtual(play())
 
 
-def test_one_that_was_to_leave_stays_when_it_is_wanted_again() -> None:
+@in_virtual_time
+async def test_one_that_was_to_leave_stays_when_it_is_wanted_again() -> None:
     run = TrainingRun(Settings(num_rollout_workers=2, behavior=Behavior(generation_s=30.0)))
-
-    async def play() -> None:
-        async with run.started():
-            task = asyncio.create_task(run.step(checks_business=False))
-            await asyncio.sleep(5.0)
-            lives = [worker.incarnation for worker in run.cluster.rollout_workers]
-            await run.rollout.scale_async(1)
-            await run.rollout.scale_async(2)
-            await task
-            assert [worker.incarnation for worker in run.cluster.rollout_workers] == lives
-
-    run_virtual(play())
+    async with run.started():
+        task = asyncio.create_task(run.step(checks_business=False))
+        await asyncio.sleep(5.0)
+        lives = [worker.incarnation for worker in run.cluster.rollout_workers]
+        await run.rollout.scale_async(1)
+        await run.rollout.scale_async(2)
+        await task
+        assert [worker.incarnation for worker in run.cluster.rollout_workers] == lives
 
 
-def test_the_number_is_on_the_disk_before_anything_is_done() -> None:
+@in_virtual_time
+async def test_the_number_is_on_the_disk_before_anything_is_done() -> None:
     run = TrainingRun(Settings(num_rollout_workers=1))
     path = RunFolder(run.cluster.run_dir).rollout_workers_path
-
-    async def play() -> None:
-        async with run.started():
-            assert path not in run.disk.files
-            await run.rollout.scale_async(3)
-            assert run.disk.durable[path] == b"3\n"
-
-    run_virtual(play())
+    async with run.started():
+        assert path not in run.disk.files
+        await run.rollout.scale_async(3)
+        assert run.disk.durable[path] == b"3\n"
 
 
-def test_numbers_that_cannot_be() -> None:
+@in_virtual_time
+async def test_numbers_that_cannot_be() -> None:
     run = TrainingRun(Settings(num_rollout_workers=2, batch_groups=4, store_groups=3))
-
-    async def play() -> None:
-        async with run.started():
-            await run.step()
-            with pytest.raises(ConfigError, match="at least 1, got 0"):
-                await run.rollout.scale_async(0)
-            for number in (2.5, "3", None, True):
-                with pytest.raises(ConfigError, match=f"at least 1, got {number!r}"):
-                    await run.rollout.scale_async(number)  # type: ignore[arg-type]
-            with pytest.raises(ConfigError, match=r"train_batch_groups=4 .* room for 3;"):
-                await run.rollout.scale_async(1)
-            assert len(run.rollout._workers.set.staying) == 2
-            await run.step()
-
-    run_virtual(play())
+    async with run.started():
+        await run.step()
+        with pytest.raises(ConfigError, match="at least 1, got 0"):
+            await run.rollout.scale_async(0)
+        for number in (2.5, "3", None, True):
+            with pytest.raises(ConfigError, match=f"at least 1, got {number!r}"):
+                await run.rollout.scale_async(number)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"train_batch_groups=4 .* room for 3;"):
+            await run.rollout.scale_async(1)
+        assert len(run.rollout._workers.set.staying) == 2
+        await run.step()
 
 
 class DyingNewcomers(SimulatedRolloutWorker):
@@ -189,20 +174,17 @@ def test_a_new_worker_that_only_dies_ends_the_run_as_any_other() -> None:
         run_virtual(play())
 
 
-def test_a_new_worker_that_is_not_wanted_any_more_is_gone_with_its_start() -> None:
+@in_virtual_time
+async def test_a_new_worker_that_is_not_wanted_any_more_is_gone_with_its_start() -> None:
     run = TrainingRun(Settings(num_rollout_workers=1))
-
-    async def play() -> None:
-        async with run.started():
-            await run.step()
-            await run.rollout.scale_async(4)
-            await asyncio.sleep(0.3)  # some serve, and some do not yet
-            await run.rollout.scale_async(1)
-            await asyncio.sleep(LEAVING_S)
-            assert names(run) == ["rollout/0"]
-            assert [member.name for member in run.rollout.fleet.members] == ["rollout/0"]
-
-    run_virtual(play())
+    async with run.started():
+        await run.step()
+        await run.rollout.scale_async(4)
+        await asyncio.sleep(0.3)  # some serve, and some do not yet
+        await run.rollout.scale_async(1)
+        await asyncio.sleep(LEAVING_S)
+        assert names(run) == ["rollout/0"]
+        assert [member.name for member in run.rollout.fleet.members] == ["rollout/0"]
 
 
 class OneAtATime(SimulatedRolloutWorker):

@@ -10,7 +10,7 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.controller.rollout.worker_choice import WorkerLoads
+from areal_sc.controller.rollout.worker_set import WorkerLoads
 
 
 @pytest.fixture

@@ -7,43 +7,39 @@ from typing import Any
 import pytest
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun, play
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time
 
 from areal_sc import FSDPPPOActor, TrainController
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.train.rank_layout import RankLayout
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import ConfigError, WorkerStartError
-from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import Served
 from areal_sc.workers.rank_methods import COMPUTE, UPDATE
 
 RANKS = [f"train/{rank}" for rank in range(4)]
 
 
-def test_a_model_group_gets_one_share_and_its_head_replies() -> None:
-    async def scenario() -> tuple[dict[str, dict[str, Any]], BatchMetadata]:
-        settings = Settings(num_minibatches=2, num_ranks=4, model_size=2)
-        async with TrainingRun(settings).started() as run:
-            asked: dict[str, dict[str, Any]] = {name: {} for name in RANKS}
-            for name in RANKS:
-                worker: Any = run.cluster.workers[name]
-                for method in (COMPUTE, UPDATE):
-                    served = worker.served[method.name]
+@in_virtual_time
+async def test_a_model_group_gets_one_share_and_its_head_replies() -> None:
+    settings = Settings(num_minibatches=2, num_ranks=4, model_size=2)
+    async with TrainingRun(settings).started() as run:
+        asked: dict[str, dict[str, Any]] = {name: {} for name in RANKS}
+        for name in RANKS:
+            worker: Any = run.cluster.workers[name]
+            for method in (COMPUTE, UPDATE):
+                served = worker.served[method.name]
 
-                    async def noted(args: Any, name: str = name, served: Served = served) -> Any:
-                        asked[name][served.method.name] = args
-                        return await served.handler(args)
+                async def noted(args: Any, name: str = name, served: Served = served) -> Any:
+                    asked[name][served.method.name] = args
+                    return await served.handler(args)
 
-                    worker.served[method.name] = method.served_by(noted)
-            batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
-            batch = run.actor.compute_advantages(batch)
-            batch = await run.actor.compute_proximal_logprobs_async(batch)
-            await run.actor.ppo_update_async(batch)
-            await run.actor.publish_weights_async(run.rollout)
-            return asked, batch
-
-    asked, batch = run_virtual(scenario())
+                worker.served[method.name] = method.served_by(noted)
+        batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+        batch = run.actor.compute_advantages(batch)
+        batch = await run.actor.compute_proximal_logprobs_async(batch)
+        await run.actor.ppo_update_async(batch)
+        await run.actor.publish_weights_async(run.rollout)
     assert asked["train/0"] == asked["train/1"]
     assert asked["train/2"] == asked["train/3"]
     minibatches = zip(

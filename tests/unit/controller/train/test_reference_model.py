@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time, run_virtual
 
 from areal_sc.errors import MetadataError
 
@@ -24,24 +24,21 @@ def test_deaths_of_a_frozen_model_are_in_a_row_only_where_it_computes_nothing_in
     assert run_virtual(scenario()) == 0
 
 
-def test_a_field_goes_with_its_rows_and_survives_a_death_of_its_ranks() -> None:
-    async def scenario() -> list[list[int]]:
-        async with TrainingRun(SETTINGS).started() as run:
-            (reference,), held = run.others, list[list[int]]()
-            for number in range(NUM_STEPS):
-                if number == NUM_STEPS // 2:
-                    run.cluster.workers["ref/1"].end("killed")
-                batch = await run.step()
-                assert batch.dtypes["reference_logprobs"] == "float32"
-                ranks = [run.cluster.workers[f"ref/{rank}"] for rank in range(2)]
-                held.append([len(rank.store.sizes) for rank in ranks])
-            kept = run.actor._ranks._fields._stores.values()
-            assert sum(store.num_held for store in kept) <= 2, "a publication forgets all of them"
-            with pytest.raises(MetadataError, match="has the field 'reference_logprobs' already"):
-                await reference.compute_logprobs_async(batch, field="reference_logprobs")
-            with pytest.raises(ValueError, match="output: expected one of logprobs, entropy"):
-                await reference.compute_async(batch, "reward", field="x")
-            return held
-
-    held = run_virtual(scenario())
+@in_virtual_time
+async def test_a_field_goes_with_its_rows_and_survives_a_death_of_its_ranks() -> None:
+    async with TrainingRun(SETTINGS).started() as run:
+        (reference,), held = run.others, list[list[int]]()
+        for number in range(NUM_STEPS):
+            if number == NUM_STEPS // 2:
+                run.cluster.workers["ref/1"].end("killed")
+            batch = await run.step()
+            assert batch.dtypes["reference_logprobs"] == "float32"
+            ranks = [run.cluster.workers[f"ref/{rank}"] for rank in range(2)]
+            held.append([len(rank.store.sizes) for rank in ranks])
+        kept = run.actor._ranks._fields._stores.values()
+        assert sum(store.num_held for store in kept) <= 2, "a publication forgets all of them"
+        with pytest.raises(MetadataError, match="has the field 'reference_logprobs' already"):
+            await reference.compute_logprobs_async(batch, field="reference_logprobs")
+        with pytest.raises(ValueError, match="output: expected one of logprobs, entropy"):
+            await reference.compute_async(batch, "reward", field="x")
     assert max(map(max, held)) <= 2, held

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
-from simulation.virtual_loop import run_virtual
+from simulation.virtual_loop import in_virtual_time
 
 from areal_sc.errors import StaleCall
 from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
@@ -28,27 +28,20 @@ def with_field(
     return replace(batch, columns=(*batch.columns, columns))
 
 
-def test_an_update_with_other_token_advantages_is_no_repeat() -> None:
-    async def scenario() -> None:
-        async with TrainingRun(Settings(num_minibatches=1, num_ranks=2)).started() as run:
-            batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
-            batch = run.actor.compute_advantages(batch)
-            owner = run.cluster.workers["train/0"]
-            first, other = (with_field(batch, "advantages", owner) for _ in range(2))
-            recomputed = with_field(first, "reference_logprobs", owner, is_computed=True)
-            assert (
-                await asyncio.gather(
-                    *(
-                        run.actor.ppo_update_async(repeated)
-                        for repeated in (first, first, recomputed)
-                    ),
-                )
-                == [{"loss": 0.0}] * 3
+@in_virtual_time
+async def test_an_update_with_other_token_advantages_is_no_repeat() -> None:
+    async with TrainingRun(Settings(num_minibatches=1, num_ranks=2)).started() as run:
+        batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+        batch = run.actor.compute_advantages(batch)
+        owner = run.cluster.workers["train/0"]
+        first, other = (with_field(batch, "advantages", owner) for _ in range(2))
+        recomputed = with_field(first, "reference_logprobs", owner, is_computed=True)
+        assert (
+            await asyncio.gather(
+                *(run.actor.ppo_update_async(repeated) for repeated in (first, first, recomputed)),
             )
-            run.actor._ranks.step.num_updates = 0  # as in a controller that has not heard of it
-            (refused,) = await asyncio.gather(
-                run.actor.ppo_update_async(other), return_exceptions=True
-            )
-            assert isinstance(refused, StaleCall), refused
-
-    run_virtual(scenario())
+            == [{"loss": 0.0}] * 3
+        )
+        run.actor._ranks.step.num_updates = 0  # as in a controller that has not heard of it
+        (refused,) = await asyncio.gather(run.actor.ppo_update_async(other), return_exceptions=True)
+        assert isinstance(refused, StaleCall), refused

@@ -87,7 +87,7 @@ def evaluate(models: Models) -> Callable[..., None]:
 def test_the_best_model_stays_and_worse_ones_go(
     run: Run, models: Models, evaluate: Callable[..., None]
 ) -> None:
-    best = BestModel(run, "", {"": 1})
+    best = BestModel(run, {"": 1})
     evaluate(best, 10, 0.5)
     evaluate(best, 20, 0.75)
     assert models.there == {"step-20", "best"}
@@ -111,7 +111,7 @@ def test_the_best_model_stays_and_worse_ones_go(
 def test_a_model_is_not_deleted_before_the_better_one_is_written(
     run: Run, models: Models, evaluate: Callable[..., None]
 ) -> None:
-    best = BestModel(run, "", {"": 1})
+    best = BestModel(run, {"": 1})
     evaluate(best, 10, 0.5)
     models.step = 20
     best.begin()
@@ -125,7 +125,7 @@ def test_a_model_is_not_deleted_before_the_better_one_is_written(
 
 def test_a_loss_is_better_when_it_is_lower(run: Run, models: Models) -> None:
     run.config.checkpoint.keep_best = "loss"
-    best = BestModel(run, "", {"": 1})
+    best = BestModel(run, {"": 1})
     for step, loss in ((1, math.nan), (2, 1.0), (3, 3.0)):
         found = result(step, 0.0)
         best.note_results(
@@ -137,7 +137,7 @@ def test_a_loss_is_better_when_it_is_lower(run: Run, models: Models) -> None:
 
 def test_other_evaluations_do_not_count(run: Run, models: Models) -> None:
     run.config.checkpoint.keep_best = "hard/pass@2"
-    best = BestModel(run, "", {"hard": 4, "easy": 1})
+    best = BestModel(run, {"hard": 4, "easy": 1})
     wanted = result(4, 0.1, "hard/periodic", pass_at={"1": 0.1, "2": 0.2, "4": 0.4})
     best.note_results([result(4, 1.0), result(4, 1.0, "easy/periodic"), wanted])
     best.note_results(
@@ -150,7 +150,7 @@ def test_training_ends_after_so_many_evaluations_without_a_better_one(
     run: Run, models: Models, evaluate: Callable[..., None]
 ) -> None:
     run.config.evaluation.stop_after = 2
-    best = BestModel(run, "", {"": 1})
+    best = BestModel(run, {"": 1})
     for step, accuracy in ((10, 0.2), (20, 0.5), (30, 0.4)):
         evaluate(best, step, accuracy)
         assert not best.has_enough
@@ -159,7 +159,7 @@ def test_training_ends_after_so_many_evaluations_without_a_better_one(
     said = "2 evaluations had no better accuracy than 0.5 of step 20: training ends"
     assert said in shown(run)
 
-    resumed = BestModel(run, "", {"": 1})
+    resumed = BestModel(run, {"": 1})
     resumed.remember(best.results)
     assert resumed.has_enough
     resumed.remember(best.results, 30)
@@ -179,18 +179,18 @@ def test_a_number_that_there_cannot_be_is_told_before_the_start(
 ) -> None:
     run.config.checkpoint.keep_best = number
     with pytest.raises(ConfigError, match=message):
-        BestModel(run, "", {"easy": 4, "hard": 16})
+        BestModel(run, {"easy": 4, "hard": 16})
 
 
 def test_a_metric_may_have_a_slash(run: Run, models: Models) -> None:
     run.config.checkpoint.keep_best = "reward/right"
-    best = BestModel(run, "", {"easy": 4, "hard": 16})
+    best = BestModel(run, {"easy": 4, "hard": 16})
     record = result(4, 0.5).to_record()
     found = EvaluationResult.from_record({**record, "workflow": {"reward/right": 0.5}})
     best.note_results([found])
     assert best.best == found
     run.config.checkpoint.keep_best = "hard/reward/right"
-    best = BestModel(run, "", {"easy": 4, "hard": 16})
+    best = BestModel(run, {"easy": 4, "hard": 16})
     of_set = EvaluationResult.from_record({**found.to_record(), "name": "hard/periodic"})
     best.note_results([found, of_set])
     assert best.best == of_set
@@ -201,26 +201,26 @@ def test_evaluations_without_a_vote_have_no_majority(
 ) -> None:
     run.config.checkpoint.keep_best = "majority"
     run.config.evaluation.stop_after = 1
-    best = BestModel(run, "", {"": 4})
+    best = BestModel(run, {"": 4})
     evaluate(best, 10, 0.5)
     best.finish()
     assert (best.best, best.has_enough) == (None, False)
     voted = result(20, 0.5, majority=0.25)
     best.note_results([voted])
     evaluate(best, 30, 0.5)
-    resumed = BestModel(run, "", {"": 4})
+    resumed = BestModel(run, {"": 4})
     resumed.remember(best.results, 30)
     resumed.settle()
     assert (resumed.best, resumed.has_enough) == (voted, True)
 
 
 def test_a_number_that_a_later_evaluation_lacks_ends_nothing(run: Run, models: Models) -> None:
-    best = BestModel(run, "", {"": 1})
+    best = BestModel(run, {"": 1})
     first = result(10, 0.0)
     without = EvaluationResult.from_record({**result(20, 1.0).to_record(), "workflow": {"a": 1.0}})
     best.note_results([first, without])
     assert best.best == first
-    resumed = BestModel(run, "", {"": 1})
+    resumed = BestModel(run, {"": 1})
     resumed.remember([result(0, 0.5, "before")], 0)
     resumed.note_results([without])
     assert resumed.best is None
@@ -230,14 +230,14 @@ def test_a_run_that_goes_on_from_before_its_best_model_has_the_one_before(
     run: Run, models: Models, evaluate: Callable[..., None]
 ) -> None:
     run.folder.snapshot_path(30).mkdir(parents=True)
-    best = BestModel(run, "", {"": 1})
+    best = BestModel(run, {"": 1})
     evaluate(best, 10, 0.25)
     evaluate(best, 20, 0.5)
     assert models.there == {"step-20", "best"}, "the newest snapshot is not older than this one"
     evaluate(best, 40, 0.75)
     assert models.there == {"step-20", "step-40", "best"}
 
-    resumed = BestModel(run, "", {"": 1})
+    resumed = BestModel(run, {"": 1})
     resumed.remember(best.results, 30)
     assert models.there == {"step-20", "step-40"}, "best led to a model that is none of the run's"
     resumed.settle()
@@ -256,7 +256,7 @@ def test_a_run_that_goes_on_from_before_its_best_model_has_the_one_before(
 def test_a_best_model_that_is_gone_is_not_said_to_be_there(
     run: Run, models: Models, evaluate: Callable[..., None]
 ) -> None:
-    best = BestModel(run, "", {"": 1})
+    best = BestModel(run, {"": 1})
     evaluate(best, 10, 0.5)
     best.note_results([result(20, 0.75)])
     best.finish()
@@ -268,12 +268,12 @@ def test_a_best_model_that_is_gone_is_not_said_to_be_there(
 def test_a_number_that_no_evaluation_has(run: Run, models: Models) -> None:
     run.config.checkpoint.keep_best = "acuracy"
     with pytest.raises(ConfigError, match="has no such number; it has reward, accuracy"):
-        BestModel(run, "", {"": 1}).note_results([result(0, 0.5, "before")])
+        BestModel(run, {"": 1}).note_results([result(0, 0.5, "before")])
 
 
 def test_without_a_number_nothing_is_kept(run: Run, models: Models) -> None:
     run.config.checkpoint.keep_best = ""
-    best = BestModel(run, "", {"": 1})
+    best = BestModel(run, {"": 1})
     best.begin()
     best.note_results([result(1, 0.5)])
     best.finish()

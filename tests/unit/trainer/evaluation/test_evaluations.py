@@ -117,29 +117,12 @@ def test_a_result_is_told_when_the_evaluation_is_done(run: Run, follower: Follow
     assert "evaluation=periodic step=4 accuracy=0.25" in shown(run)
 
 
-def test_two_of_a_run_have_names_of_their_own(run: Run, follower: Follower) -> None:
+def test_a_second_one_of_a_run_is_refused(run: Run) -> None:
     """Else the results of one would be taken for those of the other."""
-    rollout: Any = Rollout(OUTCOME)
-    evaluations(run, rollout)
+    evaluations(run, Rollout())
     workflow: Any = InWorkers("workflow")
-    with pytest.raises(ConfigError, match=r"name of its own .* got '' twice"):
-        Evaluations(run, rollout, "prompts", workflow)  # type: ignore[arg-type]
-    further = Evaluations(
-        run,
-        rollout,
-        "others",  # type: ignore[arg-type]
-        workflow,
-        name="hard",
-        num_samples=16,
-    )
-    rollout.version = 4
-    further.begin("periodic")
-    further.collect()
-    assert [result.name for result in follower.told] == ["hard/periodic"]
-    assert rollout.num_samples == [16]
-    further.take_over(History.read(run.folder.metrics_path))
-    further.begin("periodic")
-    assert len(rollout.asked) == 1, "it is done already"
+    with pytest.raises(ConfigError, match="give it several sets of prompts by name"):
+        Evaluations(run, Rollout(), "prompts", workflow)  # type: ignore[arg-type]
 
 
 def test_the_trained_model_is_evaluated_at_two_temperatures(run: Run, follower: Follower) -> None:
@@ -176,27 +159,23 @@ def test_a_failure_is_raised_once(run: Run, follower: Follower) -> None:
     assert follower.told == []
 
 
-def test_steps_that_are_lost_take_the_evaluation_with_them(run: Run, follower: Follower) -> None:
-    """The run goes back at the next call that trains; nothing else is wrong."""
-    rollout = Rollout()
-    beside = evaluations(run, rollout)
-    beside.begin("periodic")
-    rollout.running.set_exception(StepsLost("no state is left"))
-    beside.collect()
-    assert follower.told == []
-    assert "the evaluation of step 4 is lost: no state is left" in shown(run)
-
-
-def test_a_paused_evaluation_is_left_for_the_end_of_the_script(
-    run: Run, follower: Follower
+@pytest.mark.parametrize(
+    "error",
+    [
+        StepsLost("no state is left"),  # the run goes back at the next call that trains
+        StepLost("the run is paused, and the script is to end"),
+    ],
+)
+def test_an_evaluation_that_is_lost_ends_nothing_else(
+    run: Run, follower: Follower, error: StepLost
 ) -> None:
     rollout = Rollout()
     beside = evaluations(run, rollout)
     beside.begin("periodic")
-    rollout.running.set_exception(StepLost("the run is paused, and the script is to end"))
+    rollout.running.set_exception(error)
     beside.collect()
     assert follower.told == []
-    assert "the evaluation of step 4 is lost: the run is paused" in shown(run)
+    assert f"the evaluation of step 4 is lost: {error}" in shown(run)
 
 
 def test_without_prompts_nothing_is_evaluated(run: Run) -> None:
