@@ -6,6 +6,7 @@ Nothing is timed, and no GPU is needed. Each part is a process of its own.
 
 - kernels: over the pretended device of the tests, narrow models of 2 and of 4 layers: kernels of a
   layer and micro-batch, forward and backward; those beside layers; waits of the host in an update.
+- experts: the same of models with experts.
 - graphs: layers under torch.compile, rows of random lengths over several updates: graph breaks,
   compiled calls of a layer in a forward pass, graphs, sizes of micro-batches. `kernels` there are
   operations of the graphs that torch's compiler cannot fuse with others (products, attention), and
@@ -14,10 +15,10 @@ Nothing is timed, and no GPU is needed. Each part is a process of its own.
   micro-batches, forward and backward, over those of the model: 6 N a token, N parameters of layers
   that are used for it, and of the output layer for trained tokens; and attention to the tokens
   before. What is computed twice, or for padding, makes the difference.
-- ranks: eight ranks of a fake process group, fake tensors of the real sizes, four full micro-batches
-  of an update: collectives, and bytes that a rank receives by them; where ranks meet in each
-  micro-batch, and where they meet once. Of the vocabulary's, bytes that nothing computes beside.
-  The share of micro-batches that are empty: random lengths, as the controller shares rows out.
+- ranks: eight ranks of a fake process group, fake tensors of the real sizes, an update of four full
+  micro-batches: collectives, and bytes that a rank receives by them, where ranks meet in each
+  micro-batch, and where they meet once. The share of micro-batches that are empty: random lengths,
+  as the controller shares rows out.
 - start: how often the last layer of a streamed model is read before the first step.
 
 `--before` counts the same in another checkout. The forecast of a share of the peak has two limits:
@@ -36,10 +37,11 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("kernels", "graphs", "flops", "ranks", "start")
+PARTS = ("kernels", "experts", "graphs", "flops", "ranks", "start")
 NUM_RANKS, NUM_MICRO_BATCHES = 8, 4
 MAX_TOKENS = 8192
 
@@ -68,13 +70,28 @@ OF_EXPERTS = {
 NARROW = Sizes(32, 48, 2, 4, 2, 64)
 
 
-def write_model(folder: Path, sizes: Sizes) -> str:
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Qwen3Moe": {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16},
+    "GptOss": {"head_dim": 8, "num_local_experts": 4},
+    "DeepseekV3": {
+        **{"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0},
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "moe_intermediate_size": 16},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        **{"num_key_value_heads": 4},
+    },
+}
+"""What narrow models have beside their sizes."""
+
+
+def write_model(folder: Path, sizes: Sizes, family: str = "Qwen2") -> str:
     """A folder with random weights."""
     import torch
     import transformers as hf
 
     torch.manual_seed(0)
-    config = hf.Qwen2Config(**sizes._asdict())
+    further = OF_FAMILIES[family] | ({} if family == "Qwen2" else {"num_experts_per_tok": 2})
+    config = getattr(hf, f"{family}Config")(**sizes._asdict() | further)
     hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text("{}")
     return str(folder)
@@ -123,18 +140,34 @@ def engine_of(model: str, max_tokens: int, **settings: Any) -> Any:
 
 def kernels() -> dict[str, float]:
     """See the module."""
+    return kernels_of("Qwen2")
+
+
+def experts() -> dict[str, float]:
+    """See the module."""
+    found = dict[str, float]()
+    for family in ("Qwen3Moe", "GptOss", "DeepseekV3"):
+        for key, value in kernels_of(family).items():
+            found[f"{key}_{family}"] = value
+    return found
+
+
+def kernels_of(family: str) -> dict[str, float]:
+    """Of narrow models; see the module."""
     import pretended_device
+    import torch
     from device_counter import DeviceCounter
 
     from areal_sc.algorithms.named_loss import loss_of
 
-    pretended_device.install()
+    if torch._C._get_privateuse1_backend_name() != pretended_device.DEVICE_TYPE:
+        pretended_device.install()
     rows = make_rows(random_lengths(8, 0, 12, 30), NARROW.vocab_size)
     found: dict[int, tuple[Counter[str], int, int]] = {}
     for num_layers in (2, 4):
         with tempfile.TemporaryDirectory() as folder:
             sizes = NARROW._replace(num_hidden_layers=num_layers)
-            engine = engine_of(write_model(Path(folder), sizes), 32)
+            engine = engine_of(write_model(Path(folder), sizes, family), 32)
             loss = loss_of(engine.config.ppo)
             engine.update([rows], loss, step=0)
             with DeviceCounter() as counter:
@@ -350,7 +383,7 @@ def ranks() -> dict[str, float]:
     dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
     pieces = output_layer.piece_bytes("cuda", 80 << 30)
     subject.piece_bytes = lambda *_: pieces  # as on a GPU
-    found = {"empty_micro_batches": share_of_empty()}
+    found = share_of_empty()
     for name, sizes in SHAPES.items() | {"30B-A3B": EXPERTS}.items():
         for meets_once in (False, True):
             one, two = (collectives(sizes, num, meets_once=meets_once) for num in (1, 2))
@@ -365,6 +398,7 @@ def collectives(sizes: Sizes, num_layers: int, *, meets_once: bool) -> dict[str,
     import torch
     import transformers as hf
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -372,7 +406,7 @@ def collectives(sizes: Sizes, num_layers: int, *, meets_once: bool) -> dict[str,
     from areal_sc.config.schema import ActorConfig, Dtype, ParallelConfig
     from areal_sc.engines.fsdp.cuts import CutParts
     from areal_sc.engines.fsdp.packed_model import PackedModel
-    from areal_sc.engines.training.packed_attention import COMPILED_NAME
+    from areal_sc.engines.training.packed_attention import COMPILED_NAME, PackedLayout
     from areal_sc.engines.training.process_group import ProcessGroups
     from areal_sc.engines.training.streamed_layers import decoder_layers
 
@@ -391,7 +425,12 @@ def collectives(sizes: Sizes, num_layers: int, *, meets_once: bool) -> dict[str,
     )
     device = torch.device("cpu")
     groups = ProcessGroups.join(0, NUM_RANKS, "", device, parallel, hosted=None, is_needed=True)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    layout = PackedLayout.of([MAX_TOKENS // 8] * 8, device, sizes.hidden_size)
+    # numbers of ranks have to be real, and the parameters have their memory
+    loading.take_memory = lambda *_: None
+    mesh = DeviceMesh.from_group(groups.rows.torch_group, "cpu", mesh_dim_names=("rows",))
+    loading.DeviceMesh = SimpleNamespace(from_group=lambda *_, **__: mesh)
+    with FakeTensorMode(allow_non_fake_inputs=True):
         kind = hf.Qwen3MoeConfig if sizes is EXPERTS else hf.Qwen2Config
         further = OF_EXPERTS if sizes is EXPERTS else {}
         settings = kind(**sizes._replace(num_hidden_layers=num_layers)._asdict(), **further)
@@ -403,7 +442,6 @@ def collectives(sizes: Sizes, num_layers: int, *, meets_once: bool) -> dict[str,
         loading._spread(model, decoder_layers(causal_lm), parts, config, groups)
         if meets_once and hasattr(model, "meet_once"):
             model.meet_once()
-        layout = model.layout([MAX_TOKENS // 8] * 8, device)
         with Counter(), model.computing():
             for number in range(1, NUM_MICRO_BATCHES + 1):
                 if hasattr(model, "begin_micro_batch"):
@@ -413,28 +451,36 @@ def collectives(sizes: Sizes, num_layers: int, *, meets_once: bool) -> dict[str,
                     ids, layout, ids[: MAX_TOKENS // 2], ids[: MAX_TOKENS // 2], None
                 )
                 (logprobs + entropy).sum().backward()
-    assert mode
     received = sum(num_bytes) * (NUM_RANKS - 1) / NUM_RANKS
     return {"collectives": float(len(num_bytes)), "received_gb": received / 1e9}
 
 
-def share_of_empty() -> float:
-    """Micro-batches without rows, over all; in thirty updates of each of four kinds of rows."""
+def share_of_empty() -> dict[str, float]:
+    """Micro-batches without rows, over all, in thirty updates of each of four kinds of rows.
+
+    Where ranks meet once, a rank without any rows has one.
+    """
     from areal_sc.algorithms.packing import pack_full_micro_batches
     from areal_sc.metadata import BatchMetadata, RowMetadata
 
-    num_all = num_empty = 0
+    num_all = num_empty = num_idle = 0
     for count, median in ((512, 400), (128, 1000), (64, 3000), (24, 6000)):
         for seed in range(30):
             lengths = random_lengths(count, seed, median, MAX_TOKENS)
-            rows = tuple(RowMetadata(row, 0, length, 0.0, 0) for row, length in enumerate(lengths))
-            parts = BatchMetadata("rows", rows, ()).partition(NUM_RANKS)
+            rows = tuple(
+                RowMetadata(row, 0, length, 0.0, 0, (), 0) for row, length in enumerate(lengths)
+            )
+            parts = BatchMetadata("rows", 0, (), rows).partition(NUM_RANKS)
             shares = [[lengths[row] for row in part] for part in parts]
             most = max(len(pack_full_micro_batches(it, MAX_TOKENS)) for it in shares)
             packed = [len(pack_full_micro_batches(it, MAX_TOKENS, most)) for it in shares]
             num_all += most * NUM_RANKS
             num_empty += most * NUM_RANKS - sum(packed)
-    return num_empty / num_all
+            num_idle += packed.count(0)
+    return {
+        "empty_micro_batches": num_empty / num_all,
+        "empty_micro_batches_once": num_idle / num_all,
+    }
 
 
 def start() -> dict[str, float]:
@@ -523,7 +569,14 @@ def main() -> None:
     for name, checkout in places.items():
         for part in parts:
             report.say(f"{name}: {part}")
-            for key, value in count(part, checkout.resolve()).items():
+            try:
+                counts = count(part, checkout.resolve())
+            except RuntimeError as error:
+                if name == "now":
+                    raise
+                report.say(f"{name} lacks what is counted: {error}")
+                continue
+            for key, value in counts.items():
                 records.setdefault((key,), {})[name] = value
     for name in places:
         found = {str(key[0]): values[name] for key, values in records.items() if name in values}

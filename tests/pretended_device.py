@@ -122,6 +122,9 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map(
         lambda it: it.values if isinstance(it, OnDevice) else it, (args, kwargs)
     )
+    if func is torch.ops.aten.histc.default:  # of integers, on a GPU alone
+        counts = func(args[0].float(), *args[1:], **kwargs)
+        return result(counts.to(args[0].dtype))
     return tree_map(result, func(*args, **kwargs))
 
 

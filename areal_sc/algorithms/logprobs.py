@@ -77,8 +77,8 @@ class OutputRows(Protocol):
     def gather(self, own: torch.Tensor, piece: range) -> torch.Tensor:
         """[M, H] the values of a piece, in the dtype of the hidden states."""
 
-    def new_gradient(self, own: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """What the gradient of a piece with these values is added to."""
+    def new_gradient(self, own: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """What the gradient of a piece of so many rows is added to."""
 
     def take_gradient(
         self, own: torch.Tensor, gradient: torch.Tensor, piece: range
@@ -106,7 +106,7 @@ class _AllRows:
     def gather(self, own: torch.Tensor, piece: range) -> torch.Tensor:
         return own.to(self.dtype)
 
-    def new_gradient(self, own: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def new_gradient(self, own: torch.Tensor, num_rows: int) -> torch.Tensor:
         if self.adds_gradient:
             return gradient_of(own)
         return torch.zeros_like(own, dtype=_sum_dtype(self.dtype))
@@ -371,7 +371,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             own_bias = None if bias is None else bias[in_piece]
             is_in, places = rows.places_in(piece, targets)
             of_piece = of_targets.masked_fill(~is_in, 0)
-            grad_values = rows.new_gradient(weight, values) if needs_weight else None
+            grad_values = rows.new_gradient(weight, len(values)) if needs_weight else None
             for start in range(0, len(targets), ctx.chunk_tokens):
                 part = slice(start, start + ctx.chunk_tokens)
                 grad_logits = _logits_gradient(

@@ -43,7 +43,7 @@ def program() -> Any:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
-    """Scenario name -> what each rank left; `again` begins from what `dp2` has written."""
+    """Scenario name -> what each rank left; `again`, the last, begins from what others wrote."""
     lm = save_model(folder / "lm", hf.Qwen3Config(**SIZES, tie_word_embeddings=True))
     gpt2 = hf.GPT2Config(
         **{"vocab_size": 31, "n_positions": CONTEXT, "n_embd": 16, "n_layer": 2, "n_head": 2},
@@ -52,7 +52,7 @@ def results(folder: Path) -> Results:
     save_values(lm, folder / "model")
     save_values(save_model(folder / "gpt2", gpt2), folder / "learned_positions")
     model, learned = str(folder / "model"), str(folder / "learned_positions")
-    found = run_ranks(
+    return run_ranks(
         folder,
         {
             mesh: scenario(
@@ -82,11 +82,8 @@ def results(folder: Path) -> Results:
                 logprob_lengths=[[5, CONTEXT, 1]] * 2,
             )
             for mesh in PAIR_MESHES
-        },
-    )
-    return found | run_ranks(
-        folder,
-        {
+        }
+        | {
             "again": scenario(
                 str(folder / "exported_by_dp2"),
                 "tp2",

@@ -17,7 +17,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import attention
 
 from areal_sc.algorithms.packing import padded_size
@@ -219,12 +218,9 @@ class FSDPEngine(RankEngine):
             fullness = max(1, num_tokens) / self.config.max_tokens_per_micro_batch
             used = torch.cuda.max_memory_allocated() / fullness
             free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - used
-        width = compute_dtype(self.config).itemsize
-        needed = 0
-        for parameter in self._model.causal_lm.parameters():
-            num_ranks = 1 if isinstance(parameter, DTensor) else self.rows.size
-            size = width + FLOAT32_BYTES * parameter.requires_grad
-            needed += parameter.numel() * num_ranks * size
+        num_values = sum(shape.numel() for shape in self._parts.shapes.values())
+        size = compute_dtype(self.config).itemsize + FLOAT32_BYTES
+        needed = num_values // self._groups.tensor.size * size
         is_short = torch.tensor(free * ROOM_SHARE < needed, dtype=torch.uint8)
         return not bool(self.world.max(is_short))
 

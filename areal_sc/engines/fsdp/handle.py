@@ -127,7 +127,8 @@ class FSDPPPOActor(TrainHandle):
 
         One layer is whole, with its gradients, while the next one's parameters come, and the
         gradients that were before are averaged, in float32. At another time there are pieces of the
-        vocabulary's parameters, their gradients, and a copy to be averaged. Where FSDP brings it
+        vocabulary's parameters, their gradients, and a copy to be averaged; where all of the output
+        layer is one piece, it or its gradients are also there beside layers. Where FSDP brings it
         from host memory, there are two gradients of it. A rank that computes all rows on its device
         has the gradients of one layer, or of its embeddings, and converts them to float32.
         With `cpu_offload` a layer's share comes from host memory, and its gradients go there.
@@ -151,8 +152,10 @@ class FSDPPPOActor(TrainHandle):
             of_layers += max(width, of_gradient) * layer // parallel.num_ranks
         if rows_ranks == 1:
             return max(of_layers, max(width, 2 * of_gradient) * others // parallel.tensor)
-        pieces = 1 if self._is_model_fixed else 3
-        return max(of_layers, pieces * min(most_of_vocabulary, FLOAT32_BYTES * largest))
+        pieces, of_vocabulary = 1 if self._is_model_fixed else 3, FLOAT32_BYTES * largest
+        if of_vocabulary <= most_of_vocabulary:
+            of_layers += of_vocabulary
+        return max(of_layers, pieces * min(most_of_vocabulary, of_vocabulary))
 
 
 @dataclass(frozen=True)

@@ -230,8 +230,8 @@ class PackedModel(nn.Module):
             rows.forget_gradients()
         for unit in self._units:
             for group in unit._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
+                for gathered in group.fsdp_params:
+                    gathered.unsharded_accumulated_grad = None
 
     @property
     def body(self) -> Any:

@@ -117,12 +117,8 @@ class SpreadRows:
         """Nothing of the matrix is held any more."""
         self._held = None
 
-    def new_gradient(self, own: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[M, H] for the gradient of the gathered values of a piece: zeros, or what is there."""
-        return self.new_sums(own, len(values))
-
-    def new_sums(self, own: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """[num_rows, H], as `new_gradient`."""
+    def new_gradient(self, own: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """[M, H] for the gradient of M rows, those of a piece: zeros, or what is there."""
         if self._sums is not None:
             return self._sums[1]
         return own.new_zeros(num_rows, own.shape[1], device=self.group.device)
@@ -285,7 +281,7 @@ class _SpreadEmbedding(torch.autograd.Function):
             is_in, places = rows.places_in(piece, token_ids)
             if ctx.padding_idx is not None:
                 is_in &= token_ids != ctx.padding_idx
-            gathered = rows.new_sums(weight, rows.num_rows_in(piece))
+            gathered = rows.new_gradient(weight, rows.num_rows_in(piece))
             of_piece = grad.to(weight.dtype).masked_fill(~is_in[:, None], 0)
             gathered.index_add_(0, places, of_piece)
             rows.take_gradient(weight, gathered, piece)

@@ -300,7 +300,7 @@ class MegatronEngine(RankEngine):
         )
 
     def _padded_lengths(self, batch: PlannedBatch) -> list[int]:
-        """Tokens of each micro-batch with its padding; tensor ranks share them, equally many each."""
+        """Tokens of each micro-batch, padding included; tensor ranks share them equally."""
         parallel = self.config.parallel
         sizes = [sum(batch.rows.lengths[row] for row in chosen) or 1 for chosen in batch.packed]
         lengths = [-(-size // parallel.tensor) * parallel.tensor for size in sizes]

@@ -206,14 +206,14 @@ def gathered_bytes(load: Load, folder: Path, *settings: str) -> int:
 def test_layers_are_gathered_one_after_the_other(load: Load, tmp_path: Path) -> None:
     """One layer with its gradients, which are copied to be averaged, and the next one's parameters.
 
-    What is outside of layers needs less.
+    The output layer, which is one piece, is beside it; what else is outside of layers needs less.
     """
     folder = stand_in(tmp_path / "model", 100, 400, 300, 400)
-    gathered = functools.partial(gathered_bytes, load, folder)
-    assert gathered("actor.parallel.data=2") == 4 * (3 + 1) * 400
-    assert gathered("actor.parallel={data: 2, tensor: 2}") == 4 * (3 + 1) * 400 // 2
-    assert gathered("actor.parallel.sequence=2") == 4 * (3 + 1) * 400
-    assert gathered("actor.dtype=bfloat16", "actor.parallel.data=2") == 2 * 3 * 400 + 4 * 400
+    gathered, head = functools.partial(gathered_bytes, load, folder), 4 * 100
+    assert gathered("actor.parallel.data=2") == 4 * (3 + 1) * 400 + head
+    assert gathered("actor.parallel={data: 2, tensor: 2}") == 4 * (3 + 1) * 400 // 2 + head
+    assert gathered("actor.parallel.sequence=2") == 4 * (3 + 1) * 400 + head
+    assert gathered("actor.dtype=bfloat16", "actor.parallel.data=2") == 2 * 3 * 400 + 4 * 400 + head
     assert gathered("actor.dtype=bfloat16") == (2 + 4) * 400, "alone, a layer's gradients"
     assert gathered("actor.parallel.tensor=2") == gathered() == 0
 

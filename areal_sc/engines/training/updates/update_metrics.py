@@ -40,7 +40,7 @@ class UpdateMetrics:
         metrics: this rank's, by name, on the device.
         gradient_norms: global norm of each update, before clipping; one with a norm that is not
             finite was skipped, and there was none where the norm is 0.
-        num_micro_batches: of each rank.
+        num_micro_batches: of the rank that has most.
         worst: [4] float32 of each micro-batch that compares tokens, as `WORST` names them.
         failure: what the loss has raised on this rank; nothing is added then.
     """
@@ -82,11 +82,12 @@ class UpdateMetrics:
             lr: learning rate of the step.
         Returns: every metric that the loss gave, and `entropy`; `loss` and `grad_norm`, means over
             the updates; `lr`; and `num_tokens`, `num_loss_tokens`, `num_effective_tokens`,
-            `num_updates`, `num_skipped_updates`, `num_micro_batches` (of each rank); and, where
-            there are tokens of the weights that the step begins from, the `mismatch` of trainer and
-            sampler there, the mean difference of log-probabilities in nats, and the `WORST` token.
-            Effective tokens are trained ones that go through the model: not those of rows of
-            advantage 0. Means over nothing are NaN, as `grad_norm` if all updates were skipped.
+            `num_updates`, `num_skipped_updates`, `num_micro_batches` (of the rank that has most);
+            and, where there are tokens of the weights that the step begins from, the `mismatch` of
+            trainer and sampler there, the mean difference of log-probabilities in nats, and the
+            `WORST` token. Effective tokens are trained ones that go through the model: not those of
+            rows of advantage 0. Means over nothing are NaN, as `grad_norm` if all updates were
+            skipped.
         Raises: WorkflowError: on all ranks: the loss has failed on one, or ranks combine a metric
             in different ways.
         """

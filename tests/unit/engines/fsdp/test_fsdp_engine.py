@@ -640,3 +640,22 @@ def test_temperatures_are_not_rounded_to_bfloat16(model_folder: Path) -> None:
         assert (logprobs(0.07) - expected).abs().max() < 2e-5
     finally:
         engine.close()
+
+
+def test_ranks_meet_once_where_memory_has_room_for_it(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For 8 bytes a parameter in float32, in four fifths of what a full micro-batch leaves."""
+    engine = FSDPEngine(actor_config(model_folder))
+    engine.initialize(0, 1, "")
+    needed = 8 * sum(shape.numel() for shape in engine._parts.shapes.values())
+    assert not engine._has_room_to_meet_once(16), "on a CPU"
+    monkeypatch.setattr(FSDPEngine, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1500)
+    for num_tokens, taken in ((16, 1000), (4, 4000)):  # a quarter full, it says a quarter of it
+        for room, is_enough in ((needed / 0.8 + 1, True), (needed / 0.8 - 1, False)):
+            free = room + taken - 1500
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1 << 40))
+            assert engine._has_room_to_meet_once(num_tokens) == is_enough
+    engine.close()
