@@ -93,7 +93,7 @@ class WorkerStore(Generic[RunT]):
             room until they are swept.
         """
         known = self._shards
-        lost = {run for shard_id, run in known.items() if shard_id not in held}
+        lost = dict.fromkeys(run for shard_id, run in known.items() if shard_id not in held)
         needed = {i: run for i, run in known.items() if run is not None and self._needs(run)}
         self._shards = {i: needed.get(i, held[i]) for i in sorted(held)}
         return [run for run in lost if run is not None]
