@@ -70,6 +70,11 @@ class WorkerStore(Generic[RunT]):
         """Whether a shard lies in the store that somebody needs."""
         return any(map(self._is_needed, self._shards.values()))
 
+    @property
+    def num_needed(self) -> int:
+        """Runs that go on, or whose shards somebody needs."""
+        return len({run for run in self._shards.values() if self._is_needed(run)} | self._runs)
+
     def begin(self, run: RunT, shard_ids: Iterable[str] = ()) -> None:
         """The worker is asked for it, and has these shards of it already."""
         self._runs.add(run)

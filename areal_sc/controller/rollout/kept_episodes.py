@@ -92,6 +92,12 @@ class KeptEpisodes:
                 runs[it.shard_id] = GroupAttempt(group_id, KEPT)
         return runs
 
+    def give_up(self, worker: str, num_groups: int) -> None:
+        """Its store holds too many groups: the youngest of these play again."""
+        at_worker = [it for it in sorted(self._kept) if worker in self.homes(it)]
+        for group_id in at_worker[max(len(at_worker) - num_groups, 0) :]:
+            self.hand_over(group_id, worker)
+
     def hand_over(self, group_id: int, worker: str) -> list[str]:
         """An attempt begins on a worker: the ids of the shards there, which are its own now."""
         its = self._kept.get(group_id, {})
