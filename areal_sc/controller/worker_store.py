@@ -44,7 +44,7 @@ class WorkerStore(Generic[RunT]):
     def __init__(self, needs: Needs[RunT]) -> None:
         self._needs = needs
         self._runs: set[RunT] = set()
-        self._shards: dict[str, RunT | None] = {}  # None: no reply told of it
+        self._shards: dict[str, RunT | None] = {}  # None: of no run
         self._mark = _Mark[RunT]("", 0, frozenset())
         self._acknowledged = self._mark
 
@@ -55,10 +55,8 @@ class WorkerStore(Generic[RunT]):
 
     @property
     def num_held(self) -> int:
-        """Runs that have ended, and whose shards are not known to be gone; so each other shard."""
-        runs = set(self._shards.values())
-        num_others = sum(run is None for run in self._shards.values()) if None in runs else 0
-        return len(runs - self._runs - {None}) + num_others
+        """Runs that do not go on, and whose shards are not known to be gone."""
+        return len(set(self._shards.values()) - self._runs - {None})
 
     @property
     def has_dead(self) -> bool:
@@ -93,7 +91,8 @@ class WorkerStore(Generic[RunT]):
         """The worker was started again, or taken over, and holds these shards.
 
         Args:
-            held: each with the run that it is for, where nobody needs it for the one known here.
+            held: each with the run that it is for, where nobody needs it for the one known here;
+                None: it is of no run, and takes no room, as a copy of weights.
         Returns: the runs whose shards are gone. Unknown shards, of runs whose reply was lost, take
             room until they are swept.
         """
