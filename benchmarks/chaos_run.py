@@ -6,7 +6,8 @@
 The books are lines of JSON, appended by whoever did something when it was done, one file a process:
 
     begun-<pid>     a rollout worker has begun a group
-    sealed-<pid>    a rollout worker has sealed a row: its group, attempt, episode, hash, and reward
+    sealed-<pid>    a rollout worker has all rows of a group: each with its group, attempt, episode,
+                    hash, and reward
     trained-<pid>   a rank has trained a row: the same, the policy version it began from, and in
                     which update of the step; `began` is when that was asked for
     rewards-<pid>   a reward process has judged an answer
@@ -62,23 +63,27 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     from areal_sc.workers.rank import Rank
     from areal_sc.workers.rollout_worker import RolloutWorker
 
-    play_group, seal, update = RolloutWorker._play_group, RolloutWorker._seal, rank_updates.update
+    play_group, close_group = RolloutWorker._play_group, RolloutWorker._close_group
+    update = rank_updates.update
 
     async def booked_group(self: RolloutWorker, run: Any, group: Any) -> Any:
         note("begun", [{"group": group.group_id, "attempt": group.attempt}])
         return await play_group(self, run, group)
 
-    def booked_seal(self: RolloutWorker, group: Any, episodes: Any) -> Any:
-        batch = seal(self, group, episodes)
-        played = [row for rows in episodes.values() for row in rows]
+    def booked_close(
+        self: RolloutWorker, run: Any, group: Any, row: Any, ended: Any, began: float
+    ) -> Any:
+        reply = close_group(self, run, group, row, ended, began)
+        outcomes = [it.outcome for _, it in sorted(ended.items())]
+        played = [row for rows in outcomes if isinstance(rows, list) for row in rows]
         records = []
-        for row, given in zip(batch.rows, played, strict=True):
+        for row, given in zip(reply.batch.rows if reply.batch else (), played, strict=True):
             ids = torch.tensor(given.input_ids, dtype=torch.int32)
             logprobs = torch.tensor(given.behavior_logprobs, dtype=torch.float32)
             text = "".join(self.engine.tokenizer.convert_ids_to_tokens(ids.tolist()))
             records.append({**_record(row), "hash": row_hash(ids, logprobs), "text": text})
         note("sealed", records)
-        return batch
+        return reply
 
     async def booked_update(rank: Rank, args: Any) -> dict[str, float]:
         if args.operation in rank.operations._noted:  # a repeat trains nothing
@@ -111,7 +116,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
         return metrics
 
     RolloutWorker._play_group = booked_group  # type: ignore[method-assign]
-    RolloutWorker._seal = booked_seal  # type: ignore[method-assign]
+    RolloutWorker._close_group = booked_close  # type: ignore[method-assign]
     rank_updates.update = booked_update
     return entry.run_worker(spec_dict)
 

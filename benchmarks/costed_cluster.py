@@ -14,6 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from msgspec.structs import replace
 from scale_costs import Costs, Server, Spans
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster
@@ -27,6 +28,7 @@ from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.sizing.store_room import trajectory_bytes
 from areal_sc.weights.published import WeightsReference
 from areal_sc.workers import calls, rank_methods
 
@@ -96,8 +98,9 @@ class CostedRolloutWorker(SimulatedRolloutWorker):
         await done.wait()
         self.cluster.num_groups += 1
         self.cluster.groups_s += self.cluster.now_s - began_s
-        rows = tuple(
-            RowMetadata(
+        sealed = {}
+        for number, (num_tokens, spans) in enumerate(ended):
+            row = RowMetadata(
                 group_id=group.group_id,
                 attempt=group.attempt,
                 sequence_length=costs.prompt_tokens + num_tokens,
@@ -106,10 +109,10 @@ class CostedRolloutWorker(SimulatedRolloutWorker):
                 version_spans=tuple(spans),
                 episode=number,
             )
-            for number, (num_tokens, spans) in enumerate(ended)
-        )
+            num_bytes = trajectory_bytes(row.sequence_length)
+            sealed[number] = self.store.put(num_bytes, calls.FinishedEpisode(run, number, (row,)))
         num_waiting = sum(server.num_answers - server.num_running for server in self.servers)
-        return calls.GroupReply(run, self._seal(group, rows), num_waiting=num_waiting)
+        return replace(self._close_group(run, group, sealed), num_waiting=num_waiting)
 
     async def _update(self, weights: WeightsReference) -> None:
         await self.spend(self.cluster.costs.publish_s)

@@ -44,7 +44,7 @@ class WorkerStore(Generic[RunT]):
     def __init__(self, needs: Needs[RunT]) -> None:
         self._needs = needs
         self._runs: set[RunT] = set()
-        self._shards: dict[str, RunT | None] = {}  # None: no reply told of it
+        self._shards: dict[str, RunT | None] = {}  # None: of no run
         self._mark = _Mark[RunT]("", 0, frozenset())
         self._acknowledged = self._mark
 
@@ -55,10 +55,8 @@ class WorkerStore(Generic[RunT]):
 
     @property
     def num_held(self) -> int:
-        """Runs that have ended, and whose shards are not known to be gone; so each other shard."""
-        runs = set(self._shards.values())
-        num_others = sum(run is None for run in self._shards.values()) if None in runs else 0
-        return len(runs - self._runs - {None}) + num_others
+        """Runs that do not go on, and whose shards are not known to be gone."""
+        return len(set(self._shards.values()) - self._runs - {None})
 
     @property
     def has_dead(self) -> bool:
@@ -69,6 +67,11 @@ class WorkerStore(Generic[RunT]):
     def needs_any(self) -> bool:
         """Whether a shard lies in the store that somebody needs."""
         return any(map(self._is_needed, self._shards.values()))
+
+    @property
+    def num_needed(self) -> int:
+        """Runs that go on, or whose shards somebody needs."""
+        return len({run for run in self._shards.values() if self._is_needed(run)} | self._runs)
 
     def begin(self, run: RunT, shard_ids: Iterable[str] = ()) -> None:
         """The worker is asked for it, and has these shards of it already."""
@@ -88,12 +91,13 @@ class WorkerStore(Generic[RunT]):
         """The worker was started again, or taken over, and holds these shards.
 
         Args:
-            held: each with the run that it is for, where nobody needs it for the one known here.
+            held: each with the run that it is for, where nobody needs it for the one known here;
+                None: it is of no run, and takes no room, as a copy of weights.
         Returns: the runs whose shards are gone. Unknown shards, of runs whose reply was lost, take
             room until they are swept.
         """
         known = self._shards
-        lost = {run for shard_id, run in known.items() if shard_id not in held}
+        lost = dict.fromkeys(run for shard_id, run in known.items() if shard_id not in held)
         needed = {i: run for i, run in known.items() if run is not None and self._needs(run)}
         self._shards = {i: needed.get(i, held[i]) for i in sorted(held)}
         return [run for run in lost if run is not None]

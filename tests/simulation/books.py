@@ -172,7 +172,7 @@ class RunBooks:
         num_nodes = len(loads._on_node)
         assert loads._on_node.tolist() == np.bincount(loads._node, taken, num_nodes).tolist()
         if not self.has_other_room:  # else stores may hold more than they would take now
-            assert (taken <= loads._max_on_worker).all()
+            assert (taken <= loads.max_on_worker).all()
             assert (loads._on_node <= loads._max_on_node).all()
         assert num_promised is None or loads._promised.sum() == num_promised
 

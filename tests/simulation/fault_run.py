@@ -196,9 +196,23 @@ class FaultRun(FaultyScript):
             left = dict(worker.store.group_of)
             assert not left, f"{worker.name} still holds {left}"
 
+    def check_played_again(self) -> None:
+        """What an episode gave is not played again while its memory is there.
+
+        Finished groups whose rows cannot be read at their address any more play all again: so it is
+        when workers end beside the script.
+        """
+        kinds = {kind for kind, _ in self.faults.struck}
+        is_alone = not self.ends or (self.ends.keys() == {"killed"} and not kinds - NO_DEATH)
+        if self.has_other_room or self.cluster.losses or not is_alone:
+            return
+        again = [it for it, times in self.cluster.sealed_episodes.items() if len(times) > 1]
+        assert not again, f"episodes {again} (group, number) are played again"
+
     async def check_end(self) -> None:
         await super().check_end()
         self.check_history()
+        self.check_played_again()
         num_staying = len(self.rollout._workers.set.staying)
         assert num_staying == self.num_wanted, f"{self.num_wanted} workers were asked for"
         for group_id, reason in self.rejected.items():

@@ -16,6 +16,7 @@ from simulation.virtual_loop import VirtualTimeLoop
 from areal_sc.controller.ledger import journal
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import Split
+from areal_sc.controller.rollout.kept_episodes import KEPT, KeptEpisodes
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.training_groups import TrainingGroups
@@ -226,6 +227,30 @@ def rows_dropped_with_a_worker_that_leaves() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def finished_episodes_played_again() -> Iterator[None]:
+    """A further attempt of a group is told of no episodes of those before."""
+    with patch.object(KeptEpisodes, "of_group", lambda self, group_id: ()):
+        yield
+
+
+@contextmanager
+def kept_episodes_swept() -> Iterator[None]:
+    """Nobody needs finished episodes of groups that run again."""
+    with patch.object(KeptEpisodes, "needs", lambda self, run: False):
+        yield
+
+
+@contextmanager
+def kept_episodes_left_behind() -> Iterator[None]:
+    """Finished episodes of groups that have ended, or were dropped, are needed for ever."""
+    with (
+        patch.object(KeptEpisodes, "needs", lambda self, run: run.attempt == KEPT),
+        patch.object(KeptEpisodes, "hand_over", lambda self, group_id, worker: []),
+    ):
+        yield
+
+
 PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     plant.__name__.replace("_", "-"): plant
     for plant in (
@@ -244,5 +269,8 @@ PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         reply_of_an_earlier_attempt_taken,
         ledger_restored_without_its_last_records,
         rows_dropped_with_a_worker_that_leaves,
+        finished_episodes_played_again,
+        kept_episodes_swept,
+        kept_episodes_left_behind,
     )
 }

@@ -86,6 +86,8 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
     )
     settings.admission = rng.choice(list(AdmissionMode))
     settings.has_reference = random.Random(f"reference {seed}").random() < 0.25
+    if random.Random(f"episodes {seed}").random() < 0.5:
+        settings.group_size = 4  # some have ended when their worker dies
     if settings.group_size > 1 and random.Random(f"signal {seed}").random() < 0.25:
         settings.keep_groups = KeepGroups.with_signal
         settings.rejection_window = 1000  # chance alone has many in a row without signal

@@ -23,6 +23,8 @@ from areal_sc.workers.calls import GroupAttempt, HeldShard, KeptEpisode
 
 KEPT: Final = -1
 """In place of an attempt: the shards are for whichever comes next."""
+NOBODYS: Final = -2
+"""In place of an attempt: the shards are for none."""
 
 
 class KeptEpisodes:
@@ -70,8 +72,7 @@ class KeptEpisodes:
     ) -> dict[str, GroupAttempt | None]:
         """A worker tells what it holds, in place of what it has told before.
 
-        Returns: the run that each shard is held for, by its id: that which has sealed it, unless it
-            is of a kept episode.
+        Returns: what each shard is held for, by its id, unless a reply has told of it.
         """
         for group_id in list(self._kept):
             its = self._kept[group_id]
@@ -79,15 +80,23 @@ class KeptEpisodes:
             self._set(group_id, left if self.is_open(group_id) else {})
         runs: dict[str, GroupAttempt | None] = {}
         for it in held:
-            runs[it.shard_id] = None if it.episode is None else it.episode.run
-            if it.episode is None or not self.is_open(group_id := it.episode.run.group_id):
+            runs[it.shard_id] = None
+            if it.episode is None:
                 continue
-            its = self._kept.setdefault(group_id, {})
-            if it.episode.number not in its:
+            group_id = it.episode.run.group_id
+            runs[it.shard_id] = GroupAttempt(group_id, NOBODYS)
+            its = self._kept.setdefault(group_id, {}) if self.is_open(group_id) else None
+            if its is not None and it.episode.number not in its:
                 shard = ShardReference(worker, address, it.shard_id)
                 its[it.episode.number] = KeptEpisode(shard, it.episode)
                 runs[it.shard_id] = GroupAttempt(group_id, KEPT)
         return runs
+
+    def give_up(self, worker: str, num_groups: int) -> None:
+        """Its store holds too many groups: the youngest of these play again."""
+        at_worker = [it for it in sorted(self._kept) if worker in self.homes(it)]
+        for group_id in at_worker[max(len(at_worker) - num_groups, 0) :]:
+            self.hand_over(group_id, worker)
 
     def hand_over(self, group_id: int, worker: str) -> list[str]:
         """An attempt begins on a worker: the ids of the shards there, which are its own now."""

@@ -129,6 +129,8 @@ class RolloutWorkers:
         """
         self.updates.take_over(ledger.version, goes_on=goes_on)
         found = await find_runs(self._states, self._fleet, ledger, self.kept)
+        for state in self._states:
+            self._limit_kept(state)
         self._is_ledger_known = True
         self.set.recount_soon()
         return found
@@ -217,10 +219,17 @@ class RolloutWorkers:
     def _note_rows(self, state: RolloutWorkerState, held: tuple[calls.HeldShard, ...]) -> None:
         runs = self.kept.note_held(state.name, state.member.worker.address, held)
         lost = state.store.note_adopted(runs)
+        self._limit_kept(state)
         state.are_rows_known = True
         self.set.recount(state)
         self._hear(RowsLost(lost))
         self._background.notify()
+
+    def _limit_kept(self, state: RolloutWorkerState) -> None:
+        """A store may have less room than in its worker's life before."""
+        excess = state.store.num_needed - self.set.loads.max_on_worker
+        if excess > 0:
+            self.kept.give_up(state.name, excess)
 
     async def bring_up(self, unit: str) -> None:
         """A worker that was started again does its work again when this returns."""

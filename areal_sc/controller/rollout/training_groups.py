@@ -333,6 +333,11 @@ class TrainingGroups(Groups):
             return
         full, groups = self._workers.set.full_workers, self.ledger.unconsumed()
         too_early = self._policy.too_early(groups, full, self.version)
+        if not too_early and not self.ledger.num(GroupState.running):
+            # those that wait for room have all the slots, and these, which have room, have none
+            for group_id in [it for it in self._kept.group_ids if it in self._restored]:
+                self._kept.forget(group_id)
+                self._workers.sweeps.begin()
         if not too_early or self.step.batch is not None:
             return
         logger.warning(

@@ -75,7 +75,7 @@ class WorkerLoads:
         max_on_node = {**max_on_node, "": 0}
         number = {node: i for i, node in enumerate(max_on_node)}
         self._node = np.array([number[node] for node in nodes], np.intp)
-        self._max_on_worker = max_on_worker
+        self.max_on_worker = max_on_worker
         self._max_on_node = np.array(list(max_on_node.values()), np.int64)
         self._on_node = np.zeros(len(number), np.int64)
         self._version, self._running, self._held, self._promised = np.zeros(
@@ -149,7 +149,7 @@ class WorkerLoads:
 
     @property
     def _has_room(self) -> NDArray[np.bool_]:
-        has_room = self._running + self._promised + self._held < self._max_on_worker
+        has_room = self._running + self._promised + self._held < self.max_on_worker
         return has_room & (self._on_node < self._max_on_node)[self._node]
 
 

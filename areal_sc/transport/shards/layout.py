@@ -42,10 +42,10 @@ class _Header(Struct, array_like=True, forbid_unknown_fields=True):
 
     version: Literal[4]
     is_copy: bool
-    note: bytes
     num_bytes: _Count
     row_lengths: list[tuple[_Count, ...]]
     fields: list[_FieldHeader]
+    note: bytes
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -189,7 +189,7 @@ class ShardLayout:
             )
             for name, field in self.fields.items()
         ]
-        header = _Header(4, self.is_copy, self.note, self.num_bytes, list(rows), fields)
+        header = _Header(4, self.is_copy, self.num_bytes, list(rows), fields, self.note)
         packed = _encoder.encode(header)
         num_bytes = _aligned(_LENGTH_BYTES + len(packed))
         return (len(packed).to_bytes(_LENGTH_BYTES, "little") + packed).ljust(num_bytes, b"\0")

@@ -218,3 +218,45 @@ class NotesRows(Workflow):
                 tokens = {name: list(getattr(row, name)) for name in names}
                 noted = {"prompt": prompt, "reward": row.reward, **tokens}
                 file.write(json.dumps(noted) + "\n")
+
+
+class TwoTurns(Workflow):
+    """Two answers, each of which is a row."""
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> list[Trajectory]:
+        rows, context = list[Trajectory](), engine.tokenizer.encode(prompt["prompt"])
+        for _ in range(2):
+            answer = await engine.generate(context)
+            num_read, num_written = len(context), len(answer.token_ids)
+            context = [*context, *answer.token_ids]
+            rows.append(
+                Trajectory(
+                    input_ids=context,
+                    loss_mask=[False] * num_read + [True] * num_written,
+                    behavior_logprobs=[0.0] * num_read + answer.logprobs,
+                    versions=[-1] * num_read + answer.versions,
+                    temperatures=[1.0] * num_read + [answer.temperature] * num_written,
+                    reward=float(sum(answer.token_ids)),
+                    metrics={"turn": float(len(rows))},
+                )
+            )
+        return rows
+
+
+class EndsSome(NotesRows):
+    """Of each prompt a worker ends the first `num_free` episodes; others wait for its file."""
+
+    def __init__(self, played: Workflow, path: str) -> None:
+        super().__init__(played, path)
+        self._num_begun: dict[str, int] = {}
+
+    async def run_episode(
+        self, prompt: dict[str, Any], engine: EpisodeEngine
+    ) -> Trajectory | Sequence[Trajectory] | None:
+        name = prompt["prompt"]
+        number = self._num_begun[name] = self._num_begun.get(name, 0) + 1
+        gate = f"{self.path}.{name}"
+        # the file is of another process: there is no event to wait for
+        while number > prompt["num_free"] and not os.path.exists(gate):  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.02)
+        return await super().run_episode(prompt, engine)

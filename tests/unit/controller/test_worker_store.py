@@ -76,14 +76,34 @@ def test_what_a_restarted_worker_holds_is_what_takes_room() -> None:
     store.end(kept, ["life1.1"])
     store.end(lost, ["life1.2"])
     store.end(running, [])  # its call failed, but it has sealed a shard
-    assert store.note_adopted(["life1.1", "life1.3"]) == [lost]
+    unknown = GroupAttempt(9, -2)
+    held = {"life1.1": None, "life1.3": unknown, "life1.4": None}  # the last one is of weights
+    assert store.note_adopted(held) == [lost]
     assert (store.num_running, store.num_held) == (0, 2)
     assert store.has_dead
     sweep, dead_ids = store.plan_sweep("life2")
     assert sweep.adopted_live == ("life1.1",)
-    assert dead_ids == ["life1.3"]
+    assert dead_ids == ["life1.3", "life1.4"]
     store.confirm_sweep("life2", dead_ids, 0)
     assert store.num_held == 1
+
+
+def test_shards_that_are_held_for_a_run_take_its_room_and_are_its_own_when_it_begins() -> None:
+    owner, store = owner_and_store()
+    kept, of_none = GroupAttempt(1, -1), GroupAttempt(2, -2)
+    owner.needed.add(1)
+    held = {"a.1": kept, "a.2": kept, "a.3": of_none, "a.4": of_none, "a.5": None}
+    assert store.note_adopted(held) == []
+    assert (store.num_running, store.num_held) == (0, 2), "however many shards they have"
+    assert store.plan_sweep("b")[0].adopted_live == ("a.1", "a.2")
+    store.confirm_sweep("b", ["a.3", "a.4", "a.5"], 0)
+    run = GroupAttempt(1, 1)
+    store.begin(run, ["a.1", "a.2"])
+    assert (store.num_running, store.num_held) == (1, 0)
+    owner.needed.clear()
+    assert store.plan_sweep("b")[0].adopted_live == ("a.1", "a.2"), "its reply may name them"
+    store.end(run, ["a.1", "b.1"])
+    assert (store.num_running, store.num_held, store.has_dead) == (0, 1, True)
 
 
 def test_a_restarted_worker_is_told_no_numbers_of_its_earlier_life() -> None:

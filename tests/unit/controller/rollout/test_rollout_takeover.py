@@ -16,6 +16,7 @@ from simulation.virtual_loop import in_virtual_time, run_virtual
 
 from areal_sc.controller.ledger.group import GroupState
 from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.rollout.kept_episodes import KEPT, NOBODYS, KeptEpisodes
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
 from areal_sc.controller.rollout.worker_state import NO_VERSION, RolloutWorkerState
 from areal_sc.controller.worker_store import WorkerStore
@@ -29,7 +30,13 @@ from areal_sc.metadata import (
     ShardMetadata,
 )
 from areal_sc.run.run_owner import RunTerm
-from areal_sc.workers.calls import ADOPTED_SHARDS, GIVE_UP_GROUP, GroupAttempt
+from areal_sc.workers.calls import (
+    ADOPTED_SHARDS,
+    GIVE_UP_GROUP,
+    FinishedEpisode,
+    GroupAttempt,
+    HeldShard,
+)
 from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, EndedRun, RolloutDescription
 
 LINEAGE = 3
@@ -63,7 +70,7 @@ class FakeFleet:
         if method is ADOPTED_SHARDS:
             if self.dying is not None:
                 self.dying.life.state = LifeState.lost
-            return dict.fromkeys(members, ("b.1",))
+            return dict.fromkeys(members, (HeldShard("b.1"),))
         said = method is DESCRIBE_ROLLOUT
         return {member: self.says[member] if said else None for member in members}
 
@@ -86,7 +93,9 @@ def found_in(
         store = WorkerStore(lambda run: ledger.needs_rows(run.group_id, run.attempt))
         states.append(RolloutWorkerState(member, number, store))  # type: ignore[arg-type]
     fleet.dying = states[0] if is_dying else None
-    found = run_virtual(find_runs(states, fleet, ledger))  # type: ignore[arg-type]
+    kept = KeptEpisodes()
+    kept.is_open = lambda group_id: ledger.get(group_id) is not None
+    found = run_virtual(find_runs(states, fleet, ledger, kept))  # type: ignore[arg-type]
     return found, states, fleet
 
 
@@ -96,6 +105,10 @@ def ledger_of(num_groups: int) -> Ledger:
     for index in range(num_groups):
         ledger.admit(PromptReference(0, index, 7), 0)
     return ledger
+
+
+def held(shard_id: str, run: GroupAttempt, number: int = 0) -> HeldShard:
+    return HeldShard(shard_id, FinishedEpisode(run, number))
 
 
 def run_of(group_id: int, attempt: int = 0) -> GroupAttempt:
@@ -110,7 +123,10 @@ def test_runs_go_on_where_they_are_and_what_nobody_has_runs_again() -> None:
     unknown = run_of(3)  # its start was not on the disk yet
     stray = run_of(9)
     description = RolloutDescription(
-        (LINEAGE, 0), (going, unknown, stray, run_of(-1)), (replied,), ("a.1", "a.2")
+        (LINEAGE, 0),
+        (going, unknown, stray, run_of(-1)),
+        (replied,),
+        (held("a.1", replied.run), held("a.2", stray)),
     )
     found, (state,), fleet = found_in(ledger, {"rollout/0": description})
     assert set(fleet.given_up) == {stray, run_of(-1)}
@@ -127,17 +143,43 @@ def test_runs_go_on_where_they_are_and_what_nobody_has_runs_again() -> None:
 
 def test_rows_that_are_there_stay_and_others_are_told() -> None:
     ledger = ledger_of(5)
-    held = [("rollout/0", "a.1"), ("rollout/0", "a.2"), ("rollout/1", "c.1"), ("rollout/1", "b.1")]
-    for group_id, (worker, shard_id) in enumerate(held):
+    places = [
+        ("rollout/0", "a.1"),
+        ("rollout/0", "a.2"),
+        ("rollout/1", "c.1"),
+        ("rollout/1", "b.1"),
+    ]
+    for group_id, (worker, shard_id) in enumerate(places):
         ledger.start(group_id, worker)
         ledger.finish(group_id, 0, rows_of(group_id, worker, shard_id))
     ledger.start(4, "rollout/1")
     ledger.finish(4, 0, rows_of(4, "rollout/1", "b.1", "tcp://a:2"))  # where nobody listens now
-    description = RolloutDescription((LINEAGE, 0), (), (), ("a.1",))
+    description = RolloutDescription((LINEAGE, 0), (), (), (held("a.1", run_of(0)),))
     says = {"rollout/0": description, "rollout/1": None}
     found, (first, second), _ = found_in(ledger, says)
     assert set(found.lost) == {run_of(1), run_of(2), run_of(4)}
     assert (first.store.num_held, first.store.has_dead, second.store.num_held) == (1, False, 1)
+
+
+def test_episodes_of_a_run_that_goes_on_are_its_own_and_others_are_kept_for_their_group() -> None:
+    ledger = ledger_of(3)
+    for group_id in (0, 1):
+        ledger.start(group_id, "rollout/0")
+    ledger.requeue(1, "its worker was lost")  # and its next attempt was not asked for yet
+    description = RolloutDescription(
+        (LINEAGE, 0),
+        (run_of(0),),
+        (),
+        (
+            *(held("a.1", run_of(0)), held("a.2", run_of(0), number=1)),
+            *(held("a.3", run_of(1)), held("a.4", run_of(1)), held("a.5", run_of(1), number=1)),
+            held("a.6", run_of(9)),
+        ),
+    )
+    _, (state,), _ = found_in(ledger, {"rollout/0": description})
+    runs = {i: run.attempt for i, run in state.store._shards.items() if run is not None}
+    assert runs == {"a.1": 0, "a.2": 0, "a.3": KEPT, "a.4": NOBODYS, "a.5": KEPT, "a.6": NOBODYS}
+    assert state.store.num_running == 1
 
 
 def test_weights_count_in_their_lineage_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -10,7 +11,8 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.controller.rollout.worker_set import WorkerLoads
+from areal_sc.controller.background import Background
+from areal_sc.controller.rollout.worker_set import WorkerLoads, WorkerQueue
 
 
 @pytest.fixture
@@ -44,6 +46,24 @@ def test_nobody_waits_for_a_worker_that_will_not_come(loads: WorkerLoads, num_he
             worker, version=0, gets_newest=num_held > 0, num_running=0, num_held=num_held
         )
     assert loads.least_loaded(1, 3) == 0
+
+
+async def test_a_group_with_room_in_a_store_goes_there_whoever_waits_before_it() -> None:
+    loads = WorkerLoads(["node"], max_on_worker=1, max_on_node={"node": 1})
+    loads.note_load(0, version=1, num_running=0, num_held=1)  # what is left of the group
+    background = Background(60.0, lambda: "")
+    queue = WorkerQueue(loads, background)
+    before = asyncio.create_task(queue.take_worker(0))
+    await asyncio.sleep(0)
+    assert await queue.take_worker(1, lambda: [0]) == 0
+    assert (loads.promised, before.done()) == ({}, False), "its room was counted already"
+    later = asyncio.create_task(queue.take_worker(2, lambda: [0]))
+    loads.note_load(0, version=1, num_running=0, num_held=0)
+    background.notify()
+    assert await before == 0
+    assert not later.done(), "home has an older version"
+    later.cancel()
+    await background.close()
 
 
 def test_workers_that_update_one_after_the_other_get_as_many_groups() -> None:

@@ -74,7 +74,7 @@ def test_common_row_lengths_are_written_once() -> None:
     assert len(six.header()) < len(one.header()) + 99
 
 
-GOOD = [3, True, 128, [[2, 3]], [["a", "int64", 64, 0]]]
+GOOD = [4, True, 128, [[2, 3]], [["a", "int64", 64, 0]], b"of it"]
 
 
 def header_of(content: object) -> memoryview:
