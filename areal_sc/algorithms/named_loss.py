@@ -57,7 +57,7 @@ _SWITCHES: Final = (
     *("ratio", "gain", "clip_low", "clip_high", "clip_dual", "max_divergence", "clip_center"),
     *("behavior_weight", "behavior_weight_bound"),
     *("behavior_weight_floor", "behavior_weight_cap", "max_second_moment", "max_behavior_kl"),
-    *("aggregation", "aggregation_tokens", "kl_estimator", "entropy_coefficient"),
+    *("aggregation", "aggregation_tokens", "entropy_coefficient"),
 )
 """Settings of `actor.ppo` that the policy-gradient loss has under the same name."""
 

@@ -111,6 +111,7 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
             (f"{role}.revision" for role in ("actor", *LIKE_ACTOR)),
             "it is a part of path now: owner/model@revision",
         ),
+        "actor.ppo.kl_estimator": "what is learned is the same with each: leave it out",
         "actor.ppo.divergence": "it is the total variation, tv, always: leave it out, and set "
         "max_divergence in its units, of [0, 1]",
         **{
@@ -136,6 +137,7 @@ FORMER_DEFAULTS: Final[Mapping[str, object]] = MappingProxyType(
             "it is a part of path now: owner/model@revision",
         ),
         "actor.ppo.divergence": "tv",
+        "actor.ppo.kl_estimator": "k1",
         "rollout.max_lost_s": 300.0,
         "rollout.sandbox.num_processes": 0,
     }
