@@ -22,11 +22,12 @@ class OptimizerConfig(Section):
     """AdamW; the learning rate is constant within a training step.
 
     Attributes:
+        beta1: decay of the gradient's mean.
         eps: added to the root of the squared gradient's mean.
     """
 
     lr: float = setting(1e-6, "highest learning rate", ge=0)
-    beta1: float = setting(0.9, "decay of the gradient's mean", ge=0, lt=1)
+    beta1: float = in_code(0.9)
     beta2: float = setting(0.999, "decay of the squared gradient's mean", ge=0, lt=1)
     eps: float = in_code(1e-8)
     weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0)

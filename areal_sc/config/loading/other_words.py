@@ -14,8 +14,7 @@ actor.optimizer.schedule = lr_scheduler_type lr_scheduler lr_decay_style
     lr_scheduler_kwargs
 actor.optimizer.warmup_steps (steps, not a share) = warmup_ratio lr_warmup_steps
     lr_warmup_steps_ratio warmup_steps_proportion num_warmup_steps
-actor.optimizer.beta1 or actor.optimizer.beta2 = betas adam_betas optimizer.beta
-actor.optimizer.beta1 = adam_beta1
+actor.optimizer.beta2 = betas adam_betas optimizer.beta
 actor.optimizer.beta2 = adam_beta2
 actor.optimizer.lr = actor_learning_rate
 actor.optimizer.max_grad_norm = grad_clip gradient_clipping clip_grad

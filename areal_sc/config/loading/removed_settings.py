@@ -58,6 +58,7 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
                 *("scheduler.max_log_bytes", "scheduler.shutdown_timeout_s"),
                 *("rollout.max_prefill_tokens", "transport.stalled_peer_timeout_s"),
                 *("rollout.max_lost_s", "scheduler.shipping_timeout_s", "actor.optimizer.eps"),
+                *("actor.optimizer.beta1", "critic.optimizer.beta1", "rollout.sandbox.environment"),
                 *("critic.optimizer.eps", "actor.ppo.advantage_eps", "weight_update.bucket_bytes"),
                 *("actor.ppo.gate_positive", "actor.ppo.gate_negative", "servers.busy_limit_s"),
                 *("sglang.hung_after_s", "vllm.hung_after_s"),
@@ -140,6 +141,7 @@ FORMER_DEFAULTS: Final[Mapping[str, object]] = MappingProxyType(
         "actor.ppo.kl_estimator": "k1",
         "rollout.max_lost_s": 300.0,
         "rollout.sandbox.num_processes": 0,
+        "rollout.sandbox.environment": ["PATH", "LANG"],
     }
 )
 """What holds now, of settings that became constants: an older run that has it says nothing else."""
