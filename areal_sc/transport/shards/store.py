@@ -189,9 +189,20 @@ class TensorStore:
     def seal(self, block: StoreBlock) -> str:
         """The id of the new shard, which can be read from now on.
 
+        Numbers are given in the order of sealing. So a number below `last_sequence` is never still
+        being written, and a mark that acknowledges it knows the shard.
+
         Raises: StoreFull, TransportError: other processes cannot be told of it; it is not sealed.
         """
-        return make_shard_id(self.incarnation, self._seal(block))
+        # a lock of its own: writing the ticket must not hold up those who read
+        with self._sealing:
+            sequence = self.last_sequence + 1
+            block.seal(sequence)
+            shard = _shard_in(block)
+            with self._lock:
+                self.last_sequence = sequence
+                self._shards[self.incarnation, sequence] = shard
+        return make_shard_id(self.incarnation, sequence)
 
     def give_up(self, block: StoreBlock) -> None:
         """Gives back what was not sealed."""
@@ -304,22 +315,6 @@ class TensorStore:
         else:
             why = "it was never sealed"
         raise ShardGone(f"shard {shard_id} on {self.node_id} is gone: {why}")
-
-    def _seal(self, block: StoreBlock) -> int:
-        """The shard's number, given in the order of sealing.
-
-        So a number below `last_sequence` is never still being written, and a mark that
-        acknowledges it knows the shard.
-        """
-        # a lock of its own: writing the ticket must not hold up those who read
-        with self._sealing:
-            sequence = self.last_sequence + 1
-            block.seal(sequence)
-            shard = _shard_in(block)
-            with self._lock:
-                self.last_sequence = sequence
-                self._shards[self.incarnation, sequence] = shard
-        return sequence
 
     def _reserve(self, num_bytes: int) -> None:
         if not self._try_reserve(num_bytes):
