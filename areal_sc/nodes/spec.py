@@ -15,7 +15,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.security.passes import CONTROLLER, Caller, WorkerKeys
 
-CALLS_FORMAT: Final = 6
+CALLS_FORMAT: Final = 7
 """Counts up when agents or workers of one version of this package cannot be called by another one.
 A start of the script ends those of another format that it finds."""
 

@@ -24,7 +24,6 @@ from areal_sc.config.loading.removed_settings import (
 )
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.server_settings import ServerProgramConfig, ServersConfig
-from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import RunFolderError
 
 FIXED = {
@@ -68,14 +67,6 @@ FREE = (
 
 _FREE_ONCE = ("samples", "rollout.samples", *ROOM_FOR_REPEATS)
 """The same of an older areal_sc."""
-
-OF_SCRIPT = frozenset(
-    ["resume", "overwrite", "dry_run", "startup_timeout_s", "hung_after_s", "shutdown_timeout_s"]
-)
-"""Settings of `scheduler` that no agent, and no worker, goes by."""
-
-OF_ONE_SCHEDULER = frozenset([SchedulerType.slurm.value, SchedulerType.ray.value])
-"""Sections of `scheduler` that matter only where `type` names them."""
 
 _KEYS = frozenset(known_keys(GRPOConfig, also_shared=True))
 _ELSEWHERE = shared_settings(GRPOConfig, may_differ=False)
