@@ -151,22 +151,9 @@ def chunked_logprobs(
         rows: how the V rows are spread over ranks, all of which make the call and go backward
             through it; None: this one has all.
     Returns: logprobs [N] and entropy [N] in nats, differentiable in `hidden`, `weight` and `bias`.
-    Raises: ValueError: shapes do not fit, or `chunk_tokens` is not positive.
     """
-    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"expected hidden [N, H] and targets [N], got {tuple(hidden.shape)} and "
-            f"{tuple(targets.shape)}"
-        )
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
-        raise ValueError(f"weight {tuple(weight.shape)} does not fit hidden {tuple(hidden.shape)}")
-    if temperatures is not None and temperatures.shape != targets.shape:
-        raise ValueError(
-            f"expected temperatures {tuple(targets.shape)}, one a target, got "
-            f"{tuple(temperatures.shape)}"
-        )
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens} must be >= 1")
+    assert targets.shape == hidden.shape[:1], "one target for each hidden state"
+    assert temperatures is None or temperatures.shape == targets.shape, "one for each target"
     if rows is None:
         rows = _AllRows(len(weight), hidden.dtype, adds_gradient)
     is_few = len(targets) <= chunk_tokens

@@ -28,9 +28,6 @@ class SandboxConfig:
     """How code is kept apart; docs/rewards.md, "Code that a model wrote"."""
 
     isolation: Isolation = setting(Isolation.auto)
-    environment: list[str] = setting(
-        lambda: ["PATH", "LANG"], "variables of a worker that a model's programs get"
-    )
     read: list[str] = setting(
         list, "files and folders that a model's programs may read, beside Python and /usr"
     )

@@ -23,20 +23,14 @@ from typing import Any, Final
 from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
 from areal_sc.algorithms.named_loss import NamedLoss, is_tried
-from areal_sc.config.further_models import FURTHER_MODELS
-from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
+from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSource
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ConfigError, NeverWorks, PromptTooLong, WorkflowError
 from areal_sc.hub import cached_model
-from areal_sc.nodes.spec import TRAIN_ROLE
 from areal_sc.rejection import Rejection
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.running import CodeRunner
-from areal_sc.sizing.machine import resolved_device, this_machine
-from areal_sc.sizing.model_context import known_shape
-from areal_sc.sizing.model_folder import ModelShape
-from areal_sc.sizing.worker_plan import RunPlan
 from areal_sc.sources.prompts import Prompts
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.process import importing_as_worker
@@ -76,10 +70,8 @@ def end() -> SystemExit:
     return SystemExit(0)
 
 
-def look_at_model(
-    role: str, handle: TrainHandle, loss: NamedLoss, *, is_on_this_machine: bool
-) -> None:
-    """Tries the loss, if the model has one; shows what a further model takes of this machine.
+def look_at_model(handle: TrainHandle, loss: NamedLoss) -> None:
+    """Tries the loss, if the model has one.
 
     Raises: ConfigError: the loss cannot be used. ModelError: the model's folder is there, and
         cannot be read, or has no layers of the names that an adapter is to go beside.
@@ -94,25 +86,6 @@ def look_at_model(
         from areal_sc.engines.training.adapters.lora import describe_adapter
 
         tell(describe_adapter(replace(handle.config, path=str(folder))))
-    if is_on_this_machine and role not in (TRAIN_ROLE, *FURTHER_MODELS):  # these were told before
-        _tell_memory(role, handle)
-
-
-def _tell_memory(role: str, handle: TrainHandle) -> None:
-    shape = known_shape(handle.config.path)
-    machine = this_machine()
-    kind, _ = handle.devices
-    is_cpu = resolved_device(kind, machine.num_cuda_devices, "actor.device") == Device.cpu
-    plans = [
-        replace(plan, role=role)
-        for rank in range(handle.num_workers)
-        for plan in handle.plan_worker(
-            rank, shape or ModelShape(), ["cpu" if is_cpu else f"cuda:{rank}"], machine
-        )
-    ]
-    tell(f"model {role}{', frozen' if handle.config.is_frozen else ''}, beside the others:")
-    for line in RunPlan(tuple(plans), {}, shape is not None).lines():
-        tell(f"  {line}")
 
 
 class _Model(StandIn):

@@ -184,7 +184,7 @@ class RunFolder(RunFiles):
                 take_folder(self.path).close()
             Owner.read(self.path)  # the next term counts from it
             if opening in _GOES_ON:
-                self._check_settings(config_text, opening)
+                self._check_settings(config_text)
         return opening
 
     def open(self, *, config_text: str, **wanted: Unpack[HowToOpen]) -> Opening:
@@ -207,7 +207,7 @@ class RunFolder(RunFiles):
                     "from nothing; what is left of that start is in previous/"
                 )
             elif opening in _GOES_ON:
-                for change in self._check_settings(config_text, opening):
+                for change in self._check_settings(config_text):
                     _logger.warning("setting changed since the run began: %s", change)
                 self.summary_path.unlink(missing_ok=True)  # a finished run gets more steps
             if not self._begun_with():
@@ -352,14 +352,12 @@ class RunFolder(RunFiles):
         for name in _SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
 
-    def _check_settings(self, config_text: str, opening: Opening) -> list[str]:
+    def _check_settings(self, config_text: str) -> list[str]:
         """Compares the settings with those that the run was begun with: `check_resumable`."""
-        last = self._last_settings()
-        begun = self._begun_with() or last
+        begun = self._begun_with() or self._last_settings()
         if not begun:
             return [f"not known, as {self.config_path} is gone; the command's own settings count"]
-        lives_with = last if opening is Opening.attach else ""
-        return check_resumable(begun, config_text, lives_with=lives_with)
+        return check_resumable(begun, config_text)
 
     def _begun_with(self) -> str:
         """The settings that the run was begun with; "" where an older areal_sc began it."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from areal_sc.config.loading.differences import OF_ONE_SCHEDULER, OF_SCRIPT
 from areal_sc.config.schema import SchedulerConfig
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import RunFolderError, TransportError
 from areal_sc.nodes.spec import CALLS_FORMAT
 from areal_sc.run.agent_files import living_agents
@@ -24,6 +24,14 @@ from areal_sc.transport.security.passes import Passes
 from areal_sc.transport.sockets.interface import Interface
 
 logger = logging.getLogger(__name__)
+
+_OF_SCRIPT = frozenset(
+    ["resume", "overwrite", "dry_run", "startup_timeout_s", "hung_after_s", "shutdown_timeout_s"]
+)
+"""Settings that no agent, and no worker, goes by."""
+
+_OF_ONE_SCHEDULER = frozenset([SchedulerType.slurm.value, SchedulerType.ray.value])
+"""Sections that matter only where `type` names them."""
 
 
 class OpenRun:
@@ -120,5 +128,5 @@ def settings_of_agents(config: SchedulerConfig, calls_format: int = CALLS_FORMAT
         calls_format: of the agents.
     """
     settings: dict[str, Any] = {**to_builtins(config), "calls_format": calls_format}
-    others = OF_SCRIPT | (OF_ONE_SCHEDULER - {config.type})
+    others = _OF_SCRIPT | (_OF_ONE_SCHEDULER - {config.type})
     return {key: value for key, value in settings.items() if key not in others}

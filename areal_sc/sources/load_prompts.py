@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain, count
@@ -330,39 +329,10 @@ def _load(
         raise WorkflowError(
             f"{where}: {what}; expected one ({endings}), or a name of the hub, owner/name"
         )
-    with _offline_if_away(path):
-        try:
-            return datasets.load_dataset(
-                **source, split=split, revision=revision, streaming=streaming
-            )
-        except Exception as error:  # those of readers, of the hub and of the disk
-            failure = error
-    raise WorkflowError(f"{where}: {_why_not_loaded(failure, path, revision)}") from failure
-
-
-@contextmanager
-def _offline_if_away(path: str) -> Iterator[None]:
-    """Sets HF_HUB_OFFLINE=1 meanwhile if the hub cannot be reached; `datasets` tries for 25 s."""
-    import datasets
-    from huggingface_hub import HfApi, constants, errors
-
-    with ExitStack() as stack:
-        if is_hub_name(path) and not constants.HF_HUB_OFFLINE:
-            try:
-                HfApi().dataset_info(path)
-            except errors.HfHubHTTPError:  # it answers
-                pass
-            except Exception as error:  # those of its HTTP library
-                _logger.warning(
-                    "%s gives no answer, so only an earlier download is used: %r",
-                    constants.ENDPOINT,
-                    error,
-                )
-                modules: tuple[Any, ...] = (constants, datasets.config)
-                for module in modules:
-                    stack.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
-                    module.HF_HUB_OFFLINE = True
-        yield
+    try:
+        return datasets.load_dataset(**source, split=split, revision=revision, streaming=streaming)
+    except Exception as error:  # those of readers, of the hub and of the disk
+        raise WorkflowError(f"{where}: {_why_not_loaded(error, path, revision)}") from error
 
 
 def _why_not_loaded(error: Exception, path: str, revision: str | None) -> str:

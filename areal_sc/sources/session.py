@@ -14,13 +14,11 @@ loaded, and no node is sent such a file (its name begins with a dot).
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import re
 import sys
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,7 +56,7 @@ def write_session(folder: Path, definitions: Sequence[Any]) -> str:
     Args:
         folder: `sources` of the run.
     Returns: the location that references to them begin with.
-    Raises: WorkflowError: one uses what cannot be copied; says which. RunFolderError: the file
+    Raises: WorkflowError: one uses what cannot be copied. RunFolderError: the file
         cannot be written.
     """
     try:
@@ -115,40 +113,10 @@ def load_session(folder: Path | None, location: str) -> list[Any]:
 
 
 def _what_to_do(definitions: Sequence[Any], error: Exception) -> str:
-    seen, user = set[int](), definitions[0].__qualname__
-    what = f"{user} cannot be sent to workers from an interactive session ({error}): change it"
-    if found := next((it for one in definitions for it in _unfit_globals(one, seen)), None):
-        user, name, value = found
-        what = (
-            f"{user} uses {name}, which cannot be sent to workers from an interactive session (it "
-            f"is of type {type(value).__name__}): make it inside of {user}"
-        )
+    names = ", ".join(it.__qualname__ for it in definitions)
     return (
-        f"{what}, or put it into a file of the current folder, `rewards.py` say (a notebook cell "
-        "whose first line is `%%writefile rewards.py` writes it), and `from rewards import "
-        f"{user.partition('.')[0]}`"
+        f"{names} cannot be sent to workers from an interactive session ({error}): make what it "
+        "uses inside of it, or put it into a file of the current folder, `rewards.py` say (a "
+        "notebook cell whose first line is `%%writefile rewards.py` writes it), and `from rewards "
+        f"import {definitions[0].__qualname__.partition('.')[0]}`"
     )
-
-
-def _unfit_globals(user: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
-    """(user, name, value) of what a definition, or one that it uses, has and cannot be written."""
-    if id(user) in seen:
-        return
-    seen.add(id(user))
-    functions = vars(user).values() if isinstance(user, type) else [user]
-    for function in map(inspect.unwrap, functions):
-        if isinstance(function, types.FunctionType):
-            used = inspect.getclosurevars(function)
-            for name, value in {**used.globals, **used.nonlocals}.items():
-                if getattr(value, "__module__", None) == SESSION and hasattr(value, "__qualname__"):
-                    yield from _unfit_globals(value, seen)
-                elif not _can_be_written(value):
-                    yield user.__qualname__, name, value
-
-
-def _can_be_written(value: Any) -> bool:
-    try:
-        cloudpickle.dumps(value)
-    except Exception:  # as in `write_session`
-        return False
-    return True

@@ -99,9 +99,6 @@ class DataPlane:
         return PlaneStats(
             store_bytes=store.num_bytes,
             store_shards=store.num_shards,
-            sealed_shards=store.last_sequence,
-            swept_shards=store.num_swept,
-            swept_bytes=store.swept_bytes,
             mapped_retired_bytes=store.mapped_retired_bytes,
             pulled_bytes=puller.pulled_bytes,
             mapped_bytes=puller.mapped_bytes,

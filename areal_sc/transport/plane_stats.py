@@ -12,9 +12,7 @@ class PlaneStats(Struct, frozen=True):
 
     Attributes:
         store_bytes, store_shards: held now.
-        sealed_shards: since the start.
-        swept_shards, swept_bytes: forgotten.
-        mapped_retired_bytes: of the swept bytes those that others still read, and so still held.
+        mapped_retired_bytes: of forgotten shards those that others still read, and so still held.
         pulled_bytes: came from elsewhere.
         mapped_bytes: came from other workers' memory on this node.
         local_bytes: came from the own store.
@@ -25,9 +23,6 @@ class PlaneStats(Struct, frozen=True):
 
     store_bytes: int = 0
     store_shards: int = 0
-    sealed_shards: int = 0
-    swept_shards: int = 0
-    swept_bytes: int = 0
     mapped_retired_bytes: int = 0
     pulled_bytes: int = 0
     mapped_bytes: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -24,7 +24,6 @@ from areal_sc.config.loading.removed_settings import (
 )
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.server_settings import ServerProgramConfig, ServersConfig
-from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import RunFolderError
 
 FIXED = {
@@ -68,23 +67,6 @@ FREE = (
 
 _FREE_ONCE = ("samples", "rollout.samples", *ROOM_FOR_REPEATS)
 """The same of an older areal_sc."""
-
-OF_SCRIPT = frozenset(
-    ["resume", "overwrite", "dry_run", "startup_timeout_s", "hung_after_s", "shutdown_timeout_s"]
-)
-"""Settings of `scheduler` that no agent, and no worker, goes by."""
-
-OF_ONE_SCHEDULER = frozenset([SchedulerType.slurm.value, SchedulerType.ray.value])
-"""Sections of `scheduler` that matter only where `type` names them."""
-
-STARTED_AGAIN = {
-    "actor": "train workers that live are started again, from the newest snapshot",
-    **dict.fromkeys(FURTHER_MODELS, "ranks of a model that live are started again"),
-    "rollout": "rollout workers that live are started again, and so are their groups",
-    "scheduler": "all workers that live are started again, from the newest snapshot",
-}
-"""Section -> what a change of it means for workers that a killed script has left: they were started
-with the settings of that time. Settings that they share count for each section that reads them."""
 
 _KEYS = frozenset(known_keys(GRPOConfig, also_shared=True))
 _ELSEWHERE = shared_settings(GRPOConfig, may_differ=False)
@@ -150,12 +132,10 @@ def settings_of(text: str) -> dict[str, Any]:
     return settings
 
 
-def check_resumable(old_text: str, new_text: str, *, lives_with: str = "") -> list[str]:
+def check_resumable(old_text: str, new_text: str) -> list[str]:
     """Checks that a run begun with one configuration can go on with another.
 
-    Args:
-        lives_with: the configuration that workers which live were started with; "": none live.
-    Returns: the changed settings that deserve a warning, and what becomes of workers that live.
+    Returns: the changed settings that deserve a warning.
     Raises: RunFolderError: settings changed that cannot; lists them and the reasons.
     """
     differences = config_differences(old_text, new_text)
@@ -178,37 +158,12 @@ def check_resumable(old_text: str, new_text: str, *, lives_with: str = "") -> li
         warnings.append(
             f"settings that there are no more, and that count no more: {', '.join(removed)}"
         )
-    if not lives_with:
-        return warnings
-    unused = OF_ONE_SCHEDULER - {_parse(new_text).get("scheduler", {}).get("type")}
-    since = config_differences(lives_with, new_text)
-    return warnings + _started_again(since, OF_SCRIPT | unused)
+    return warnings
 
 
 def _is_in(key: str, places: Iterable[str]) -> bool:
     """Whether a setting is one of these, or of a section among them."""
     return any(f"{key}.".startswith(f"{place}.") for place in places)
-
-
-def _started_again(differences: Iterable[str], of_script: Set[str]) -> list[str]:
-    """Args: of_script: what of `scheduler` touches no worker."""
-    changed: dict[str, list[str]] = {}
-    for key in differences:
-        for place in _places(key):
-            section, _, name = place.partition(".")
-            is_of_script = section == "scheduler" and name.partition(".")[0] in of_script
-            if section in STARTED_AGAIN and not is_of_script:
-                changed.setdefault(section, []).append(place)
-    return [f"{STARTED_AGAIN[section]}: {', '.join(keys)}" for section, keys in changed.items()]
-
-
-def _places(key: str) -> Iterator[str]:
-    """A setting, and the fields that have its value."""
-    yield key
-    for path, template in _ELSEWHERE.items():
-        target = template.removeprefix("${").partition("}")[0]
-        if f"{key}.".startswith(f"{target}."):
-            yield path + key.removeprefix(target)
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -110,8 +110,6 @@ def refused_value(
         reason = f"not a valid ${{...}}: {reason}"
     elif annotation is not None:
         reason = f"expected {expected(annotation)}, got {value!r}"
-    if key.endswith("activation_checkpointing") and isinstance(value, bool):
-        reason += f": {str(value).lower()} is called {'layers' if value else 'none'} now"
     return ConfigError(f"{where}: {error.full_key or key}: {reason}")
 
 

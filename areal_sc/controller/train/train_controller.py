@@ -25,7 +25,6 @@ from pathlib import Path
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, is_tried, loss_of
 from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.config.schema import ActorConfig
-from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.ledger.journal import ledger_on_disk
@@ -116,8 +115,7 @@ class TrainController(Controller):
     def look(self) -> None:
         from areal_sc.controller.dry_run import look_at_model
 
-        is_here = self.scheduler.config.type == SchedulerType.local
-        look_at_model(self.role, self.engine, self._loss, is_on_this_machine=is_here)
+        look_at_model(self.engine, self._loss)
 
     async def start_async(self) -> None:
         """Starts the ranks and builds the engine in each.

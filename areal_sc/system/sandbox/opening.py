@@ -6,12 +6,16 @@ import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pkgutil import resolve_name
+from typing import Final
 
 from areal_sc.config.sandbox_settings import Isolation, SandboxConfig
 from areal_sc.errors import ConfigError, SandboxError
 from areal_sc.system.cgroups import num_cores
 from areal_sc.system.sandbox.local import LocalSandbox
 from areal_sc.system.sandbox.program import Sandbox
+
+_ENVIRONMENT: Final = ("PATH", "LANG")
+"""Variables of a worker that a model's programs get."""
 
 
 def open_sandbox(settings: SandboxConfig) -> Sandbox:
@@ -36,7 +40,7 @@ def open_sandbox(settings: SandboxConfig) -> Sandbox:
             "rollout.sandbox.isolation is none, and code that a model wrote is not run without "
             "isolation; expected auto, or a sandbox of your own in rollout.sandbox.runner"
         )
-    environment = {name: os.environ[name] for name in settings.environment if name in os.environ}
+    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return LocalSandbox(
         num_cores(),
         settings.isolation,

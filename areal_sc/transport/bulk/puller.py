@@ -181,21 +181,16 @@ class Puller:
         self.mapped_bytes += sum(view.nbytes for view in views.values())
         dtypes = {**dtypes, **{f: dtype for it in slices for f, dtype in it.rows.fields.items()}}
         rest = {f: type_named(dtype) for f, dtype in dtypes.items() if f not in views}
-        copies = await self._copied(rest, copied, deadline) if rest else {}
-        return {name: (views if name in views else copies)[name] for name in dtypes}
-
-    async def _copied(
-        self, dtypes: Mapping[str, ValueType], slices: Sequence[OwnedSlice], deadline: float
-    ) -> dict[str, torch.Tensor]:
-        """The tensors, joined in one buffer."""
-        tensors, transfers = await _computed(len(slices), lambda: self._allocated(dtypes, slices))
-        await self._fill(transfers, deadline)
-        return tensors
+        if rest:
+            copies, transfers = await _computed(len(copied), lambda: self._allocated(rest, copied))
+            await self._fill(transfers, deadline)
+            views |= copies
+        return {name: views[name] for name in dtypes}
 
     def _allocated(
         self, dtypes: Mapping[str, ValueType], slices: Iterable[OwnedSlice]
     ) -> tuple[dict[str, torch.Tensor], dict[ShardOwner, list[Transfer]]]:
-        """The tensors, not filled yet, and what is to fill them."""
+        """The tensors, not filled yet, joined in one buffer, and what is to fill them."""
         numel = dict.fromkeys(dtypes, 0)
         for _, rows, _ in slices:
             num_values = sum(rows.lengths)

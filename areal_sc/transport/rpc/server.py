@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import zmq
 
@@ -70,45 +70,40 @@ class _Execution:
         num_bytes: of the request.
     """
 
-    method: str
     callers: set[bytes]
     num_bytes: int
     task: asyncio.Task[Any]
 
 
-class FinishedRequest(NamedTuple):
-    """`reply` is the encoded answer; None when it was too large to keep."""
-
-    method: str
-    reply: bytes | None
-
-
 class ReplayCache:
-    """The newest finished requests by id, in at most `max_bytes` of memory.
+    """Replies of the newest finished requests by id, in at most `max_bytes` of memory.
 
-    A reply over `max_reply_bytes` is forgotten at once while its id stays known: a repeat is
+    A reply over `max_reply_bytes` is forgotten at once, and None stands for it: a repeat is
     refused, not executed.
     """
 
     def __init__(self, *, max_bytes: int = 16 << 20, max_reply_bytes: int = 256 << 10) -> None:
         self._max_bytes = max_bytes
         self._max_reply_bytes = max_reply_bytes
-        self._finished: OrderedDict[str, FinishedRequest] = OrderedDict()
+        self._finished: OrderedDict[str, bytes | None] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._finished)
 
-    def get(self, request_id: str) -> FinishedRequest | None:
-        return self._finished.get(request_id)
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._finished
 
-    def add(self, request_id: str, method: str, reply: bytes) -> None:
+    def __getitem__(self, request_id: str) -> bytes | None:
+        return self._finished[request_id]
+
+    def add(self, request_id: str, reply: bytes) -> None:
         assert request_id not in self._finished
         kept = reply if len(reply) <= self._max_reply_bytes else None
-        self._finished[request_id] = FinishedRequest(method, kept)
+        self._finished[request_id] = kept
         self.num_bytes += _ENTRY_BYTES + len(kept or b"")
         while self.num_bytes > self._max_bytes:
-            _, (_, oldest) = self._finished.popitem(last=False)
+            _, oldest = self._finished.popitem(last=False)
             self.num_bytes -= _ENTRY_BYTES + len(oldest or b"")
 
 
@@ -260,22 +255,20 @@ class RpcServer:
 
     def _on_request(self, routing_id: bytes, sender: str, request: Request, num_bytes: int) -> None:
         running = self._running.get(request.request_id)
-        finished = self._finished.get(request.request_id)
-        error = self._refusal(request, num_bytes, running or finished)
+        error = self._refusal(request, num_bytes)
         if error is not None:
             self._send(routing_id, encode(failure_of(error, request.request_id)))
         elif running is not None:
             running.callers.add(routing_id)
-        elif finished is not None and finished.reply is not None:
-            self._send(routing_id, finished.reply)
+        elif request.request_id in self._finished:
+            self._send(routing_id, self._finished[request.request_id] or b"")
         else:
             self._execute(routing_id, sender, request, num_bytes)
 
-    def _refusal(
-        self, request: Request, num_bytes: int, earlier: _Execution | FinishedRequest | None
-    ) -> ArealError | None:
+    def _refusal(self, request: Request, num_bytes: int) -> ArealError | None:
         """Why the request is neither executed nor answered as before; None if it is."""
         method, request_id = request.method, request.request_id
+        is_finished = request_id in self._finished
         stale = self.newest_term.refusal(request.term)
         if stale is not None:
             return stale
@@ -284,12 +277,7 @@ class RpcServer:
                 f"{method} was meant for incarnation {request.incarnation} of {self.node_id}, this "
                 f"is {self.incarnation}: it has been restarted"
             )
-        if earlier is not None and earlier.method != method:
-            return ProtocolError(
-                f"request {request_id} called {earlier.method} before, now {method}: request ids "
-                "must be unique"
-            )
-        if isinstance(earlier, FinishedRequest) and earlier.reply is None:
+        if is_finished and self._finished[request_id] is None:
             return TransportError(
                 f"{method} on {self.node_id} was executed under request id {request_id}; its reply "
                 "was too large to be kept"
@@ -298,10 +286,11 @@ class RpcServer:
             return ProtocolError(
                 f"{self.node_id} has no method {method!r}, it has {sorted(self._served)}"
             )
-        if earlier is None and (
+        is_full = (
             len(self._running) >= self._max_running
             or self._num_running_bytes + num_bytes > self._max_running_bytes
-        ):
+        )
+        if is_full and not is_finished and request_id not in self._running:
             return ServerBusy(
                 f"{self.node_id} is busy: it runs {len(self._running)} requests of "
                 f"{self._num_running_bytes} bytes, the limits are {self._max_running} and "
@@ -321,9 +310,7 @@ class RpcServer:
             self._finish(request, [routing_id], self._reply(request, outcome))
             return
         task = asyncio.create_task(outcome)
-        self._running[request.request_id] = _Execution(
-            request.method, {routing_id}, num_bytes, task
-        )
+        self._running[request.request_id] = _Execution({routing_id}, num_bytes, task)
         self._num_running_bytes += num_bytes
         task.add_done_callback(partial(self._on_executed, request))
 
@@ -342,7 +329,7 @@ class RpcServer:
         self._finish(request, execution.callers, reply)
 
     def _finish(self, request: Request, callers: Iterable[bytes], reply: bytes) -> None:
-        self._finished.add(request.request_id, request.method, reply)
+        self._finished.add(request.request_id, reply)
         for caller in callers:
             self._send(caller, reply)
 

@@ -117,16 +117,7 @@ class ZmqTransport:
         self._connections.add(connection)
         return connection
 
-    async def call_all(
-        self,
-        calls: Sequence[tuple[RpcClient, A]],
-        method: Method[A, R],
-        *,
-        timeout_s: float,
-        stops_at_error: bool = False,
-    ) -> list[R | ArealError]:
-        """See `client.call_all`."""
-        return await call_all(calls, method, timeout_s=timeout_s, stops_at_error=stops_at_error)
+    call_all = staticmethod(call_all)
 
     async def close(self) -> None:
         """Closes all connections."""

@@ -147,11 +147,7 @@ class Guard:
         guarded.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         zap = context.socket(zmq.ROUTER)
         zap.setsockopt(zmq.LINGER, 0)
-        try:
-            zap.bind(ZAP_ADDRESS)
-        except zmq.ZMQError as error:
-            zap.close()
-            raise TransportError(f"a second socket of a ZMQ context is guarded: {error}") from error
+        zap.bind(ZAP_ADDRESS)
         self._zap = AsyncSocket(zap, self._on_question, max_parts=2 * NUM_ZAP_FRAMES)
         monitor = monitor_of(context, guarded, _EVENTS)
         self._monitor = AsyncSocket(monitor, self._on_life_event)

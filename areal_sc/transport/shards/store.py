@@ -96,8 +96,6 @@ class TensorStore:
 
     Attributes:
         last_sequence: number of the newest shard, and of all that were ever sealed here.
-        num_swept: shards that a sweep has dropped.
-        swept_bytes: bytes of those.
     """
 
     def __init__(
@@ -112,8 +110,6 @@ class TensorStore:
         self.incarnation = incarnation
         self.max_bytes = max_bytes
         self.last_sequence = 0
-        self.num_swept = 0
-        self.swept_bytes = 0
         self._backend = backend or StoreBackend()
         self._lock = threading.Lock()
         self._sealing = threading.Lock()
@@ -191,9 +187,20 @@ class TensorStore:
     def seal(self, block: StoreBlock) -> str:
         """The id of the new shard, which can be read from now on.
 
+        Numbers are given in the order of sealing. So a number below `last_sequence` is never still
+        being written, and a mark that acknowledges it knows the shard.
+
         Raises: StoreFull, TransportError: other processes cannot be told of it; it is not sealed.
         """
-        return make_shard_id(self.incarnation, self._seal(block))
+        # a lock of its own: writing the ticket must not hold up those who read
+        with self._sealing:
+            sequence = self.last_sequence + 1
+            block.seal(sequence)
+            shard = _shard_in(block)
+            with self._lock:
+                self.last_sequence = sequence
+                self._shards[self.incarnation, sequence] = shard
+        return make_shard_id(self.incarnation, sequence)
 
     def give_up(self, block: StoreBlock) -> None:
         """Gives back what was not sealed."""
@@ -274,11 +281,8 @@ class TensorStore:
 
         with self._lock:
             dropped = list(filter(is_dropped, self._shards))
-        num_dropped, dropped_bytes = self._drop(dropped)
+        num_dropped = self._drop(dropped)
         self._backend.end_sweep()
-        with self._lock:
-            self.num_swept += num_dropped
-            self.swept_bytes += dropped_bytes
         return num_dropped
 
     def close(self) -> None:
@@ -301,22 +305,6 @@ class TensorStore:
             why = "it was never sealed"
         raise ShardGone(f"shard {shard_id} on {self.node_id} is gone: {why}")
 
-    def _seal(self, block: StoreBlock) -> int:
-        """The shard's number, given in the order of sealing.
-
-        So a number below `last_sequence` is never still being written, and a mark that
-        acknowledges it knows the shard.
-        """
-        # a lock of its own: writing the ticket must not hold up those who read
-        with self._sealing:
-            sequence = self.last_sequence + 1
-            block.seal(sequence)
-            shard = _shard_in(block)
-            with self._lock:
-                self.last_sequence = sequence
-                self._shards[self.incarnation, sequence] = shard
-        return sequence
-
     def _reserve(self, num_bytes: int) -> None:
         if not self._try_reserve(num_bytes):
             self._backend.reclaim()
@@ -334,17 +322,16 @@ class TensorStore:
             self._held_bytes += num_bytes
             return True
 
-    def _drop(self, keys: Iterable[ShardKey]) -> tuple[int, int]:
-        """How many shards and bytes were dropped; somebody else may have dropped some."""
+    def _drop(self, keys: Iterable[ShardKey]) -> int:
+        """How many shards were dropped; somebody else may have dropped some."""
         with self._lock:
             # the fields are let go here, so that only others' views keep a block from being reused
             blocks = [self._shards.pop(key).block for key in keys if key in self._shards]
         for block in blocks:
             block.free()
-        num_bytes = sum(block.layout.counted_bytes for block in blocks)
         with self._lock:
-            self._held_bytes -= num_bytes
-        return len(blocks), num_bytes
+            self._held_bytes -= sum(block.layout.counted_bytes for block in blocks)
+        return len(blocks)
 
 
 def _shard_in(block: StoreBlock) -> _StoredShard:

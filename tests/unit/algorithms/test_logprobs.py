@@ -202,20 +202,6 @@ def test_output_layers_with_a_bias(chunk_tokens: int) -> None:
     assert torch.allclose(from_logits[1], distribution.entropy())
 
 
-def test_errors() -> None:
-    hidden, weight, targets = inputs()
-    with pytest.raises(ValueError, match=r"expected hidden \[N, H\] and targets \[N\]"):
-        chunked_logprobs(hidden, weight, targets[1:])
-    with pytest.raises(ValueError, match=r"weight \(50, 15\) does not fit hidden \(37, 16\)"):
-        chunked_logprobs(hidden, weight[:, 1:], targets)
-    with pytest.raises(
-        ValueError, match=r"expected temperatures \(37,\), one a target, got \(36,\)"
-    ):
-        chunked_logprobs(hidden, weight, targets, temperatures=torch.ones(36))
-    with pytest.raises(ValueError, match="chunk_tokens=0"):
-        chunked_logprobs(hidden, weight, targets, chunk_tokens=0)
-
-
 def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy() -> None:
     """Logits of -inf, as models give to the padding of their vocabulary."""
     generator = torch.Generator().manual_seed(3)

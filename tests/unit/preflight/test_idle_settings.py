@@ -258,7 +258,6 @@ SWITCHES: dict[str, Any] = {
     "aggregation": "sequence",
     "aggregation_tokens": 7,
     "kl_coefficient": 0.5,
-    "kl_estimator": "k2",
     "entropy_coefficient": 0.2,
 }
 SHAPE = [(6, 0, 0), (3, 0, 1), (1, 1, 0), (5, 1, 0), (7, 1, 1), (4, 2, 0)]

@@ -45,14 +45,14 @@ def load(tiny_model_folder: Path, tmp_path: Path) -> Callable[..., GRPOConfig]:
 def test_what_a_section_does_not_set_is_the_actors(load: Callable[..., GRPOConfig]) -> None:
     assert further_models(load()) == {}
     config = load(
-        *("critic.optimizer.lr=0.5", "critic.path=m", "actor.optimizer.beta1=0.5"),
+        *("critic.optimizer.lr=0.5", "critic.path=m", "actor.optimizer.beta2=0.5"),
         *("actor.parallel.data=2", "reference.path=r", "reference.parallel.data=1"),
     )
     models = further_models(config)
     assert list(models) == ["reference", "critic"]
     assert {type(model) for model in models.values()} == {ActorConfig}
     critic, reference = models["critic"], models["reference"]
-    assert (critic.optimizer.lr, critic.optimizer.beta1) == (0.5, 0.5)
+    assert (critic.optimizer.lr, critic.optimizer.beta2) == (0.5, 0.5)
     assert (critic.head, critic.is_frozen, critic.parallel.data) == (ModelHead.value, False, 2)
     assert (reference.head, reference.is_frozen, reference.parallel.data) == (
         ModelHead.lm,

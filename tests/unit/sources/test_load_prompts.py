@@ -98,7 +98,6 @@ def test_the_first_start_downloads_and_the_second_does_not(hub: HubServer, tmp_p
     assert not any(".parquet" in line and "GET" in line for line in hub.asked)
     assert loaded(hub, tmp_path, SCHOOL, HF_HUB_OFFLINE="1") == [plain]
     assert not hub.asked
-    assert loaded(hub, tmp_path, SCHOOL, HF_ENDPOINT="http://127.0.0.1:9") == [plain]
 
 
 def test_what_cannot_be_had_says_what_to_do(hub: HubServer, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from areal_sc.config.fields import known_keys
 from areal_sc.config.loading.differences import (
     FIXED,
     FREE,
-    STARTED_AGAIN,
     check_resumable,
     config_differences,
 )
@@ -75,30 +74,6 @@ def test_other_changes_are_reported(text_of: TextOf) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "sections"),
-    [
-        ("actor.optimizer.lr=0.5", ["actor"]),
-        ("rollout.max_staleness=1", ["rollout"]),
-        ("generation.temperature=0.5", ["rollout"]),
-        ("transport.encrypt=true", ["scheduler"]),
-        ("scheduler.hung_after_s=9", []),
-        ("actor.parallel.data=2", ["actor"]),  # also of the nodes of SLURM's jobs
-        ("evaluation.every_steps=5", []),
-        ("checkpoint.every_steps=5", []),
-    ],
-)
-def test_workers_that_live_are_started_again_if_their_settings_changed(
-    text_of: TextOf, override: str, sections: list[str]
-) -> None:
-    old, new = text_of(), text_of(override)
-    changed = check_resumable(old, new)
-    told = check_resumable(old, new, lives_with=old)[len(changed) :]
-    expected = [STARTED_AGAIN[section] for section in sections]
-    assert [line.partition(":")[0] for line in told] == expected
-    assert check_resumable(old, new, lives_with=new) == changed
-
-
-@pytest.mark.parametrize(
     ("override", "line"),
     [
         ("seed=1", "seed: 0 -> 1"),
@@ -128,7 +103,7 @@ def test_settings_that_there_are_no_more_are_named_unless_they_said_nothing(
     assert "no more" not in str(check_resumable(yaml.safe_dump(settings), new))
     settings["rollout"] |= {"seed": 3, "max_prefill_tokens": 9}
     old = yaml.safe_dump(settings)
-    said = check_resumable(old, new, lives_with=new)
+    said = check_resumable(old, new)
     assert said[-1] == (
         "settings that there are no more, and that count no more: rollout.max_prefill_tokens=9, "
         "rollout.seed=3"

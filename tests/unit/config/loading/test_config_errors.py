@@ -250,7 +250,7 @@ def test_nearest_keys_prefers_the_named_section() -> None:
     [
         ("batch_size", "rollout.train_batch_groups (prompts a step"),
         ("actor.ppo.beta", "here that is actor.ppo.kl_coefficient"),
-        ("actor.optimizer.beta", "actor.optimizer.beta1 or actor.optimizer.beta2"),
+        ("actor.optimizer.beta", "actor.optimizer.beta2"),
         ("num_generations", "rollout.group_size"),
         ("actor_rollout_ref.rollout.n", "rollout.group_size"),
         ("actor.ppo_mini_batch_size", "actor.ppo.num_minibatches (how many, not how large"),

@@ -13,7 +13,6 @@ import pytest
 import zmq
 from waiting import until
 
-from areal_sc.errors import TransportError
 from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.keys import KeyPair, RunKeys
 from areal_sc.transport.security.passes import Caller, KnownCallers, Passes
@@ -235,12 +234,3 @@ async def test_a_closed_guard_admits_nobody(keys: RunKeys) -> None:
                     after.disable_monitor()
                     monitor.close()
         assert echo.received == [b"a", b"b"]
-
-
-async def test_a_context_has_one_guarded_socket(keys: RunKeys) -> None:
-    async with guarded_echo(keys) as echo:
-        with (
-            echo.context.socket(zmq.ROUTER) as second,
-            pytest.raises(TransportError, match="a second socket of a ZMQ context is guarded"),
-        ):
-            echo.security.configure(echo.context, second)

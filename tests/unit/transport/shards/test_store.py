@@ -185,16 +185,6 @@ def test_memory_that_is_still_read_counts_until_it_is_back() -> None:
     assert (store.num_shards, store.num_bytes, store.mapped_retired_bytes) == (1, 832, 0)
 
 
-def test_counters_tell_what_was_sealed_and_swept() -> None:
-    store = store_of()
-    shards = [store.put({"x": torch.zeros(n, dtype=torch.uint8)}, [n]) for n in (10, 100, 200)]
-    store.remove(shards[0])
-    assert store.sweep([3], acknowledged=3) == 1
-    assert (store.last_sequence, store.num_swept, store.swept_bytes) == (3, 1, 128)
-    store.close()
-    assert (store.num_shards, store.num_bytes) == (0, 0)
-
-
 class PredecessorBackend(StoreBackend):
     """Has found shards 3 and 5 of an earlier life."""
 
@@ -224,7 +214,7 @@ def test_adopted_shards_keep_their_ids_until_they_are_live_no_more() -> None:
         store.describe("life0.3")["x"].slices()
     store.remove("life0.5")
     store.remove("life0.5")
-    assert (store.num_shards, store.num_bytes, store.num_swept) == (1, 64, 1)
+    assert (store.num_shards, store.num_bytes) == (1, 64)
 
 
 @given(
