@@ -75,18 +75,21 @@ def token_advantages(
     discount: float = 1.0,
     gae_lambda: float = 1.0,
     kl_coefficient: float = 0.0,
+    kl_estimator: str = "k1",
 ) -> torch.Tensor:
     """Advantages from a critic's values; a KL to the reference is a part of the reward.
 
     Args:
         tokens: with field `values`, and with a KL `behavior_logprobs` and `reference_logprobs`.
         discount, gae_lambda: see `generalized_advantages`.
-        kl_coefficient: see `token_rewards`.
+        kl_coefficient, kl_estimator: see `token_rewards` and `kl.kl_estimate`.
     Returns: [N].
     """
     fields, rows = tokens.fields, tokens.rows
     row_tokens = torch.bincount(rows.of_token, minlength=len(rows.num_tokens))
-    kl = sampled_kl(tokens) if kl_coefficient else None
+    kl = None
+    if kl_coefficient:
+        kl = sampled_kl(tokens, estimator=kl_estimator)
     rewards = token_rewards(tokens.returns, row_tokens, kl, kl_coefficient)
     values = fields["values"]
     return generalized_advantages(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,18 +72,20 @@ def critic_fields(ppo: PPOConfig) -> dict[str, TokenFunction]:
     """
     settings: dict[str, Any] = {"discount": ppo.discount, "gae_lambda": ppo.gae_lambda}
     if ppo.reward_kl_coefficient:
-        settings["kl_coefficient"] = ppo.kl_coefficient
+        settings |= {"kl_coefficient": ppo.kl_coefficient, "kl_estimator": str(ppo.kl_estimator)}
     return {
         "returns": TokenFunction("areal_sc.algorithms.gae:token_returns", settings),
         "advantages": TokenFunction("areal_sc.algorithms.gae:token_advantages", settings),
     }
 
 
-KL_OF_TOKEN: Final = TokenFunction("areal_sc.algorithms.kl:sampled_kl")
-"""The KL of a token to the reference, for `TrainController.score`, which sums it up over a row.
+def kl_of_row(ppo: PPOConfig) -> TokenFunction:
+    """The KL of a token to the reference, by `actor.ppo.kl_estimator`.
 
-`actor.ppo.kl_coefficient` times this is what `kl_place: reward` takes from the row's reward, where
-no critic gives advantages."""
+    For `TrainController.score`, which sums it up over a row: `actor.ppo.kl_coefficient` times this
+    is what `kl_place: reward` takes from the row's reward, where no critic gives advantages.
+    """
+    return TokenFunction("areal_sc.algorithms.kl:sampled_kl", {"estimator": str(ppo.kl_estimator)})
 
 
 def weight_spread(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -61,7 +61,7 @@ _SWITCHES: Final = (
     *("ratio", "gain", "clip_low", "clip_high", "clip_dual", "gate_positive", "gate_negative"),
     *("divergence", "max_divergence", "clip_center", "behavior_weight", "behavior_weight_bound"),
     *("behavior_weight_floor", "behavior_weight_cap", "max_second_moment", "max_behavior_kl"),
-    *("row_filter", "aggregation", "aggregation_tokens", "entropy_coefficient"),
+    *("row_filter", "aggregation", "aggregation_tokens", "kl_estimator", "entropy_coefficient"),
 )
 """Settings of `actor.ppo` that the policy-gradient loss has under the same name."""
 

@@ -56,6 +56,7 @@ def policy_gradient(
     aggregation: str = "token",
     aggregation_tokens: int = 0,
     kl_coefficient: float = 0.0,
+    kl_estimator: str = "k1",
     entropy_coefficient: float = 0.0,
 ) -> tuple[torch.Tensor, Metrics]:
     """L = mean_t(-g(r_t, A_t, w_t)) + beta mean_t(v_t kl_t) - c mean_t(H_t).
@@ -88,7 +89,7 @@ def policy_gradient(
             episodes * aggregation_tokens, so that no answer's length matters (Dr. GRPO,
             arXiv:2503.20783).
         aggregation_tokens: of `constant`, > 0: the most tokens of an answer, for example.
-        kl_coefficient: beta, of the KL to a reference, see `kl.kl_estimate`.
+        kl_coefficient, kl_estimator: beta, and the KL to a reference, see `kl.kl_estimate`.
         entropy_coefficient: c.
     Returns: scalar loss, and metrics of these tokens: the means `clip_fraction` (the gain was cut),
         `capped_fraction` (dropped by a weight or filter), `ratio`, `abs_advantage`,
@@ -147,7 +148,7 @@ def policy_gradient(
     metrics = {}
     if kl_coefficient:
         away = logprobs.detach() - _field(tokens, "behavior_logprobs")
-        kl = kl_estimate(logprobs, _field(tokens, "reference_logprobs"))
+        kl = kl_estimate(logprobs, _field(tokens, "reference_logprobs"), kl_estimator)
         kl = away.clamp(max=_MOST_LOG_WEIGHT).exp() * kl
         loss = loss + kl_coefficient * mean(kl)
         metrics["reference_kl"] = Metric.mean(kl)

@@ -145,6 +145,17 @@ class Aggregation(StrEnum):
     constant = "constant"
 
 
+class KLEstimator(StrEnum):
+    """How the divergence from a reference is estimated: d, d^2 / 2, or exp(-d) - 1 + d.
+
+    In a loss the gradient is that of the divergence with each of them; in a reward only with k1.
+    """
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
 class KLPlace(StrEnum):
     """Where the divergence from a reference is a penalty."""
 
@@ -266,6 +277,7 @@ class PPOConfig(Section):
     kl_coefficient: float = setting(
         0.0, "beta: the weight of the KL to the reference", ge=0, idle=_OF_KL
     )
+    kl_estimator: KLEstimator = setting(KLEstimator.k1, idle=_OF_KL)
     kl_place: KLPlace = setting(KLPlace.loss, idle=_OF_KL)
     entropy_coefficient: float = setting(
         0.0, "the weight of the mean entropy, a bonus", ge=0, idle=_OF_LOSS

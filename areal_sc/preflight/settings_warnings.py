@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from areal_sc.config.fields import value_at
 from areal_sc.config.loading.presets import preset_warnings
+from areal_sc.config.ppo_settings import KLEstimator
 from areal_sc.config.schema import GRPOConfig, RolloutEngine
 from areal_sc.errors import ModelError
 from areal_sc.preflight.idle_settings import ScriptFacts, idle_settings
@@ -24,6 +25,7 @@ def settings_warnings(config: GRPOConfig, facts: ScriptFacts) -> Iterator[str]:
         return
     yield from _stop_warnings(config)
     yield from _distribution_warnings(config)
+    yield from _estimator_warnings(config)
     yield from preset_warnings(config)
     yield from _engine_warnings(config)
 
@@ -51,6 +53,16 @@ def _stop_warnings(config: GRPOConfig) -> Iterator[str]:
                 f"generation.stop: {stop} holds a backslash and an n, not the end of a line: set "
                 'it in a YAML file, as "\\n"'
             )
+
+
+def _estimator_warnings(config: GRPOConfig) -> Iterator[str]:
+    """An estimator that is no penalty where it stands."""
+    ppo = config.actor.ppo
+    if ppo.reward_kl_coefficient and ppo.kl_estimator is not KLEstimator.k1:
+        yield (
+            f"actor.ppo.kl_estimator={ppo.kl_estimator} with actor.ppo.kl_place=reward: near the "
+            "reference such a reward has almost no gradient; that of k1 is the gradient of the KL"
+        )
 
 
 def _step_warnings(config: GRPOConfig) -> Iterator[str]:

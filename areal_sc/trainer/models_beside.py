@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from areal_sc.algorithms.named_advantage import KL_OF_TOKEN, critic_fields, explained_variance
+from areal_sc.algorithms.named_advantage import critic_fields, explained_variance, kl_of_row
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.further_models import FURTHER_MODELS, further_models
 from areal_sc.config.ppo_settings import GAE, PPOConfig
@@ -94,7 +94,7 @@ class ModelsBeside:
             batch = batch.add_rewards(scores)
             self._of_rewards["reward_model_score"] = fmean(scores)
         if beta := ppo.reward_kl_coefficient:
-            kls = actor.score(batch, KL_OF_TOKEN)
+            kls = actor.score(batch, kl_of_row(ppo))
             if ppo.advantage != GAE:
                 batch = batch.add_rewards([-beta * kl for kl in kls], is_shaping=True)
             num_tokens = sum(row.num_loss_tokens for row in batch.rows)

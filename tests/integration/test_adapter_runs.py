@@ -17,7 +17,7 @@ from areal_sc.config.lora_settings import LoraConfig
 SETTINGS = (
     *("actor.lora.rank=3", "actor.lora.targets=[q_proj,v_proj,down_proj]", "total_steps=5"),
     *("actor.optimizer.lr=1e-2", "actor.ppo.kl_coefficient=0.1", "checkpoint.every_steps=2"),
-    *("task.num_free_episodes=32", "rollout.max_staleness=0"),
+    *("task.num_free_episodes=32", "rollout.max_staleness=0", "actor.ppo.kl_estimator=k3"),
 )
 
 

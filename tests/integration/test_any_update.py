@@ -24,7 +24,7 @@ from areal_sc import (
     make_generator,
     start,
 )
-from areal_sc.algorithms.named_advantage import KL_OF_TOKEN
+from areal_sc.algorithms.named_advantage import kl_of_row
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.engines.handles import make_model
@@ -211,7 +211,7 @@ def test_what_models_say_of_rows_is_part_of_their_rewards(
     config = tiny_config(
         *("actor.parallel.data=2", "rollout.group_size=1", "rollout.train_batch_groups=5"),
         *("actor.ppo.kl_place=reward", "actor.ppo.kl_coefficient=0.5", "actor.ppo.advantage=none"),
-        *("actor.ppo.advantage_std=none", "total_steps=4"),
+        *("actor.ppo.advantage_std=none", "actor.ppo.kl_estimator=k1", "total_steps=4"),
         "actor.max_tokens_per_micro_batch=64",
         *("reference.path=${actor.path}", f"reward_model.path={tmp_path / 'scores'}"),
     )
@@ -245,7 +245,7 @@ def test_what_models_say_of_rows_is_part_of_their_rewards(
         with pytest.raises(ValueError, match="expected scores, of a model"):
             scorer.score(batch, "values")
         scored = batch.add_rewards(scorer.score(batch, "scores"))
-        kls = actor.score(scored, KL_OF_TOKEN)
+        kls = actor.score(scored, kl_of_row(config.actor.ppo))
         scored = actor.compute_advantages(scored.add_rewards([-0.5 * kl for kl in kls]))
         actor.ppo_update(actor.compute_proximal_logprobs(scored))
         actor.publish_weights(rollout)

@@ -60,7 +60,7 @@ NOT_RUN_HERE = {
     "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText": (
         "tests/unit/engines/test_multimodal.py"
     ),
-    "from areal_sc.algorithms.named_advantage import KL_OF_TOKEN": (
+    "from areal_sc.algorithms.named_advantage import kl_of_row": (
         "tests/integration/test_any_update.py"  # has the same calls
     ),
     "import asyncio": "tests/unit/rewards/test_weighted.py",

@@ -40,6 +40,7 @@ actor.algorithm, or actor.ppo.loss and actor.ppo.gain = loss_type policy_loss lo
 actor.ppo.aggregation = loss_agg_mode
 actor.ppo.kl_coefficient (it needs the field reference_logprobs; docs/several-models.md) = beta
     kl_coef kl_ctl kl_ctrl kl_loss_coef kl_beta use_kl_loss init_kl_coef kl_penalty
+actor.ppo.kl_estimator = kl_loss_type
 actor.ppo.kl_place = use_kl_in_reward
 actor.ppo.entropy_coefficient = entropy_coeff entropy_coef ent_coef
 actor.max_tokens_per_micro_batch (how many of them follows) = gradient_accumulation_steps

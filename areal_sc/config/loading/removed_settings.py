@@ -53,7 +53,6 @@ _BY_ADVICE: Final[Mapping[str, list[str]]] = {
     "such a model is never trained, nor written: leave it out": _each(
         _WITH_ADAPTER, "lora.dropout lora.save_merged lora.publish_merged"
     ),
-    "what is learned is the same with each: leave it out": ["actor.ppo.kl_estimator"],
     "it is the number of cores: leave it out": ["rollout.sandbox.num_processes"],
     "workflows say what their fields take: leave it out": ["rollout.field_bytes"],
     "it is generation.cut_answers now: `judged` in place of false": ["evaluation.cut_is_wrong"],
@@ -91,7 +90,6 @@ FORMER_DEFAULTS: Final[Mapping[str, object]] = MappingProxyType(
     {
         "actor.ppo.advantage_eps": 1e-6,
         **dict.fromkeys((f"{role}.revision" for role in ("actor", *LIKE_ACTOR)), ""),
-        "actor.ppo.kl_estimator": "k1",
         "rollout.max_lost_s": 300.0,
         "rollout.sandbox.num_processes": 0,
         "rollout.sandbox.environment": ["PATH", "LANG"],

@@ -151,7 +151,7 @@ class TrainStep:
         if is_due and not batch.has_model_rewards:
             raise ConfigError(
                 "actor.ppo.kl_place=reward: expected rewards with the KL in them "
-                "(areal_sc.algorithms.named_advantage.KL_OF_TOKEN, docs/own-loop.md)"
+                "(areal_sc.algorithms.named_advantage.kl_of_row, docs/own-loop.md)"
             )
         compute = self._advantages_of or advantage_of(self._ppo)  # which says so
         parts: list[_Part] = [(row, *part) for row in batch.rows for part in row.parts]

@@ -16,7 +16,7 @@ from areal_sc.algorithms.gae import (
 )
 from areal_sc.algorithms.loss_tokens import RowTokens
 from areal_sc.algorithms.named_advantage import critic_fields
-from areal_sc.config.ppo_settings import KLPlace, PPOConfig
+from areal_sc.config.ppo_settings import KLEstimator, KLPlace, PPOConfig
 
 
 def tensor(values: list[float]) -> torch.Tensor:
@@ -86,6 +86,7 @@ def test_token_functions_of_a_critic() -> None:
         discount=0.9,
         gae_lambda=0.8,
         kl_coefficient=0.1,
+        kl_estimator=KLEstimator.k3,
         kl_place=KLPlace.reward,
     )
     made = made_tokens([(3, 0, 0), (1, 0, 1)], seed=0)
@@ -93,7 +94,7 @@ def test_token_functions_of_a_critic() -> None:
     tokens = RowTokens(made.fields, made.rows, rewards_of_rows)
     found = {name: it.load()(tokens) for name, it in critic_fields(ppo).items()}
     d = made.fields["behavior_logprobs"] - made.fields["reference_logprobs"]
-    rewards = token_rewards(rewards_of_rows, torch.tensor([3, 1]), d, 0.1)
+    rewards = token_rewards(rewards_of_rows, torch.tensor([3, 1]), (-d).exp() + d - 1, 0.1)
     values = made.fields["values"]
     expected = generalized_advantages(
         rewards, values, torch.tensor([3, 1]), discount=0.9, gae_lambda=0.8

@@ -15,14 +15,15 @@ from loss_rows import ROW, made_tokens, shapes
 from areal_sc.algorithms.advantages import SCOPES, AdvantageRows
 from areal_sc.algorithms.loss_tokens import RowTokens
 from areal_sc.algorithms.named_advantage import (
-    KL_OF_TOKEN,
     advantage_of,
     explained_variance,
+    kl_of_row,
     weight_spread,
 )
 from areal_sc.config.ppo_settings import (
     BASELINES,
     Deviation,
+    KLEstimator,
     KLPlace,
     NormScope,
     PPOConfig,
@@ -144,12 +145,18 @@ def test_advantages_that_are_not_there(name: str, given: dict[str, Any], message
         advantage_of(PPOConfig(advantage=name, advantage_settings=given))
 
 
-def test_the_kl_of_a_row_is_of_the_policy_that_sampled() -> None:
+@pytest.mark.parametrize("estimator", list(KLEstimator))
+def test_the_kl_of_a_row_is_of_the_policy_that_sampled(estimator: KLEstimator) -> None:
     made = made_tokens([(3, 0, 0), (1, 0, 1)], seed=0)
-    function = KL_OF_TOKEN.load()
+    function = kl_of_row(PPOConfig(kl_coefficient=0.1, kl_estimator=estimator)).load()
     found = function(RowTokens(made.fields, made.rows, made.rows.reward[made.rows.of_token]))
     given = (made.fields[f"{name}_logprobs"].tolist() for name in ("behavior", "reference"))
-    expected = [mine - its for mine, its in zip(*given, strict=True)]
+    by_name = {
+        "k1": lambda d: d,
+        "k2": lambda d: d**2 / 2,
+        "k3": lambda d: math.exp(-d) + d - 1,
+    }
+    expected = [by_name[estimator](mine - its) for mine, its in zip(*given, strict=True)]
     assert found.tolist() == pytest.approx(expected, rel=1e-9)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_rows import ROW, made_tokens, shapes
 
-from areal_sc.algorithms.kl import kl_estimate
+from areal_sc.algorithms.kl import KL_ESTIMATORS, kl_estimate
 from areal_sc.algorithms.loss_tokens import LossTokens, loss_tokens_of
 from areal_sc.algorithms.named_loss import needed_fields
 from areal_sc.algorithms.policy_gradient import policy_gradient
@@ -111,6 +111,7 @@ DEFAULTS: dict[str, Any] = {
     "aggregation": "token",
     "aggregation_tokens": 0,
     "kl_coefficient": 0.0,
+    "kl_estimator": "k3",
     "entropy_coefficient": 0.0,
 }
 
@@ -199,8 +200,9 @@ def by_hand(tokens: LossTokens, **given: Any) -> Reference:
         loss -= part * weight * gain
         gradient[t] -= part * weight * slope
         d = logprobs[t] - reference[t]
+        value = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[s["kl_estimator"]]
         of_stale = math.exp(min(away[t], 5.0))
-        loss += part * s["kl_coefficient"] * of_stale * d
+        loss += part * s["kl_coefficient"] * of_stale * value
         gradient[t] += part * s["kl_coefficient"] * of_stale * d
         loss -= part * s["entropy_coefficient"] * tokens.entropy[t].item()
         of_entropy[t] = -part * s["entropy_coefficient"]
@@ -257,7 +259,7 @@ GAINS = {
     center=st.sampled_from(["proximal", "behavior", "interpolated"]),
     weight=st.sampled_from(["token", "sequence", "none"]),
     aggregation=st.sampled_from(["token", "sequence", "episode", "prompt", "constant"]),
-    has_kl=st.booleans(),
+    kl=st.sampled_from([{}, *({"kl_estimator": name} for name in KL_ESTIMATORS)]),
 )
 def test_every_combination_of_switches(
     shape: list[ROW],
@@ -268,15 +270,16 @@ def test_every_combination_of_switches(
     center: str,
     weight: str,
     aggregation: str,
-    has_kl: bool,
+    kl: dict[str, str],
 ) -> None:
     if GAINS[gain].get("gain") == "divergence":
         ratio = "token"  # refused together when settings are read
-    extra = {"kl_coefficient": 0.3, "entropy_coefficient": 0.2} if has_kl else {}
+    extra = {"kl_coefficient": 0.3, "entropy_coefficient": 0.2} if kl else {}
     assert_agree(
         made_tokens(shape, seed),
         **GAINS[gain],
         **BOUNDS[bound],
+        **kl,
         **extra,
         ratio=ratio,
         clip_center=center,
@@ -380,15 +383,34 @@ def test_the_gates_are_as_exact_as_the_tokens() -> None:
     assert loss.item() == pytest.approx(-math.fsum(gains) / len(gains), rel=1e-13)
 
 
+@given(seed=st.integers(0, 10_000), estimator=st.sampled_from(KL_ESTIMATORS))
+def test_kl_estimates(seed: int, estimator: str) -> None:
+    tokens = made_tokens(SHAPE, seed)
+    reference = tokens.fields["reference_logprobs"]
+    by_name: dict[str, Callable[[float], float]] = {
+        "k1": lambda d: d,
+        "k2": lambda d: d**2 / 2,
+        "k3": lambda d: math.exp(-d) + d - 1,
+    }
+    expected = [by_name[estimator](d) for d in (tokens.logprobs - reference).tolist()]
+    found = kl_estimate(tokens.logprobs, reference, estimator).tolist()
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
 def test_expected_values_of_kl_estimates_are_the_divergence() -> None:
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     divergence = sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
-    assert (p * kl_estimate(p.log(), q.log())).sum().item() == pytest.approx(divergence)
+    for estimator in ("k1", "k3"):
+        estimates = kl_estimate(p.log(), q.log(), estimator)
+        assert (p * estimates).sum().item() == pytest.approx(divergence)
+    with pytest.raises(ValueError, match="expected one of k1, k2, k3"):
+        kl_estimate(p, q, "k4")
 
 
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 @pytest.mark.parametrize("is_stale", [False, True])
-def test_what_a_kl_in_the_loss_trains_is_the_divergence(is_stale: bool) -> None:
+def test_what_a_kl_in_the_loss_trains_is_the_divergence(estimator: str, is_stale: bool) -> None:
     """All outcomes of a policy, each as often as the policy that sampled gives it."""
     generator = torch.Generator().manual_seed(3)
     draws = torch.randn(3, 6, dtype=torch.float64, generator=generator)
@@ -407,17 +429,18 @@ def test_what_a_kl_in_the_loss_trains_is_the_divergence(is_stale: bool) -> None:
     for outcome, weight in enumerate(behavior.exp().tolist()):
         own = {name: values[outcome : outcome + 1] for name, values in fields.items()}
         one = loss_tokens_of(policy[outcome : outcome + 1], torch.zeros(1), own, [1])
-        loss, _ = policy_gradient(one, kl_coefficient=1.0)
+        loss, _ = policy_gradient(one, kl_coefficient=1.0, kl_estimator=estimator)
         (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
         found += weight * gradient
     assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 @pytest.mark.parametrize("nats", [88.0, 95.0, 1e4])
-def test_policies_far_apart_have_a_finite_kl(nats: float) -> None:
+def test_policies_far_apart_have_a_finite_kl(estimator: str, nats: float) -> None:
     for sign in (-1, 1):
         logprobs = torch.tensor([sign * nats - 0.1, -1.0], requires_grad=True)
-        kl = kl_estimate(logprobs, torch.tensor([-0.1, -1.1]))
+        kl = kl_estimate(logprobs, torch.tensor([-0.1, -1.1]), estimator)
         kl.mean().backward()
         assert logprobs.grad is not None
         assert logprobs.grad.tolist() == pytest.approx([sign * nats / 2, 0.05], rel=1e-5)

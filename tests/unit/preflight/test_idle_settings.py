@@ -65,6 +65,7 @@ IDLE = (
     "actor.ppo.aggregation_tokens=77",
     "actor.ppo.discount=0.9",
     "actor.ppo.gae_lambda=0.9",
+    "actor.ppo.kl_estimator=k2",
     "actor.ppo.kl_place=reward",
     "actor.ppo.clip_center=behavior actor.ppo.behavior_weight_cap=2",
     "actor.ppo.clip_center=behavior actor.ppo.behavior_weight=sequence",
@@ -258,6 +259,7 @@ SWITCHES: dict[str, Any] = {
     "aggregation": "sequence",
     "aggregation_tokens": 7,
     "kl_coefficient": 0.5,
+    "kl_estimator": "k2",
     "entropy_coefficient": 0.2,
 }
 SHAPE = [(6, 0, 0), (3, 0, 1), (1, 1, 0), (5, 1, 0), (7, 1, 1), (4, 2, 0)]
