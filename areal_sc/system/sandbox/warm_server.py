@@ -31,7 +31,10 @@ from areal_sc.system.sandbox.keeper import keep
 from areal_sc.system.sandbox.layers import Landlock, Namespaces, ProgramLayer, readable_paths
 from areal_sc.system.sandbox.trees import children, end_descendants
 
-LAYERS: Final = {"namespaces": Namespaces, "landlock": Landlock}
+LAYERS: Final[dict[str, type[Namespaces | Landlock]]] = {
+    "namespaces": Namespaces,
+    "landlock": Landlock,
+}
 
 _WARM: Final = (
     *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
