@@ -209,7 +209,9 @@ class ServerClient:
         """
         body, adapter = self._body_of(request, max_support), self.adapter
         read, num_known = self._part_reader(request), 0
-        async with aclosing(self.events(self.answers_at, body | self.stream_fields)) as answers:
+        async with aclosing(
+            self.events(self.answers_at, {**body, **self.stream_fields})
+        ) as answers:
             async for answer in answers:
                 if (part := read(answer, num_known)) is None:
                     continue
