@@ -223,6 +223,7 @@ def test_bars_show_count_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
         phase.advance(10)
         now = 30.0
         phase.advance(10)
+        display._bars.refresh()  # type: ignore[attr-defined]
     shown_bar = r"training ━[━╸╺]* 20/80 0:00:30 03:00"
     lines = [line.rstrip() for line in visible_lines(shown(console))]
     assert any(re.fullmatch(shown_bar, line) for line in lines), lines
