@@ -23,13 +23,12 @@ class OptimizerConfig(Section):
 
     Attributes:
         beta1: decay of the gradient's mean.
-        eps: added to the root of the squared gradient's mean.
     """
 
     lr: float = setting(1e-6, "highest learning rate", ge=0)
     beta1: float = in_code(0.9)
     beta2: float = setting(0.999, "decay of the squared gradient's mean", ge=0, lt=1)
-    eps: float = in_code(1e-8)
+    eps: float = setting(1e-8, "added to the root of the squared gradient's mean", gt=0)
     weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0)
     max_grad_norm: float = setting(1.0, "clips the gradient's norm; 0: no clipping", ge=0)
     schedule: LrSchedule = setting(LrSchedule.constant)

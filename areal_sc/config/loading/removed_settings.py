@@ -27,7 +27,7 @@ _BY_ADVICE: Final[Mapping[str, list[str]]] = {
         *_each(("transport",), "chunk_bytes max_inflight_chunks stalled_peer_timeout_s"),
         *_each(("scheduler",), "max_log_bytes shutdown_timeout_s shipping_timeout_s"),
         *_each(("rollout",), "max_prefill_tokens max_lost_s sandbox.environment"),
-        *_each(("actor.optimizer", "critic.optimizer"), "beta1 eps"),
+        *_each(("actor.optimizer", "critic.optimizer"), "beta1"),
         *_each(("actor.ppo",), "advantage_eps gate_positive gate_negative"),
         *_each(("weight_update",), "bucket_bytes"),
         *_each(("servers", *_SERVERS), "busy_limit_s"),
