@@ -14,6 +14,7 @@ actor.optimizer.schedule = lr_scheduler_type lr_scheduler lr_decay_style lr_sche
 actor.optimizer.warmup_steps (steps, not a share) = warmup_ratio lr_warmup_steps
     lr_warmup_steps_ratio warmup_steps_proportion num_warmup_steps
 actor.optimizer.beta2 = betas adam_betas optimizer.beta adam_beta2
+actor.optimizer.eps = adam_epsilon adam_eps
 actor.optimizer.max_grad_norm = grad_clip gradient_clipping clip_grad
 actor.ppo.num_minibatches (how many, not how large; a batch is gone through once) =
     ppo_mini_batch_size mini_batch_size ppo_n_minibatches num_mini_batches num_iterations ppo_epochs

@@ -404,9 +404,9 @@ def test_warnings(load: Load, override: str, warning: str) -> None:
     [
         ("", "actor.dtype=float32 and rollout.dtype=float32 on CUDA"),
         ("rollout.dtype=bfloat16", "actor.dtype=float32 on CUDA"),
-        ("actor.device=cpu", "rollout.dtype=float32 on CUDA"),
+        ("actor.device=cpu rollout.device=auto", "rollout.dtype=float32 on CUDA"),
         ("actor.dtype=bfloat16", None),
-        ("actor.device=cpu rollout.device=cpu", None),
+        ("actor.device=cpu", None),
     ],
 )
 def test_float32_on_cuda(load: Load, settings: str, named: str | None) -> None:
