@@ -27,9 +27,8 @@ from learning_watch_runs import CASES, Case, history_of
 from preferences import accuracy
 
 from areal_sc import DPOTrainer
-from areal_sc.config.schema import Dtype
-from areal_sc.page.followed_health import FollowedHealth
 from areal_sc.records.metrics_log import History
+from areal_sc.trainer.learning_health import LearningHealth
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S: Final = 900.0
@@ -90,16 +89,14 @@ def run_dir_of(name: str, seed: int, folder: Path, steps: int | None) -> Path:
 
 def told_of(whole: History) -> tuple[list[tuple[int, str, str]], str | None]:
     """What the watch says first of each rule: (step, rule, text); and the rule at the end."""
-    health, told = FollowedHealth(), list[tuple[int, str, str]]()
-    complaints: dict[str, str] = {}
+    health, told = LearningHealth(), list[tuple[int, str, str]]()
     for number, metrics in enumerate(whole.steps, start=1):
         evaluations = [result for result in whole.evaluations if result.step <= metrics.step]
-        history = History(whole.steps[:number], evaluations)
-        complaints = health.complaints(0, history, Dtype.float32)
-        for name, text in complaints.items():
+        health.remember(History(whole.steps[:number], evaluations))
+        for name, text in health.complaints.items():
             if name not in [rule for _, rule, _ in told]:
                 told.append((metrics.step, name, text))
-    return told, next(iter(complaints), None)
+    return told, next(iter(health.complaints), None)
 
 
 def judged(run_dir: Path) -> report.Metrics:

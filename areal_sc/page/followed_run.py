@@ -24,7 +24,6 @@ from areal_sc.config.schema import Dtype
 from areal_sc.errors import RunFolderError
 from areal_sc.hub import cached_model
 from areal_sc.page.fleet_view import fleet_view, log_end
-from areal_sc.page.followed_health import FollowedHealth
 from areal_sc.page.group_book import GroupBook, GroupQuery
 from areal_sc.page.metric_columns import MetricColumns
 from areal_sc.page.page_cache import Bookmarks, cache_folder, database_of
@@ -41,6 +40,7 @@ from areal_sc.records.spans import START_UP, RecordedSpan
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder, check_is_run
 from areal_sc.run.run_status import read_status
 from areal_sc.system.json_lines import to_json
+from areal_sc.trainer.learning_health import LearningHealth
 
 READ_S: Final = 1.0
 """A view that needs all rows waits so long for those that are not read yet."""
@@ -69,7 +69,7 @@ class FollowedRun:
         self._lock, self._lock_of_groups = Lock(), Lock()
         self._columns = MetricColumns(self.folder.metrics_path)
         self._groups = GroupBook(self.folder.ledger)
-        self._health = FollowedHealth()
+        self._health, self._health_of = LearningHealth(), 0  # which epoch of the columns
         self.index = RowIndex(
             self.folder.records,
             database_of(cache, path),
@@ -134,8 +134,10 @@ class FollowedRun:
         with self._lock:
             self._columns.follow()
             columns = self._columns
-            told = self._health.complaints(columns.epoch, columns.history, self._dtype())
-            return {"complaints": told, "num_steps": columns.num_steps}
+            if columns.epoch != self._health_of:
+                self._health, self._health_of = LearningHealth(self._dtype()), columns.epoch
+            self._health.remember(columns.history)
+            return {"complaints": self._health.complaints, "num_steps": columns.num_steps}
 
     def groups(self, query: GroupQuery, at: int, limit: int) -> dict[str, Any]:
         """What `GroupBook.found` returns; each group gets a `data_row` and `rewards`.

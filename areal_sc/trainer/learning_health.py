@@ -34,6 +34,7 @@ class LearningHealth(Tracker):
 
     def __init__(self, dtype: Dtype = Dtype.float32) -> None:
         self._course = Course(MAX_MISMATCH[dtype])
+        self._num_evaluations = 0
         self._cause: tuple[str, str] | None = None  # a rule, and what it has seen
         self._last_seen = 0  # the step at which it spoke last
         self._untold: list[str] = []
@@ -47,10 +48,17 @@ class LearningHealth(Tracker):
         return {} if self._cause is None else dict([self._cause])
 
     def remember(self, history: History) -> None:
-        """What an earlier start of the run has recorded."""
-        for metrics in history.steps:
+        """Judges what is new in the records of a run, each evaluation after its step."""
+        for metrics in history.steps[self._course.num_steps :]:
+            self._remember_evaluations(history, metrics.step)
             self.on_step(metrics)
-        for result in history.evaluations:
+        if history.steps:
+            self._remember_evaluations(history, history.steps[-1].step + 1)
+
+    def _remember_evaluations(self, history: History, before_step: int) -> None:
+        for result in history.evaluations[self._num_evaluations :]:
+            if result.step >= before_step:
+                return
             self.on_evaluation(result)
 
     def take_untold(self) -> list[str]:
@@ -65,6 +73,7 @@ class LearningHealth(Tracker):
 
     def on_evaluation(self, result: EvaluationResult) -> None:
         """Judges held-out prompts beside the training so far."""
+        self._num_evaluations += 1
         self._course.add_evaluation(result)
         self._judge()
 

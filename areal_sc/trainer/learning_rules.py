@@ -66,6 +66,9 @@ MIN_STOPPED: Final = 0.5
 MIN_MOVES: Final = 20
 """Steps after which one can tell that nothing has moved."""
 
+MANY_MOVES: Final = 100
+"""Steps after which something has to show: with fewer one can wait for it."""
+
 RISING_LR: Final = 1.3
 """Newest learning rate over the mean of all steps from which on it still rises."""
 
@@ -151,19 +154,20 @@ def _tells_effect(metrics: StepMetrics) -> bool:
 
 def too_small_steps(course: Course) -> str | None:
     lr = number(course.newest[-1].train.get("lr"))
-    rise, std = course.rise(), course.reward_std()
-    can_show = NUM_ERRORS * rise.error
+    rise, can_show = course.rise(), NUM_ERRORS * course.rise().error
+    num_moves = max(MANY_MOVES, course.num_moves)
+    reach = course.reach * course.reward_std() * num_moves / max(1, course.num_moves)
     if (
         course.num_moves < MIN_MOVES
         or lr > RISING_LR * course.mean_lr
-        or not course.reach * std < can_show
+        or not reach < can_show
         or abs(rise.value) > can_show
     ):
         return None
     now = "" if math.isnan(lr) else f" (now {lr:.2g})"
     return (
-        f"the steps move nothing: {course.num_moves} of them, of {course.kl():.2g} nats a token, "
-        f"can have raised the mean reward by {course.reach * std:.2g} at most, where the error of "
+        f"the steps move nothing: {course.num_moves} of them, of {course.kl():.2g} nats a token; "
+        f"{num_moves} such can raise the mean reward by {reach:.2g} at most, where the error of "
         f"its rise is {rise.error:.2g}: raise actor.optimizer.lr{now} ten times, and again, until "
         f"proximal_kl is between 1e-4 and {WIDE_KL:g}"
     )

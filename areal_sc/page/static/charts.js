@@ -32,6 +32,7 @@ const sized = new ResizeObserver((entries) => {
   }
 });
 const HEIGHT = 190;
+const WHOLE = Array.from({ length: 36 }, (_, nth) => [1, 2, 5][nth % 3] * 10 ** Math.floor(nth / 3)); // between two ticks of what is counted
 
 /**
  * A chart that draws itself once it is in sight.
@@ -113,7 +114,7 @@ function plotted(area, { curves, marks, xLabel, min, max }) {
       y: { range: (_, low, high) => rangeOf(curves, low, high, min, max) },
     },
     axes: [
-      { ...axis, size: 26, values: (_, ticks) => ticks.map(tick) },
+      { ...axis, size: 26, values: (_, ticks) => ticks.map(tick), ...(xLabel !== "minutes" && { incrs: WHOLE }) },
       { ...axis, size: 52, values: (_, ticks) => ticks.map(tick) },
     ],
     legend: { markers: { fill: (_, nth) => (curves[nth - 1]?.isFilled ? curves[nth - 1].color : null) } },

@@ -478,6 +478,25 @@ def test_a_resumed_run_knows_how_it_began() -> None:
     assert list(health.complaints) == ["fallen reward"]
 
 
+def test_a_resumed_run_judges_each_evaluation_after_its_step() -> None:
+    """Held-out prompts gain nothing while training rises: told by what it was at their time."""
+    steps = [step(n, **rises(n / 60, random.Random(n))) for n in range(1, 61)]
+    scores = {0: 0.1, 20: 0.15, 40: 0.12, 60: 0.14}
+    evaluations = [evaluation(number, score) for number, score in scores.items()]
+    live, resumed, twice = LearningHealth(), LearningHealth(), LearningHealth()
+    live.on_evaluation(evaluations[0])
+    for metrics in steps:
+        live.on_step(metrics)
+        for result in evaluations[1:]:
+            if result.step == metrics.step:
+                live.on_evaluation(result)
+    resumed.remember(History(steps, evaluations))
+    for num_steps, num_evaluations in ((30, 2), (60, 4), (60, 4)):
+        twice.remember(History(steps[:num_steps], evaluations[:num_evaluations]))
+    assert list(live.complaints) == ["by heart"]
+    assert live.complaints == resumed.complaints == twice.complaints
+
+
 def test_records_of_an_earlier_start_may_lack_numbers() -> None:
     health = LearningHealth()
     for number in range(2 * NUM_STEPS):
