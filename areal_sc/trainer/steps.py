@@ -39,6 +39,7 @@ def count(actor: TrainController, rollout: RolloutController) -> dict[str, float
         "rejected_groups": sum(
             n for r, n in rollout.account()["rejected"].items() if r not in _NOT_REJECTED
         ),
+        **{f"episodes_again/{c}": n for c, n in rollout.groups.episodes_again.items()},
         "controller_bytes": actor.num_bytes + rollout.num_bytes,
         "worker_restarts": actor.num_restarts + rollout.num_restarts,
         **actor.publication_stats,

@@ -85,9 +85,10 @@ class KeptEpisodes:
                 continue
             group_id = it.episode.run.group_id
             runs[it.shard_id] = GroupAttempt(group_id, NOBODYS)
-            its = self._kept.setdefault(group_id, {}) if self.is_open(group_id) else None
-            if its is not None and it.episode.number not in its:
+            is_known = it.episode.number in self._kept.get(group_id, {})
+            if self.is_open(group_id) and not is_known:
                 shard = ShardReference(worker, address, it.shard_id)
+                its = self._kept.setdefault(group_id, {})
                 its[it.episode.number] = KeptEpisode(shard, it.episode)
                 runs[it.shard_id] = GroupAttempt(group_id, KEPT)
         return runs

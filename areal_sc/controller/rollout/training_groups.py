@@ -46,6 +46,11 @@ from areal_sc.workers.calls import GroupAttempt, GroupReply
 
 logger = logging.getLogger(__name__)
 
+WORKER_LOST: Final = "worker_lost"
+ROWS_LOST: Final = "rows_lost"
+NO_ROOM: Final = "no_room"
+"""Why episodes begin anew."""
+
 MAX_PASSED: Final = 1000
 """Prompts in a row that are passed over; the one after them is taken, and the loop goes on."""
 
@@ -59,6 +64,7 @@ class TrainingGroups(Groups):
     Attributes:
         admission: how many groups may begin.
         run_again: times that groups had to run again, by the worker that was lost.
+        episodes_again: that such groups had to begin anew, by the cause; what was kept is not.
         batch_metrics: means of the workflow's own metrics over the newest batch.
     """
 
@@ -68,6 +74,8 @@ class TrainingGroups(Groups):
         self._choice = PromptChoice(config.choose_prompts, config.seed)
         self.ledger = Ledger(remembers_prompts=not self._choice.takes_all)
         self.run_again = Counter[str]()
+        self.episodes_again = Counter[str]()
+        self._why_again: dict[int, str] = {}
         self.batch_metrics: dict[str, float] = {}
         self._durable = durable
         self._policy = StalenessPolicy(
@@ -230,6 +238,7 @@ class TrainingGroups(Groups):
 
     def _requeue(self, group: Group, cause: str = "its rows are gone with their worker") -> None:
         self.ledger.requeue(group.group_id, cause)
+        self._why_again[group.group_id] = ROWS_LOST
         self._restored[group.group_id] = group
         self.admission.note_finished(self.ledger.num(GroupState.finished))
 
@@ -348,6 +357,7 @@ class TrainingGroups(Groups):
         )
         for group in too_early:
             self._requeue(group, "older groups need its room")
+            self._why_again[group.group_id] = NO_ROOM
         self._workers.sweeps.begin()
 
     @property
@@ -386,14 +396,19 @@ class TrainingGroups(Groups):
 
     def _begin(self, group: Group, worker: RolloutWorkerState) -> None:
         self.ledger.start(group.group_id, worker.name)
+        if group.attempt:
+            num_again = self._config.group_size - len(self._kept.of_group(group.group_id))
+            self.episodes_again[self._why_again.pop(group.group_id, WORKER_LOST)] += num_again
 
     def _begin_again(
         self, group: Group, worker: RolloutWorkerState, error: WorkerLost | StoreFull
     ) -> None:
         cause = "had no room for its rows"
+        self._why_again[group.group_id] = NO_ROOM
         if isinstance(error, WorkerLost):
             self.run_again[worker.name] += 1
             self._kept.note_lost(group.group_id, worker.name)
+            self._why_again[group.group_id] = WORKER_LOST
             cause = "was lost"
         self.ledger.requeue(group.group_id, f"{worker.name} {cause}")
 

@@ -37,6 +37,9 @@ FOUND_BY = {
     "reply-of-an-earlier-attempt-taken": 20,
     "ledger-restored-without-its-last-records": 5,
     "rows-dropped-with-a-worker-that-leaves": 17,
+    "finished-episodes-played-again": 48,
+    "kept-episodes-swept": 55,
+    "kept-episodes-left-behind": 38,
 }
 """The first seed that finds each bug; where the code has changed, others are played, too."""
 
