@@ -13,6 +13,8 @@ from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 
+from omegaconf import MISSING
+
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
 from areal_sc.config.follow_settings import EvaluationSetConfig
@@ -31,6 +33,7 @@ from areal_sc.config.schema import (
     RolloutEngine,
     WeightUpdateMethod,
 )
+from areal_sc.config.sharing import check_shared
 from areal_sc.config.slurm_jobs import nodes_for
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
@@ -79,6 +82,7 @@ def check_config(
         ConfigError: names the setting, its value, and what is allowed.
         ModelError: the folder at `actor.path` exists and cannot be read.
     """
+    _check_python_values(config)
     check_ranges(config)
     _check_names(config)
     for key, is_met, expected in (
@@ -169,6 +173,14 @@ def _trained_models(config: GRPOConfig) -> dict[str, ActorConfig]:
 
 def _model_paths(config: GRPOConfig) -> set[str]:
     return {model.path for model in _trained_models(config).values()}
+
+
+def _check_python_values(config: GRPOConfig) -> None:
+    """Checks settings that were built in Python for what the loader makes sure of."""
+    for key in ("run_dir", "total_steps", "actor.path"):
+        if value_at(config, key) == MISSING:
+            raise ConfigError(f"{key}: no value; set it in the YAML, or when GRPOConfig is made")
+    check_shared(config)
 
 
 def _check_names(config: GRPOConfig) -> None:

@@ -201,8 +201,8 @@ STORE_SIZES = (
     "rollout.num_workers=2",
     "generation.max_new_tokens=50",
 )
-# 4 rows of 100 tokens: four fields of 4 bytes each, and one of 1, which fills 7 cache lines of 64
-GROUP_BYTES = 4 * 4 * 400 + 7 * 64
+# 4 rows of 100 tokens, in whole cache lines of 64: four fields of 4 bytes each, and one of 1
+GROUP_BYTES = 4 * (4 * 7 * 64 + 2 * 64)
 
 
 @pytest.mark.parametrize(("setting", "num_groups"), [("store_bytes", 2), ("node_store_bytes", 3)])

@@ -37,8 +37,8 @@ SIZES = [
     "rollout.max_staleness=1",
     "generation.max_new_tokens=50",
 ]
-# 4 * 100 tokens: four fields of 4 bytes each, and one of 1, which fills 7 cache lines of 64
-GROUP_BYTES = 4 * 4 * 400 + 7 * 64
+# 4 episodes of 100 tokens, in whole cache lines of 64: four fields of 4 bytes each, and one of 1
+GROUP_BYTES = 4 * (4 * 7 * 64 + 2 * 64)
 ROW_BYTES = (1 + 2) * 2 * GROUP_BYTES  # eta + 1 batches admitted, one in training
 GATHERED_BYTES = 3 * 4 * NUM_PARAMETERS
 """All parameters are those of the vocabulary: at most float32, gradients, and these averaged."""

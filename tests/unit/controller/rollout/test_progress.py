@@ -15,6 +15,7 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import in_virtual_time, run_virtual
 
+from areal_sc.controller.rollout import progress
 from areal_sc.controller.rollout.progress import FIRST_NOTICE_S, LOOK_S, ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.shared_card import SharedCard
@@ -84,6 +85,11 @@ class Workers:
         return {"rollout/0": self._reports.pop(0)}
 
 
+@pytest.fixture(autouse=True)
+def lost_after_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "MAX_LOST_S", 2.5 * LOOK_S)
+
+
 HUNG = Rejection(RejectionKind.reward_timeout, "took longer", place="task.py:3")
 
 
@@ -92,7 +98,7 @@ def watched(reports: list[EpisodesReport | None], told: list[str]) -> ProgressWa
     rejections.on_warning = told.append
     workers: Any = Workers(reports)
     groups: Any = SimpleNamespace(num_awaited=1, num_finished=0)
-    return ProgressWatch(workers, rejections, 2.5 * LOOK_S, [groups], Standstill())
+    return ProgressWatch(workers, rejections, [groups], Standstill())
 
 
 def test_time_that_only_rejections_end_is_lost() -> None:
