@@ -34,8 +34,8 @@ def test_a_rank_dies_and_the_run_ends_with_an_adapter(
         steps = [step["train"] for step in run.records("step")]
         run.wait_until_gone()
     assert [step["num_updates"] for step in steps] == [2] * 5
-    # KL to the model under the adapter: 0 while that is new, whatever the policy is afterwards
-    assert 0 <= steps[0]["reference_kl"] < steps[-1]["reference_kl"]
+    # KL to the model under the adapter, as it is estimated: 0 while that is new
+    assert abs(steps[0]["reference_kl"]) < abs(steps[-1]["reference_kl"])
     # what is served is the adapter merged, and what is trained computes with it apart
     assert all(step["mismatch"] <= 1e-4 for step in steps)
 
