@@ -7,7 +7,7 @@ from areal_sc.config.schema import GRPOConfig
 
 MAX_OWN = 192
 """Most settings that have a value of their own."""
-MAX_PLACES = 271
+MAX_PLACES = 278
 """Most places in a run's YAML, also those where a value is taken from elsewhere unless given."""
 
 
