@@ -229,9 +229,11 @@ class PackedModel(nn.Module):
         for rows in self.spread_rows:
             rows.forget_gradients()
         for unit in self._units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
-                for gathered in group.fsdp_params:
-                    gathered.unsharded_accumulated_grad = None
+            group = unit._get_fsdp_state()._fsdp_param_group
+            for gathered in group.fsdp_params if group else ():
+                gathered.unsharded_accumulated_grad = None
+                if hasattr(gathered, "_unsharded_param"):  # in float32 they stay there
+                    gathered._unsharded_param.grad = None
 
     @property
     def body(self) -> Any:

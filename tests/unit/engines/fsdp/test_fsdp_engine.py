@@ -659,3 +659,33 @@ def test_ranks_meet_once_where_memory_has_room_for_it(
             monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1 << 40))
             assert engine._has_room_to_meet_once(num_tokens) == is_enough
     engine.close()
+
+
+def test_what_a_failed_update_has_added_up_is_forgotten(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ranks meet once an update, FSDP holds the gradients of earlier micro-batches."""
+    engine = FSDPEngine(replace(actor_config(model_folder), cpu_offload=True))  # FSDP, on one rank
+    engine.initialize(0, 1, "")
+    engine._model.meet_once()
+    engine.begin_snapshot(tmp_path / "snapshot").result()
+    expected = ppo_update(engine, [make_rows()], step=0)
+    assert expected["num_micro_batches"] > 1
+    after = weights(engine)
+    engine.load_snapshot(tmp_path / "snapshot")
+    begun = list[bool]()
+    begin = engine._model.begin_micro_batch
+
+    def fail_at_the_second(*, is_last: bool) -> None:
+        begun.append(is_last)
+        if len(begun) == 2:
+            raise RuntimeError("no memory")
+        begin(is_last=is_last)
+
+    monkeypatch.setattr(engine._model, "begin_micro_batch", fail_at_the_second)
+    with pytest.raises(RuntimeError, match="no memory"):
+        ppo_update(engine, [make_rows(1)], step=0)
+    engine.load_snapshot(tmp_path / "snapshot")
+    assert ppo_update(engine, [make_rows()], step=0) == expected
+    assert all(torch.equal(values, after[name]) for name, values in weights(engine).items())
+    engine.close()
