@@ -3,8 +3,8 @@
     make real-model    # writes the model to .venv-models/SmolLM2-135M-Instruct
     python examples/sums.py --config configs/sums.yaml
 
-The model is asked "What is 27 + 14? Reply with the number only." An answer is right where the sum
-is its one final answer (docs/rewards.md) and it ends by itself: one that
+The model is asked "What is 27 + 14? Reply with the number only." An answer is right where the
+number is its one final answer (docs/rewards.md) and it ends by itself: one that
 `generation.max_new_tokens` cuts is wrong, so the model learns to add and to stop. Evaluations ask
 for sums that are never trained. `actor.path=<model>` takes another chat model, of a folder or the
 hub.
@@ -39,11 +39,16 @@ def sums() -> list[dict[str, Any]]:
     return random.Random(0).sample(rows, len(rows))
 
 
+def is_right(prompt: dict[str, Any], completion: str) -> float:
+    """1 for the number itself: the sum in other words, as `27 + 14`, has its value, too."""
+    return numeric_match(prompt, completion) if prompt["answer"] in completion else 0.0
+
+
 def main(argv: list[str]) -> None:
     config = load_config(argv)  # --config x.yaml key=value ...
     rows = sums()
     PPOTrainer(config).fit(
-        SingleTurnWorkflow(numeric_match, use_chat_template=True),
+        SingleTurnWorkflow(is_right, use_chat_template=True),
         rows[NUM_HELD_OUT:],
         evaluation_prompts=rows[:NUM_HELD_OUT],
     )
