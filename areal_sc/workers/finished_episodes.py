@@ -131,8 +131,15 @@ class FinishedEpisodes:
                 continue
             number, shard_id = kept.episode.number, kept.shard.shard_id
             if shard_id not in self._plane.store:
-                cost = {"num_tokens": kept.episode.num_tokens, "took_s": kept.episode.took_s}
-                shard_id = self.seal(group, number, outcome, declared, **cost).shard_id
+                copy = self.seal(
+                    group,
+                    number,
+                    outcome,
+                    declared,
+                    num_tokens=kept.episode.num_tokens,
+                    took_s=kept.episode.took_s,
+                )
+                shard_id = copy.shard_id
             found[number] = EndedEpisode(outcome, shard_id, is_taken_over=True)
         return found
 

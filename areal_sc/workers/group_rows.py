@@ -57,7 +57,7 @@ def rows_of(
     rows = []
     for row, start, own_metrics in zip(packed.metadata, packed.starts, metrics, strict=True):
         own = {name: it[start : start + row.sequence_length] for name, it in whole.items()}
-        values = {name: own[name].copy() for name in TRAJECTORY_FIELDS}
+        values: Mapping[str, Any] = {name: own[name].copy() for name in TRAJECTORY_FIELDS}
         fields = {name: own[name][0 if it.per_row else ...].copy() for name, it in declared.items()}
         rows.append(
             Trajectory(

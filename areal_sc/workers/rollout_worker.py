@@ -200,8 +200,9 @@ class RolloutWorker(Worker):
         def note_end(
             number: int, outcome: Episode | Rejection, num_tokens: int, took_s: float
         ) -> None:
-            cost = {"num_tokens": num_tokens, "took_s": took_s}
-            ended[number] = self._finished.seal(group, number, outcome, declared, **cost)
+            ended[number] = self._finished.seal(
+                group, number, outcome, declared, num_tokens=num_tokens, took_s=took_s
+            )
             if group.group_id >= 0:
                 self._group_counters["episodes_played"] += 1
                 self._group_counters["episode_tokens"] += num_tokens
@@ -243,12 +244,12 @@ class RolloutWorker(Worker):
         kept: dict[int, Episode] = {}
         rejected: dict[str, list[Rejection]] = {}
         metrics: dict[str, list[float]] = {}
-        for number, it in sorted(ended.items()):
-            if isinstance(it.outcome, Rejection):
-                rejected.setdefault(it.outcome.cause, []).append(it.outcome)
+        for number, episode in sorted(ended.items()):
+            if isinstance(episode.outcome, Rejection):
+                rejected.setdefault(episode.outcome.cause, []).append(episode.outcome)
                 continue
-            kept[number] = it.outcome
-            for name, value in episode_metrics(it.outcome).items():
+            kept[number] = episode.outcome
+            for name, value in episode_metrics(episode.outcome).items():
                 metrics.setdefault(name, []).append(value)
         declared = self.sources.workflow(group.workflow).fields
         batch = self._finished.batch_of(group, ended, declared)

@@ -133,10 +133,11 @@ def group_staleness(run: RunProcess) -> list[int]:
 def most_held(run: RunProcess, weights_bytes: int) -> tuple[int, int]:
     """(groups, bytes) in all rollout stores at the end of any step.
 
-    Each group is a shard. The trainer's store holds one more then, the newest weights.
+    Each of a group's two episodes is a shard. The trainer's store holds one more then, the newest
+    weights.
     """
     counters = [record["counters"] for record in run.records("step")]
     return (
-        max(int(values["store_shards"]) for values in counters) - 1,
+        (max(int(values["store_shards"]) for values in counters) - 1) // 2,
         max(int(values["store_bytes"]) for values in counters) - weights_bytes,
     )

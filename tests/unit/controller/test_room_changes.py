@@ -96,7 +96,8 @@ async def restarted_in_less_memory(room_groups: int) -> TrainingRun:
             if not asking.done():
                 break
         assert ledger.num(GroupState.finished) >= settings.batch_groups, "others are waited for"
-        run.cluster.room_bytes = room_groups * block_span(settings.group_bytes)
+        episode_bytes = settings.group_bytes // settings.group_size
+        run.cluster.room_bytes = room_groups * settings.group_size * block_span(episode_bytes)
         run.cluster.rollout_workers[0].end("signal 9 (SIGKILL)")
         await asking
         while run.actor.version < settings.num_steps:

@@ -101,6 +101,10 @@ def room_of(config: RolloutConfig, rooms: dict[str, list[int]]) -> StoreRoom:
     return room
 
 
+GROUP_PAGES = 2 * PAGE_BYTES
+"""Of a group of two short episodes, each of which takes whole pages."""
+
+
 def rollout_config(**changes: Any) -> RolloutConfig:
     return RolloutConfig(
         **{
@@ -118,12 +122,12 @@ def rollout_config(**changes: Any) -> RolloutConfig:
 def test_free_memory_is_counted_in_pages() -> None:
     """What a worker reports is what its node has, so it is not added up."""
     config = rollout_config(max_context_tokens=56)
-    assert max_group_bytes(config) < PAGE_BYTES // 2
-    room_of(config, {"a": [4 * PAGE_BYTES, 5 * PAGE_BYTES]})
-    room_of(config, {"a": [2 * PAGE_BYTES], "b": [2 * PAGE_BYTES]})
+    assert max_group_bytes(config) < PAGE_BYTES
+    room_of(config, {"a": [4 * GROUP_PAGES, 5 * GROUP_PAGES]})
+    room_of(config, {"a": [2 * GROUP_PAGES], "b": [2 * GROUP_PAGES]})
     room_of(config, {"a": [0, 0]})  # not known
     with pytest.raises(ConfigError) as caught:
-        room_of(config, {"a": [4 * PAGE_BYTES - 1, 5 * PAGE_BYTES]})
+        room_of(config, {"a": [4 * GROUP_PAGES - 1, 5 * GROUP_PAGES]})
     for said in (
         "transport.shared_memory: ",
         "rollout.train_batch_groups=4 groups",
@@ -135,7 +139,7 @@ def test_free_memory_is_counted_in_pages() -> None:
 
 def test_stores_without_a_limit_share_what_is_free() -> None:
     config = rollout_config(max_context_tokens=56, store_bytes=0)
-    room = room_of(config, {"a": [9 * PAGE_BYTES, 9 * PAGE_BYTES], "b": [7 * PAGE_BYTES]})
+    room = room_of(config, {"a": [9 * GROUP_PAGES, 9 * GROUP_PAGES], "b": [7 * GROUP_PAGES]})
     assert room.on_node == {"a": 9, "b": 7}
     assert room.on_worker > 9
     room_of(config, {"a": [0, 0]})  # not known
@@ -144,7 +148,7 @@ def test_stores_without_a_limit_share_what_is_free() -> None:
 @in_virtual_time
 async def test_fields_that_a_workflow_adds_take_room() -> None:
     config = rollout_config(max_context_tokens=56)
-    report = WorkerReport("rollout/0", "life", "", 1, "a", 4 * PAGE_BYTES)
+    report = WorkerReport("rollout/0", "life", "", 1, "a", 4 * GROUP_PAGES)
     member: Any = SimpleNamespace(
         name="rollout/0", index=0, has_lived=True, life=serving_life(), worker=report
     )
