@@ -201,7 +201,8 @@ async def test_an_evaluation_goes_on_elsewhere_and_tells_its_versions() -> None:
 @in_virtual_time
 async def test_rollout_batch_runs_again_what_a_dead_worker_ran_or_held() -> None:
     durations = iter([1.0, 20.0] * 20)
-    settings = Settings(behavior=Behavior(generation_s=lambda rng: next(durations)))
+    behavior = Behavior(generation_s=lambda rng: next(durations))
+    settings = Settings(group_size=1, behavior=behavior)
     async with TrainingRun(settings).started() as run:
         call = run.rollout.rollout_batch_async(run.prompts, run.workflow, 6)
         waiting = asyncio.create_task(call)

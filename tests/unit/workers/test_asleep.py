@@ -55,7 +55,9 @@ async def test_an_episode_is_late_only_by_the_time_in_which_its_engine_is_awake(
 ) -> None:
     monkeypatch.setattr(user_code, "_ASLEEP_LOOK_S", 0.01)
     monkeypatch.setattr(
-        rollout_worker, "WorkerEpisodeEngine", lambda *_: SimpleNamespace(failure=None, endless="")
+        rollout_worker,
+        "WorkerEpisodeEngine",
+        lambda *_: SimpleNamespace(failure=None, endless="", past_waits=[]),
     )
     recorder = SimpleNamespace(add_event=lambda *_: None, span=lambda *_, **__: nullcontext())
     worker: Any = RolloutWorker.__new__(RolloutWorker)
@@ -72,7 +74,9 @@ async def test_an_episode_is_late_only_by_the_time_in_which_its_engine_is_awake(
     worker.spec = SimpleNamespace(log_path="")
 
     async def play(workflow: Waits) -> Rejection:
-        found = await worker._episode(workflow, {}, SimpleNamespace(index=0), "g", None)
+        found = await worker._episode(
+            workflow, {}, SimpleNamespace(index=0), "g", 0, None, lambda *_: None
+        )
         assert isinstance(found, Rejection)
         return found
 

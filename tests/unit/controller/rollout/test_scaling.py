@@ -216,6 +216,7 @@ def numbers_found(first: int, max_staleness: int, num_steps: int) -> list[int]:
     """
     settings = Settings(
         num_steps=num_steps,
+        group_size=1,
         num_rollout_workers=first,
         autoscale=AutoscaleConfig(1, 8),
         max_staleness=max_staleness,
