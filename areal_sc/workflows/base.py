@@ -206,7 +206,7 @@ class Workflow(Referable):
         """Rewards of the episodes of one prompt, when all have ended; on the event loop.
 
         What it raises, or gives that is no list of finite numbers, rejects all of them. So does
-        taking longer than `rollout.group_timeout_s`.
+        taking longer than `rollout.reward_timeout_s`.
 
         Args:
             trajectories: the last row of each episode that was not rejected, in their order. Its
