@@ -17,8 +17,8 @@ from simulation.faults import FaultKind
 from simulation.plants import PLANTS
 
 TESTS = Path(__file__).parents[2]
-SEEDS = (*range(50), 77)
-"""77: a full disk, which is rare, as it ends all else."""
+SEEDS = (*range(50), 77, 166)
+"""77: a full disk, which is rare, as it ends all else. 166: snapshots that cannot be written."""
 MAX_SEEDS = 1000
 
 FOUND_BY = {
