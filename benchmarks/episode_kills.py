@@ -41,8 +41,8 @@ from areal_sc import (
 
 GROUP_SIZE = 8
 WORKFLOWS = {
-    "one turn": SingleTurnWorkflow(episodes.by_letters),
-    "two turns": episodes.TwoTurns(),
+    "one_turn": SingleTurnWorkflow(episodes.by_letters),
+    "two_turns": episodes.TwoTurns(),
     "agents": AgentWorkflow(agents.does),
 }
 
@@ -61,7 +61,7 @@ def measure(folder: Path, name: str, played: Workflow, num_kills: int, model: Pa
     """One run of one workflow."""
     free = [number % GROUP_SIZE for number in range(num_kills)]
     settings = (
-        *(f"run_dir={folder / name.replace(' ', '-')}", f"actor.path={model}", "task.gate=unused"),
+        *(f"run_dir={folder / name}", f"actor.path={model}", "task.gate=unused"),
         *(f"rollout.group_size={GROUP_SIZE}", "rollout.max_staleness=0"),
         *(f"rollout.train_batch_groups={num_kills}", "rollout.max_concurrent_groups=1"),
         *("rollout.max_context_tokens=16", "rollout.max_episode_tokens=32"),

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -113,14 +114,7 @@ class RolloutWorker(Worker):
         self._starting: asyncio.Task[None] | None = None
         self._weights = Adopter(self, lambda: self.engine, self._agents.clock)
         self._finished = FinishedEpisodes(spec.name, lambda: self.address, self.plane)
-        self._group_counters = {
-            "finished_groups": 0,
-            "group_s": 0.0,
-            "episodes_played": 0,
-            "episodes_taken_over": 0,
-            "episode_tokens": 0,
-            "episode_s": 0.0,
-        }
+        self._group_counters: dict[str, float] = defaultdict(int)
 
     @property
     def engine(self) -> FollowingEngine:

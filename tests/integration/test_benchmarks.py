@@ -27,6 +27,7 @@ LIMIT_S = 240
 
 PROMISED = {
     "admission --part doubling": {"lengths_double_just_in_time_steps_to_adapt"},
+    "episode_kills": {"one_turn_played_per_needed", "agents_median_recovery_s"},
     "agent_kills": {"inside_turns_trained", "outside_turns_trained", "outside_kills_in_a_call"},
     "agent_schedules": {"trained", "worker_deaths", "server_deaths"},
     "agent_sessions": {"thinking_call_cpu_ms", "at_once_late_most_ms", "resident_growth"},

@@ -35,6 +35,15 @@ from areal_sc.errors import RunFolderError, StepsLost, WorkerError
 
 SOFT = {FaultKind.scale, FaultKind.wall_clock, FaultKind.slow_disk, FaultKind.short_writes}
 """No group plays again because of these."""
+OUT_OF_REACH = {
+    FaultKind.partition,
+    FaultKind.partition_one_way,
+    FaultKind.partition_data,
+    FaultKind.hang_rollout,
+    FaultKind.hang_agent,
+    FaultKind.suspend,
+}
+"""For so long that what a worker holds may be taken for lost."""
 MAX_VIRTUAL_S = 3000.0
 MAX_TURNS = 300_000
 WALL_CLOCK_S = 1.7e9
@@ -204,7 +213,7 @@ class FaultRun(FaultyScript):
         """
         kinds = {kind for kind, _ in self.faults.struck}
         is_alone = not self.ends or (self.ends.keys() == {"killed"} and not kinds - NO_DEATH)
-        if self.has_other_room or self.cluster.losses or not is_alone:
+        if self.has_other_room or self.cluster.losses or not is_alone or kinds & OUT_OF_REACH:
             return
         again = [it for it, times in self.cluster.sealed_episodes.items() if len(times) > 1]
         assert not again, f"episodes {again} (group, number) are played again"
