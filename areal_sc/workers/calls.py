@@ -68,12 +68,16 @@ class GroupAttempt(Struct, frozen=True, array_like=True):
     attempt: int
 
 
+REST: Final = -1
+"""In place of an episode's number: the shard has all of a group that were not sealed alone."""
+
+
 class FinishedEpisode(Struct, frozen=True, array_like=True):
     """An episode of a group of training that has ended: the note of its shard.
 
     Attributes:
         run: that has played it.
-        number: of the episode within the group, from 0.
+        number: of the episode within the group, from 0; or `REST`.
         rows: of its shard; none: it was rejected.
         metrics: of each row.
         rejection: why there are no rows.

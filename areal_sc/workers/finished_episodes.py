@@ -1,7 +1,7 @@
 """Finished episodes are durable: whatever dies, what has ended is not played again.
 
     an episode ends ──► its rows are sealed, as a shard of their own, with a note ──► the group is
-                                                                                      complete
+           └── the group is complete within `SEAL_AFTER_S`: one shard for such ───►   complete
     the worker dies ──► its next life adopts the shards, and tells their notes
                     ──► the group's next attempt is given those that are there, plays the missing
                         numbers, and replies with all of them
@@ -23,6 +23,9 @@ Who knows what:
   replies: their versions are at least the group's admission version, whoever sampled them.
 - A run that is given up drops what it has sealed, since no reply will tell of it. One whose engine
   fails keeps it: the worker ends, and its next life tells.
+- To seal an episode alone costs as much as a whole group. So one of less than `LONG_S` is sealed
+  `SEAL_AFTER_S` after its end, and those of a group that is complete by then are one shard: a kill
+  costs no more than so little.
 - A rejected episode has ended, too: its shard has the note alone, and goes with the run's end.
 """
 
@@ -31,6 +34,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from msgspec import msgpack
 
@@ -39,11 +43,16 @@ from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
 from areal_sc.rejection import Rejection
 from areal_sc.token_fields import TensorMetadata
 from areal_sc.transport.plane import DataPlane
-from areal_sc.workers.calls import FinishedEpisode, GroupAttempt, KeptEpisode, RunGroup
+from areal_sc.workers.calls import REST, FinishedEpisode, GroupAttempt, KeptEpisode, RunGroup
 from areal_sc.workers.group_judging import Episode
 from areal_sc.workers.group_rows import dtypes_of, fields_of, metadata_of, rows_of
 
 logger = logging.getLogger(__name__)
+
+
+LONG_S: Final = 2.0
+SEAL_AFTER_S: Final = 0.25
+"""An episode that took so long is sealed at once, another one so much later."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +63,14 @@ class EndedEpisode:
         outcome: its rows, or why it has none.
         shard_id: in the worker's own store; "" if nothing of it is there.
         is_taken_over: an earlier attempt has played it.
+        num_tokens, took_s: what it has cost.
     """
 
     outcome: Episode | Rejection
-    shard_id: str
+    shard_id: str = ""
     is_taken_over: bool = False
+    num_tokens: int = 0
+    took_s: float = 0.0
 
 
 class FinishedEpisodes:
@@ -108,7 +120,7 @@ class FinishedEpisodes:
             [len(row.input_ids) for row in rows],
             note=msgpack.encode(note),
         )
-        return EndedEpisode(outcome, shard_id)
+        return EndedEpisode(outcome, shard_id, num_tokens=num_tokens, took_s=took_s)
 
     async def take_over(
         self, group: RunGroup, declared: Mapping[str, TensorMetadata]
@@ -149,24 +161,52 @@ class FinishedEpisodes:
         ended: Mapping[int, EndedEpisode],
         declared: Mapping[str, TensorMetadata],
     ) -> BatchMetadata | None:
-        """The rows of a complete group, whose shards of rejected episodes go; None: it has none."""
-        shards, kept, num_rows = [], dict[int, Episode](), 0
+        """The rows of a complete group, whose shards of rejected episodes go; None: it has none.
+
+        Raises: StoreFull: there is no room for what was not sealed before.
+        """
+        kept: dict[int, Episode] = {}
+        rest: Episode = []
         for number, episode in sorted(ended.items()):
             if isinstance(episode.outcome, Rejection):
                 self.drop([episode])
                 continue
             kept[number] = episode.outcome
-            run = RowRun(num_rows, 0, len(episode.outcome))
-            shards.append(ShardMetadata(self._name, self._address(), episode.shard_id, (run,)))
-            num_rows += len(episode.outcome)
+            rest += episode.outcome if not episode.shard_id else []
         if not kept:
             return None
+        rest_id = self._seal_rest(group, rest, declared) if rest else ""
+        runs: dict[str, list[RowRun]] = {}
+        num_rows = num_rest = 0
+        for number, rows in kept.items():
+            shard_id, first = ended[number].shard_id, 0
+            if not shard_id:
+                shard_id, first = rest_id, num_rest
+                num_rest += len(rows)
+            of_shard = runs.setdefault(shard_id, [])
+            begun = of_shard.pop() if of_shard and _goes_on(of_shard[-1], num_rows) else None
+            run = RowRun(num_rows, first, len(rows))
+            if begun is not None:
+                run = RowRun(begun.offset, begun.first, begun.num_rows + len(rows))
+            of_shard.append(run)
+            num_rows += len(rows)
+        shards = [
+            ShardMetadata(self._name, self._address(), shard_id, tuple(its))
+            for shard_id, its in runs.items()
+        ]
         return BatchMetadata(
             f"g{group.group_id}.{group.attempt}",
             group.admitted_version,
             (Columns(dtypes_of(declared), tuple(shards)),),
             metadata_of(group, kept),
         )
+
+    def _seal_rest(
+        self, group: RunGroup, rows: Episode, declared: Mapping[str, TensorMetadata]
+    ) -> str:
+        note = FinishedEpisode(GroupAttempt(group.group_id, group.attempt), REST)
+        lengths = [len(row.input_ids) for row in rows]
+        return self._plane.store.put(fields_of(rows, declared), lengths, note=msgpack.encode(note))
 
     def drop(self, ended: Iterable[EndedEpisode]) -> None:
         """Forgets shards of this run, of which no reply tells."""
@@ -186,3 +226,8 @@ class FinishedEpisodes:
         rows = rows_of(await self._plane.puller.pull(batch), episode.metrics, declared)
         rows[-1] = replace(rows[-1], answer=episode.answer, vote=episode.vote)
         return rows
+
+
+def _goes_on(run: RowRun, offset: int) -> bool:
+    """Whether rows of the shard behind these stand behind them in the batch, too."""
+    return run.offset + run.num_rows == offset

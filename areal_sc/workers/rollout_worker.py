@@ -18,6 +18,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -54,7 +55,12 @@ from areal_sc.workers.evaluated import (
     evaluated_text,
     evaluation_reply,
 )
-from areal_sc.workers.finished_episodes import EndedEpisode, FinishedEpisodes
+from areal_sc.workers.finished_episodes import (
+    LONG_S,
+    SEAL_AFTER_S,
+    EndedEpisode,
+    FinishedEpisodes,
+)
 from areal_sc.workers.group_judging import Episode, judged_group
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.played_groups import played_answer, played_group, row_text
@@ -188,20 +194,40 @@ class RolloutWorker(Worker):
             await asyncio.to_thread(self.recorder.flush)
         prefix_group = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
         await self.files.bring_source(group.workflow)
-        declared = self.sources.workflow(group.workflow).fields
+        workflow = self.sources.workflow(group.workflow)
+        declared = workflow.fields
         ended: dict[int, EndedEpisode] = {}
+        loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+
+        def seal(number: int) -> None:
+            it = ended[number]
+            if it.shard_id:
+                return
+            with suppress(StoreFull):  # it is tried again with the others
+                ended[number] = self._finished.seal(
+                    group,
+                    number,
+                    it.outcome,
+                    declared,
+                    num_tokens=it.num_tokens,
+                    took_s=it.took_s,
+                )
 
         def note_end(
             number: int, outcome: Episode | Rejection, num_tokens: int, took_s: float
         ) -> None:
-            ended[number] = self._finished.seal(
-                group, number, outcome, declared, num_tokens=num_tokens, took_s=took_s
-            )
+            ended[number] = EndedEpisode(outcome, num_tokens=num_tokens, took_s=took_s)
             if group.group_id >= 0:
+                is_complete = len(ended) == group.group_size and not workflow.scores_groups
+                if took_s >= LONG_S and not is_complete:
+                    seal(number)
+                elif not is_complete:
+                    timers.append(loop.call_later(SEAL_AFTER_S, seal, number))
                 self._group_counters["episodes_played"] += 1
                 self._group_counters["episode_tokens"] += num_tokens
                 self._group_counters["episode_s"] += took_s
 
+        is_closed = False
         try:
             ended |= await self._finished.take_over(group, declared)
             missing = [number for number in range(group.group_size) if number not in ended]
@@ -210,11 +236,19 @@ class RolloutWorker(Worker):
             )
             outcomes = {number: it.outcome for number, it in sorted(ended.items())}
             judged = await self._judge_group(group.workflow, group.prompt, row, outcomes)
+            complete = {number: replace(ended[number], outcome=it) for number, it in judged.items()}
+            reply = self._close_group(run, group, row, complete, began)
+            is_closed = True
         except (asyncio.CancelledError, StoreFull):
             self._finished.drop(ended.values())
+            ended.clear()
             raise
-        complete = {number: replace(ended[number], outcome=it) for number, it in judged.items()}
-        reply = self._close_group(run, group, row, complete, began)
+        finally:
+            for timer in timers:
+                timer.cancel()
+            if group.group_id >= 0 and not is_closed:  # the worker's next life will tell of them
+                for number in ended:
+                    seal(number)
         self._group_counters["episodes_taken_over"] += group.group_size - len(missing)
         if reply.batch is not None and group.group_id >= 0:  # of training
             self._group_counters["finished_groups"] += 1

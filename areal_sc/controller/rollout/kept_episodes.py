@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from areal_sc.weights.published import ShardReference
-from areal_sc.workers.calls import GroupAttempt, HeldShard, KeptEpisode
+from areal_sc.workers.calls import REST, GroupAttempt, HeldShard, KeptEpisode
 
 KEPT: Final = -1
 """In place of an attempt: the shards are for whichever comes next."""
@@ -85,8 +85,8 @@ class KeptEpisodes:
                 continue
             group_id = it.episode.run.group_id
             runs[it.shard_id] = GroupAttempt(group_id, NOBODYS)
-            is_known = it.episode.number in self._kept.get(group_id, {})
-            if self.is_open(group_id) and not is_known:
+            is_new = it.episode.number not in (REST, *self._kept.get(group_id, {}))
+            if self.is_open(group_id) and is_new:
                 shard = ShardReference(worker, address, it.shard_id)
                 its = self._kept.setdefault(group_id, {})
                 its[it.episode.number] = KeptEpisode(shard, it.episode)
