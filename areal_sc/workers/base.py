@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from msgspec import msgpack
+from msgspec.structs import replace
 
 from areal_sc.config.schema import RolloutConfig, WeightUpdateMethod
 from areal_sc.engines.handles import handle_from_plain
@@ -155,17 +156,23 @@ class Worker:
         self.plane.store.sweep(sweep.live, sweep.acknowledged, sweep.dead, adopted_live=adopted)
         return self.plane.store.last_sequence
 
-    async def adopted_shards(self, _: None) -> tuple[calls.HeldShard, ...]:
+    async def adopted_shards(self, groups: tuple[int, ...]) -> tuple[calls.HeldShard, ...]:
         own = self.spec.order.incarnation
-        return tuple(it for it in self.held_shards() if parse_shard_id(it.shard_id)[0] != own)
+        held = self.held_shards(groups)
+        return tuple(it for it in held if parse_shard_id(it.shard_id)[0] != own)
 
-    def held_shards(self) -> tuple[calls.HeldShard, ...]:
-        """All shards in the store."""
-        episode = calls.FinishedEpisode
-        return tuple(
-            calls.HeldShard(shard_id, msgpack.decode(note, type=episode) if note else None)
-            for shard_id, note in self.plane.store.notes.items()
-        )
+    def held_shards(self, groups: Collection[int]) -> tuple[calls.HeldShard, ...]:
+        """All shards in the store; of episodes of other groups than these the names alone."""
+        wanted = frozenset(groups)
+        held = []
+        for shard_id, note in self.plane.store.notes.items():
+            episode = msgpack.decode(note, type=calls.FinishedEpisode) if note else None
+            if episode is not None and episode.run.group_id not in wanted:
+                episode = calls.FinishedEpisode(episode.run, episode.number)
+            elif episode is not None:  # its text stays here, and is long
+                episode = replace(episode, answer="")
+            held.append(calls.HeldShard(shard_id, episode))
+        return tuple(held)
 
     async def stats(self, _: None) -> calls.WorkerStats:
         refused = self._security.refused.num

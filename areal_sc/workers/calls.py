@@ -76,6 +76,7 @@ class FinishedEpisode(Struct, frozen=True, array_like=True):
     """An episode of a group of training that has ended: the note of its shard.
 
     Attributes:
+        workflow, prompt: what it played, of its group.
         run: that has played it.
         number: of the episode within the group, from 0; or `REST`.
         rows: of its shard; none: it was rejected.
@@ -95,6 +96,8 @@ class FinishedEpisode(Struct, frozen=True, array_like=True):
     took_s: float = 0.0
     answer: str = ""
     vote: str | None = None
+    workflow: int = 0
+    prompt: PromptReference | None = None
 
 
 class HeldShard(Struct, frozen=True, array_like=True):
@@ -107,8 +110,10 @@ class HeldShard(Struct, frozen=True, array_like=True):
 PING = Method("ping", NoneType, NoneType)
 SWEEP = Method("sweep", Sweep, int)
 """Its reply is the number of the newest shard in the store."""
-ADOPTED_SHARDS = Method("adopted_shards", NoneType, tuple[HeldShard, ...])
-"""The shards of earlier lives of the worker that it has taken over, and still holds."""
+ADOPTED_SHARDS = Method("adopted_shards", tuple[int, ...], tuple[HeldShard, ...])
+"""The shards of earlier lives of the worker that it has taken over, and still holds.
+
+The argument has the ids of the groups of which more than the names of their episodes is told."""
 STATS = Method("stats", NoneType, WorkerStats)
 SLEEP = Method("sleep", NoneType, NoneType)
 """The engine gives up the memory of its device. It takes it again when it is asked to compute, or,

@@ -64,4 +64,5 @@ class RolloutDescription(Struct, frozen=True, array_like=True):
 
 
 DESCRIBE_RANK = Method("describe_rank", NoneType, RankDescription)
-DESCRIBE_ROLLOUT = Method("describe_rollout", NoneType, RolloutDescription)
+DESCRIBE_ROLLOUT = Method("describe_rollout", tuple[int, ...], RolloutDescription)
+"""The argument is that of `calls.ADOPTED_SHARDS`."""

@@ -38,9 +38,10 @@ from typing import Final
 
 from msgspec import msgpack
 
-from areal_sc.errors import TransportError
+from areal_sc.errors import MetadataError, TransportError
 from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
 from areal_sc.rejection import Rejection
+from areal_sc.system.waiting import all_of
 from areal_sc.token_fields import TensorMetadata
 from areal_sc.transport.plane import DataPlane
 from areal_sc.workers.calls import REST, FinishedEpisode, GroupAttempt, KeptEpisode, RunGroup
@@ -114,6 +115,8 @@ class FinishedEpisodes:
             took_s=took_s,
             answer=(rows[-1].answer if rows else "").encode(errors="replace").decode(),
             vote=rows[-1].vote if rows else None,
+            workflow=group.workflow,
+            prompt=group.prompt,
         )
         shard_id = self._plane.store.put(
             fields_of(rows, declared) if rows else {},
@@ -123,37 +126,46 @@ class FinishedEpisodes:
         return EndedEpisode(outcome, shard_id, num_tokens=num_tokens, took_s=took_s)
 
     async def take_over(
-        self, group: RunGroup, declared: Mapping[str, TensorMetadata]
-    ) -> dict[int, EndedEpisode]:
-        """The kept episodes of a group that can be had, by their numbers.
+        self,
+        group: RunGroup,
+        declared: Mapping[str, TensorMetadata],
+        ended: dict[int, EndedEpisode],
+    ) -> None:
+        """Adds the kept episodes of a group that can be had, by their numbers.
 
         Raises: StoreFull: there is no room for a copy.
         """
-        found = {}
-        for kept in group.kept:
-            try:
-                outcome = kept.episode.rejection or await self._pull_rows(kept, declared)
-            except TransportError as error:
-                logger.warning(
-                    "group=%d episode=%d plays again: %s",
-                    group.group_id,
-                    kept.episode.number,
-                    error,
-                )
+        played = group.workflow, group.prompt
+        fitting = [it for it in group.kept if (it.episode.workflow, it.episode.prompt) == played]
+        outcomes = await all_of(self._outcome(it, declared) for it in fitting)
+        for kept, outcome in zip(fitting, outcomes, strict=True):
+            if outcome is None:
                 continue
             number, shard_id = kept.episode.number, kept.shard.shard_id
-            if shard_id not in self._plane.store:
-                copy = self.seal(
-                    group,
-                    number,
-                    outcome,
-                    declared,
-                    num_tokens=kept.episode.num_tokens,
-                    took_s=kept.episode.took_s,
-                )
-                shard_id = copy.shard_id
-            found[number] = EndedEpisode(outcome, shard_id, is_taken_over=True)
-        return found
+            if shard_id in self._plane.store:
+                ended[number] = EndedEpisode(outcome, shard_id, is_taken_over=True)
+                continue
+            ended[number] = self.seal(
+                group,
+                number,
+                outcome,
+                declared,
+                num_tokens=kept.episode.num_tokens,
+                took_s=kept.episode.took_s,
+            )
+
+    async def _outcome(
+        self, kept: KeptEpisode, declared: Mapping[str, TensorMetadata]
+    ) -> Episode | Rejection | None:
+        """What a kept episode came to; None: that cannot be had, and it plays again."""
+        try:
+            return kept.episode.rejection or await self._pull_rows(kept, declared)
+        except (TransportError, MetadataError) as error:
+            run = kept.episode.run
+            logger.warning(
+                "group=%d episode=%d plays again: %s", run.group_id, kept.episode.number, error
+            )
+            return None
 
     def batch_of(
         self,
@@ -224,7 +236,10 @@ class FinishedEpisodes:
         columns = Columns(dtypes_of(declared), (where,))
         batch = BatchMetadata("kept", episode.rows[0].admitted_version, (columns,), episode.rows)
         rows = rows_of(await self._plane.puller.pull(batch), episode.metrics, declared)
-        rows[-1] = replace(rows[-1], answer=episode.answer, vote=episode.vote)
+        answer = ""  # as its tokens have it, if its worker is another one
+        if own := self._plane.store.notes.get(shard.shard_id):
+            answer = msgpack.decode(own, type=FinishedEpisode).answer
+        rows[-1] = replace(rows[-1], answer=answer, vote=episode.vote)
         return rows
 
 

@@ -97,7 +97,8 @@ class GroupRuns:
     ) -> GroupReply:
         """Keeps the reply in the turn in which rows are sealed: whoever looks finds both, or none.
 
-        A shard without a reply is nobody's for a controller that takes over.
+        A shard of a group that is complete, and has no reply, is nobody's for a controller that
+        takes over.
         """
         reply = await play()
         if run.group_id >= 0 and run not in self._given_up:

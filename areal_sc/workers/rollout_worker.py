@@ -175,9 +175,9 @@ class RolloutWorker(Worker):
         await self.compute(lambda: check_ends(folder, engine.tokenizer, config.generation))
         self._engine = engine
 
-    async def describe(self, _: None) -> RolloutDescription:
-        runs = self._runs
-        return RolloutDescription(self._weights.policy, runs.going, runs.ended, self.held_shards())
+    async def describe(self, groups: tuple[int, ...]) -> RolloutDescription:
+        runs, held = self._runs, self.held_shards(groups)
+        return RolloutDescription(self._weights.policy, runs.going, runs.ended, held)
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         run = calls.GroupAttempt(group.group_id, group.attempt)
@@ -229,7 +229,7 @@ class RolloutWorker(Worker):
 
         is_closed = False
         try:
-            ended |= await self._finished.take_over(group, declared)
+            await self._finished.take_over(group, declared, ended)
             missing = [number for number in range(group.group_size) if number not in ended]
             row, _ = await self._episodes(
                 group.prompt, group.workflow, prefix_group, missing, note_end=note_end

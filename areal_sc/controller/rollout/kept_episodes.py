@@ -31,11 +31,13 @@ class KeptEpisodes:
     """The finished episodes of open groups, by group and number.
 
     Attributes:
-        is_open: whether a group is queued or runs; set by whoever has the groups.
+        is_open, open_groups: whether a group is queued or runs, and all that are or do; set by
+            whoever has the groups.
     """
 
     def __init__(self) -> None:
         self.is_open: Callable[[int], bool] = lambda group_id: False
+        self.open_groups: Callable[[], tuple[int, ...]] = tuple
         self._kept: dict[int, dict[int, KeptEpisode]] = {}
         self._lost_with: dict[int, str] = {}
 

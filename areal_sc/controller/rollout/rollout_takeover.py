@@ -76,9 +76,10 @@ async def find_runs(
     for state in states:
         state.store.expect(shards.pop((state.name, state.member.worker.address), {}))
     found.lost += {run for held in shards.values() for run in held.values()}
-    described = await _described(states, fleet, wanted)
+    groups = tuple(sorted({run.group_id for run in wanted}))
+    described = await _described(states, fleet, wanted, groups)
     new = [state.member for state in states if state.member not in described]
-    adopted = await fleet.call_living(calls.ADOPTED_SHARDS, None, new)
+    adopted = await fleet.call_living(calls.ADOPTED_SHARDS, groups, new)
     for state in states:
         description, held = described.get(state.member), adopted.get(state.member)
         if not state.life.is_up:
@@ -123,11 +124,14 @@ def _take_over(
 
 
 async def _described(
-    states: Sequence[RolloutWorkerState], fleet: Fleet, wanted: set[GroupAttempt]
+    states: Sequence[RolloutWorkerState],
+    fleet: Fleet,
+    wanted: set[GroupAttempt],
+    groups: tuple[int, ...],
 ) -> Mapping[Member, RolloutDescription]:
     """What the workers of before say, once they run only what is wanted. The lost are left out."""
     members = [state.member for state in states if state.member.is_adopted]
-    described = await fleet.call_living(DESCRIBE_ROLLOUT, None, members)
+    described = await fleet.call_living(DESCRIBE_ROLLOUT, groups, members)
     strays = [
         (member, run)
         for member, description in described.items()
@@ -140,7 +144,7 @@ async def _described(
         *(fleet.call_living(calls.GIVE_UP_GROUP, run, [member]) for member, run in strays)
     )
     await fleet.call_living(calls.RESUME, None, members)
-    return await fleet.call_living(DESCRIBE_ROLLOUT, None, members) if strays else described
+    return await fleet.call_living(DESCRIBE_ROLLOUT, groups, members) if strays else described
 
 
 def _shards_by_worker(ledger: Ledger) -> dict[tuple[str, str], dict[str, GroupAttempt]]:

@@ -238,7 +238,8 @@ class RolloutWorkers:
         self._background.notify()
         what = "the start to read what an earlier one has left, and which rows it needs"
         await self._background.wait_until(lambda: self._is_ledger_known, what)
-        self._note_rows(state, await self._fleet.call(member, calls.ADOPTED_SHARDS, None))
+        groups = self.kept.open_groups()
+        self._note_rows(state, await self._fleet.call(member, calls.ADOPTED_SHARDS, groups))
         async with self._building([state]):
             await self._fleet.call(
                 member, calls.INITIALIZE_ENGINE, None, timeout_s=self._initialize_timeout_s

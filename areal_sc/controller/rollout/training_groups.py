@@ -84,7 +84,7 @@ class TrainingGroups(Groups):
         self.admission = Admission(config, self._policy, lambda: asyncio.get_running_loop().time())
         self._signal = GroupSignal(config)
         self._kept = tools.workers.kept
-        self._kept.is_open = self._is_open
+        self._kept.is_open, self._kept.open_groups = self._is_open, self._open_groups
         self._source: RolloutSource | None = None
         self._is_paused = False
         self._restored: dict[int, Group] = {}  # queued groups without a task
@@ -117,6 +117,10 @@ class TrainingGroups(Groups):
         """Whether its rows wait to be trained, or for the rest of their group, or are in the batch
         of the current version."""
         return self._kept.needs(run) or self.ledger.needs_rows(run.group_id, run.attempt)
+
+    def _open_groups(self) -> tuple[int, ...]:
+        unconsumed = (group.group_id for group in self.ledger.unconsumed())
+        return tuple(filter(self._is_open, unconsumed))
 
     def _is_open(self, group_id: int) -> bool:
         group = self.ledger.get(group_id)

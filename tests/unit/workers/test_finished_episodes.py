@@ -13,6 +13,7 @@ import pytest
 from msgspec import msgpack
 from msgspec.structs import replace
 
+from areal_sc.controller.rollout.kept_episodes import KeptEpisodes
 from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
@@ -22,9 +23,15 @@ from areal_sc.transport.shards.blocks import ArenaBackend
 from areal_sc.transport.shards.memory_folder import ArenaFolder
 from areal_sc.transport.shards.store import TensorStore
 from areal_sc.weights.published import ShardReference
-from areal_sc.workers.calls import FinishedEpisode, GroupAttempt, KeptEpisode, RunGroup
+from areal_sc.workers.calls import (
+    FinishedEpisode,
+    GroupAttempt,
+    HeldShard,
+    KeptEpisode,
+    RunGroup,
+)
 from areal_sc.workers.finished_episodes import EndedEpisode, FinishedEpisodes
-from areal_sc.workers.group_rows import fields_of
+from areal_sc.workers.group_rows import fields_of, rows_of
 from areal_sc.workflows.base import Trajectory
 
 DECLARED = {
@@ -136,7 +143,8 @@ async def test_the_next_life_takes_over_what_has_ended_bit_for_bit(folder: Arena
     second = Life(folder, "rollout/0", "life3")
     assert second.num_adopted == 3
     again = group(1, second.kept())
-    found = await second.episodes.take_over(again, DECLARED)
+    found: dict[int, EndedEpisode] = {}
+    await second.episodes.take_over(again, DECLARED, found)
     assert {number: it.is_taken_over for number, it in found.items()} == dict.fromkeys(PLAYED, True)
     assert found[1].outcome == REJECTED
     assert_same_rows(found[0].outcome, PLAYED[0])
@@ -156,7 +164,8 @@ async def test_another_worker_seals_a_copy_and_plays_what_is_gone(folder: ArenaF
     other = Life(folder, "rollout/1", "life2")
     first.store.remove(ended[0].shard_id)
     again = group(1, kept)
-    found = await other.episodes.take_over(again, DECLARED)
+    found: dict[int, EndedEpisode] = {}
+    await other.episodes.take_over(again, DECLARED, found)
     assert sorted(found) == [1, 3]
     batch = other.episodes.batch_of(again, found, DECLARED)
     assert batch is not None
@@ -175,3 +184,37 @@ def test_what_is_given_up_or_rejected_leaves_nothing(folder: ArenaFolder) -> Non
     rejected = {0: life.episodes.seal(group(), 0, REJECTED, DECLARED)}
     assert life.episodes.batch_of(group(), rejected, DECLARED) is None
     assert life.store.num_shards == 0
+
+
+async def test_what_was_not_sealed_alone_is_one_shard(folder: ArenaFolder) -> None:
+    life = Life(folder, "rollout/0", "life1")
+    outcomes = {0: [row(0, 9)], 1: [row(1, 5), row(2, 64)], 2: [row(3, 7)], 3: [row(4, 3)]}
+    ended = {number: EndedEpisode(rows) for number, rows in outcomes.items()}
+    ended[2] = life.episodes.seal(group(), 2, outcomes[2], DECLARED)
+    batch = life.episodes.batch_of(group(), ended, DECLARED)
+    assert batch is not None
+    assert life.store.num_shards == 2
+    rest, alone = batch.shards
+    assert [tuple(run) for run in rest.runs] == [(0, 0, 3), (4, 3, 1)]
+    assert [tuple(run) for run in alone.runs] == [(3, 0, 1)]
+    packed = await life.episodes._plane.puller.pull(batch)
+    found = rows_of(packed, [it.metrics for rows in outcomes.values() for it in rows], DECLARED)
+    assert_same_rows(found, [it for rows in outcomes.values() for it in rows])
+    life.die()
+    held = KeptEpisodes()
+    held.is_open = lambda group_id: True
+    second = Life(folder, "rollout/0", "life2")
+    shards = tuple(HeldShard(it.shard.shard_id, it.episode) for it in second.kept())
+    held.note_held("rollout/0", "tcp://rollout/0", shards)
+    assert [it.episode.number for it in held.of_group(7)] == [2], "the others are in no note"
+
+
+async def test_episodes_of_another_task_play_again(folder: ArenaFolder) -> None:
+    life = Life(folder, "rollout/0", "life1")
+    seal_all(life)
+    found: dict[int, EndedEpisode] = {}
+    other = replace(group(1, life.kept()), workflow=5)
+    await life.episodes.take_over(other, DECLARED, found)
+    assert found == {}
+    await life.episodes.take_over(group(1, life.kept()), DECLARED, found)
+    assert found.keys() == PLAYED.keys()
