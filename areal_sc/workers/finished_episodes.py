@@ -1,7 +1,7 @@
 """Finished episodes are durable: whatever dies, what has ended is not played again.
 
     an episode ends ──► its rows are sealed, as a shard of their own, with a note ──► the group is
-           └── the group is complete within `SEAL_AFTER_S`: one shard for such ───►   complete
+           └── groups are quick, and this one is complete: one shard for all ─────►   complete
     the worker dies ──► its next life adopts the shards, and tells their notes
                     ──► the group's next attempt is given those that are there, plays the missing
                         numbers, and replies with all of them
@@ -23,9 +23,10 @@ Who knows what:
   replies: their versions are at least the group's admission version, whoever sampled them.
 - A run that is given up drops what it has sealed, since no reply will tell of it. One whose engine
   fails keeps it: the worker ends, and its next life tells.
-- To seal an episode alone costs as much as a whole group. So one of less than `LONG_S` is sealed
-  `SEAL_AFTER_S` after its end, and those of a group that is complete by then are one shard: a kill
-  costs no more than so little.
+- To seal an episode alone costs as much as a whole group. Where the last `NUM_QUICK` groups of a
+  worker's life were complete within `SEAL_AFTER_S` of their first episode's end, an episode of less than
+  `LONG_S` waits so long for the others, and a complete group is one shard. So a kill costs such a
+  group two seconds, and no other one anything.
 - A rejected episode has ended, too: its shard has the note alone, and goes with the run's end.
 """
 
@@ -51,9 +52,11 @@ from areal_sc.workers.group_rows import dtypes_of, fields_of, metadata_of, rows_
 logger = logging.getLogger(__name__)
 
 
-LONG_S: Final = 2.0
-SEAL_AFTER_S: Final = 0.25
-"""An episode that took so long is sealed at once, another one so much later."""
+LONG_S: Final = 10.0
+SEAL_AFTER_S: Final = 2.0
+"""Where groups are quick, an episode is sealed so much after its end, but at once if it was long."""
+NUM_QUICK: Final = 16
+"""Groups in a row that were complete within that time make a worker's groups quick."""
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ from areal_sc.workers.evaluated import (
 )
 from areal_sc.workers.finished_episodes import (
     LONG_S,
+    NUM_QUICK,
     SEAL_AFTER_S,
     EndedEpisode,
     FinishedEpisodes,
@@ -119,6 +120,7 @@ class RolloutWorker(Worker):
         self._runs = GroupRuns(config.group_timeout_s + 2 * CANCEL_GRACE_S)
         self._starting: asyncio.Task[None] | None = None
         self._weights = Adopter(self, lambda: self.engine, self._agents.clock)
+        self._num_quick_groups = 0  # in a row
         self._finished = FinishedEpisodes(spec.name, lambda: self.address, self.plane)
         self._group_counters: dict[str, float] = defaultdict(int)
 
@@ -198,6 +200,7 @@ class RolloutWorker(Worker):
         declared = workflow.fields
         ended: dict[int, EndedEpisode] = {}
         loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+        ended_s: list[float] = []
 
         def seal(number: int) -> None:
             it = ended[number]
@@ -218,11 +221,13 @@ class RolloutWorker(Worker):
         ) -> None:
             ended[number] = EndedEpisode(outcome, num_tokens=num_tokens, took_s=took_s)
             if group.group_id >= 0:
-                is_complete = len(ended) == group.group_size and not workflow.scores_groups
-                if took_s >= LONG_S and not is_complete:
-                    seal(number)
-                elif not is_complete:
+                is_last = len(ended) == group.group_size and not workflow.scores_groups
+                is_quick = self._num_quick_groups >= NUM_QUICK and took_s < LONG_S
+                if is_quick and not is_last:
                     timers.append(loop.call_later(SEAL_AFTER_S, seal, number))
+                elif not is_last:
+                    seal(number)
+                ended_s.append(loop.time())
                 self._group_counters["episodes_played"] += 1
                 self._group_counters["episode_tokens"] += num_tokens
                 self._group_counters["episode_s"] += took_s
@@ -239,6 +244,8 @@ class RolloutWorker(Worker):
             complete = {number: replace(ended[number], outcome=it) for number, it in judged.items()}
             reply = self._close_group(run, group, row, complete, began)
             is_closed = True
+            is_quick = loop.time() - min(ended_s, default=-math.inf) < SEAL_AFTER_S
+            self._num_quick_groups = self._num_quick_groups + 1 if is_quick else 0
         except (asyncio.CancelledError, StoreFull):
             self._finished.drop(ended.values())
             ended.clear()
