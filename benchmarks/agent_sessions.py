@@ -27,8 +27,8 @@ import chat_turns
 import report
 from planes_role import resident_bytes
 
-from areal_sc.agents.server import AgentServer, OpenSession
-from areal_sc.agents.session import SessionSettings
+from areal_sc.agents.server import AgentServer
+from areal_sc.agents.session import Session, SessionSettings
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
 
@@ -74,7 +74,7 @@ async def play(
     """What the calls of so many agents cost, from the first to the last, and their rows then."""
     sampling = GenerationConfig(max_new_tokens=100)
     async with contextlib.AsyncExitStack() as stack:
-        sessions: list[OpenSession] = [
+        sessions: list[Session] = [
             await stack.enter_async_context(server.open(engine, sampling, SessionSettings()))
             for _ in range(num_agents)
         ]

@@ -92,6 +92,8 @@ class FilesBeside:
             except WorkerStartError as error:  # another process has its port, say
                 logger.error("%s", error)
                 pause_s = self._deaths.note_death()
+        if pause_s is None:
+            logger.error("files are served no more: nodes that share no folder wait in vain")
 
     def _tell(self, process: subprocess.Popen[bytes], news: threading.Event) -> None:
         """Which passes are void: before it serves, and whenever there are more; until its end.

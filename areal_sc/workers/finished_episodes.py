@@ -24,9 +24,9 @@ Who knows what:
 - A run that is given up drops what it has sealed, since no reply will tell of it. One whose engine
   fails keeps it: the worker ends, and its next life tells.
 - To seal an episode alone costs as much as a whole group. Where the last `NUM_QUICK` groups of a
-  worker's life were complete within `SEAL_AFTER_S` of their first episode's end, an episode of less than
-  `LONG_S` waits so long for the others, and a complete group is one shard. So a kill costs such a
-  group two seconds, and no other one anything.
+  worker's life were complete within `SEAL_AFTER_S` of their first episode's end, an episode of less
+  than `LONG_S` waits so long for the others, and a complete group is one shard. So a kill costs
+  such a group two seconds, and no other one anything.
 - A rejected episode has ended, too: its shard has the note alone, and goes with the run's end.
 """
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 LONG_S: Final = 10.0
 SEAL_AFTER_S: Final = 2.0
-"""Where groups are quick, an episode is sealed so much after its end, but at once if it was long."""
+"""Where groups are quick, an episode is sealed so much after its end; at once if it was long."""
 NUM_QUICK: Final = 16
 """Groups in a row that were complete within that time make a worker's groups quick."""
 

@@ -125,6 +125,10 @@ def settings_of(text: str) -> dict[str, Any]:
     Raises: RunFolderError: the text is not a YAML mapping.
     """
     settings = dict(_leaves(_parse(text)))
+    for key in [key for key in settings if key.endswith(".revision")]:  # a part of the path now
+        revision, place = settings.pop(key), f"{key.removesuffix('.revision')}.path"
+        if revision and place in settings:
+            settings[place] = f"{settings[place]}@{revision}"
     for section, name in _PRESENT_BY.items():  # what is not there has no settings
         if not settings.get(f"{section}.{name}"):
             for key in [key for key in settings if key.startswith(f"{section}.")]:

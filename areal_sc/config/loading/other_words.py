@@ -13,7 +13,9 @@ actor.optimizer.lr = learning_rate actor_lr actor_learning_rate
 actor.optimizer.schedule = lr_scheduler_type lr_scheduler lr_decay_style lr_scheduler_kwargs
 actor.optimizer.warmup_steps (steps, not a share) = warmup_ratio lr_warmup_steps
     lr_warmup_steps_ratio warmup_steps_proportion num_warmup_steps
-actor.optimizer.beta2 = betas adam_betas optimizer.beta adam_beta2
+actor.optimizer.beta1 or actor.optimizer.beta2 = betas adam_betas optimizer.beta
+actor.optimizer.beta1 = adam_beta1
+actor.optimizer.beta2 = adam_beta2
 actor.optimizer.eps = adam_epsilon adam_eps
 actor.optimizer.max_grad_norm = grad_clip gradient_clipping clip_grad
 actor.ppo.num_minibatches (how many, not how large; a batch is gone through once) =
@@ -33,6 +35,8 @@ actor.ppo.max_second_moment = m2_threshold
 actor.ppo.clip_center = use_decoupled_loss prox_logp_method
 actor.ppo.ratio = importance_sampling_level
 actor.ppo.gain=soft_gate = use_sapo_loss
+actor.ppo.gate_positive = tau_pos sapo_tau_pos sapo_temperature_pos
+actor.ppo.gate_negative = tau_neg sapo_tau_neg sapo_temperature_neg
 actor.ppo.advantage_std = scale_rewards norm_adv_by_std_in_grpo adv_norm std_level
 actor.ppo.advantage and actor.ppo.advantage_std = adv_estimator mean_level advantage_estimator
 actor.ppo.discount (with actor.ppo.advantage=gae) = gamma

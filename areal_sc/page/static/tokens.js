@@ -99,7 +99,6 @@ function tokenBox(row, told, start) {
     mask[index] ? `, sampled by version ${short(versions[index])}, log-probability ` : ", given: not trained",
     ...(mask[index] ? [number(logprobs[index]), `, probability ${short(Math.exp(logprobs[index]))}`] : []),
     mask[index] && row.step ? `, staleness ${short(row.step - 1 - versions[index])}` : "",
-    mask[index] && !trained && typeof row.advantage === "number" ? `, advantage ${short(row.advantage)}` : "",
     mask[index] && trained ? trainedNumbers(trained, index) : "",
   ].flat();
   box.addEventListener("pointerover", (event) => event.target !== box && point(event.target.closest(".tokens > span").index));
