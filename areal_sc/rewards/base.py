@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from areal_sc.system.sandbox.program import Ended, Limits, Program
 
@@ -151,7 +151,7 @@ class Score(float):
         return score
 
     def __add__(self, other: float) -> Score:
-        added = super().__add__(other)
+        added: Any = super().__add__(other)
         if added is NotImplemented:
             return NotImplemented
         return Score(added, shaping=self.shaping + getattr(other, "shaping", 0.0))
@@ -159,7 +159,7 @@ class Score(float):
     __radd__ = __add__
 
     def __sub__(self, other: float) -> Score:
-        left = super().__sub__(other)
+        left: Any = super().__sub__(other)
         if left is NotImplemented:
             return NotImplemented
         return Score(left, shaping=self.shaping - getattr(other, "shaping", 0.0))

@@ -218,7 +218,8 @@ class Workflow(Referable):
         It does so in a killable process, for each answer that is not alone and has no vote. None:
         nobody asks.
         """
-        return getattr(self.group_reward, "voter", None)
+        voter: RewardFunction | None = getattr(self.group_reward, "voter", None)
+        return voter
 
     @property
     def scores_groups(self) -> bool:

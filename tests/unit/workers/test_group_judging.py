@@ -151,7 +151,11 @@ async def test_a_failure_rejects_the_group(gives: Any, cause: str, message: str)
         assert found.place.startswith("test_group_judging.py:")
 
 
-PARTS = {"metrics": {"reward/right": 1.0}, "weights": {"right": 0.5}, "shaping": -0.25}
+PARTS: dict[str, Any] = {
+    "metrics": {"reward/right": 1.0},
+    "weights": {"right": 0.5},
+    "shaping": -0.25,
+}
 
 
 @pytest.mark.parametrize(
@@ -262,7 +266,13 @@ class ByMajority(Workflow):
 @pytest.mark.parametrize("in_mix", [False, True])
 async def test_votes_are_asked_for_whatever_the_workflow(in_mix: bool) -> None:
     workflow = MixedWorkflow({"own": ByMajority()}) if in_mix else ByMajority()
-    answers = [{}, {"answer": "ea"}, {"answer": "x"}, {"answer": "f"}, {"answer": "f", "vote": "e"}]
+    answers: list[dict[str, Any]] = [
+        {},
+        {"answer": "ea"},
+        {"answer": "x"},
+        {"answer": "f"},
+        {"answer": "f", "vote": "e"},
+    ]
     found = await judged(workflow, [[row(**it)] for it in answers], task="own")
     assert [rows[0].reward for rows in found] == [1.0, 1.0, 0.0, 0.0, 1.0]
 
