@@ -36,4 +36,5 @@ class OnlineWorkflow(SessionWorkflow):
             return await asyncio.to_thread(self._rows_of, reward, session)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
+        super().check_row(row)
         as_json(row, "an agent outside")

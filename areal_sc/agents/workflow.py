@@ -144,6 +144,7 @@ class AgentWorkflow(SessionWorkflow):
             self.agent.check()
 
     def check_row(self, row: Mapping[str, Any]) -> None:
+        super().check_row(row)
         if isinstance(self.agent, AgentCommand):
             self.agent.check_row(row)
 

@@ -20,8 +20,9 @@ def decoupled_advantages(
     So a part that differs little counts as much as one that differs much, and answers that earn the
     same sum by different parts have different advantages. The mean over the batch, which the paper
     subtracts, is 0. What is in a reward beside its parts, as a penalty for the length or the KL to
-    a reference, is compared within the group and not divided. Rows without parts have their reward
-    as the only one, of weight 1. An episode counts once, however many rows it has.
+    a reference, is compared within the group and not divided. Where a row of
+    a group has no parts, as a number of its own took the place of their sum, the group has its
+    reward as the only part, of weight 1. An episode counts once, however many rows it has.
     Source: GDPO, arXiv:2601.05242, section 3.
 
     Args:
@@ -29,8 +30,9 @@ def decoupled_advantages(
         eps: added to each standard deviation.
     Returns: [R].
     """
-    weights = dict(rows.weights)
-    is_whole = np.logical_and.reduce([its == 0 for its in weights.values()], axis=0)
+    has_none = np.logical_and.reduce([its == 0 for its in rows.weights.values()], axis=0)
+    is_whole = has_none | np.isin(rows.groups, rows.groups[has_none])
+    weights = {name: np.where(is_whole, 0.0, its) for name, its in rows.weights.items()}
     parts = {name: np.where(weights[name] != 0, its, 0.0) for name, its in rows.parts.items()}
     parts[""] = np.where(is_whole, rows.rewards, 0.0)
     weights[""] = np.where(is_whole, 1.0, 0.0)

@@ -39,7 +39,7 @@ _CHOSEN = tuple(
 _SAID = tuple(
     re.compile(pattern)
     for pattern in (
-        r"\\boxed\s*\{(?:\\text\w*\s*\{)?([^{}]*)",
+        r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}",
         r"(?is:<answer>(.*?)</answer>)",
         r"(?i:\b(?:answer|option|choice)\b[\s*]*(?:is\b|:|=)[\s*:]*)([^\n]*)",
     )
@@ -50,6 +50,11 @@ _ANOTHER = re.compile(rf"[*\s)\]}}]*(?:[,/&;]|\b(?:or|and)\b)+[\s*]*(?:or\b|and\
 """A letter that stands beside the one before it: `B or C`, `A, B`."""
 
 _ALONE = re.compile(r"[\s*(\[]*([A-Z])[\s*)\].:,]*")
+
+_WORDS_IN_FORMULAS = re.compile(r"\\text\w*\s*\{([^{}]*)\}")
+
+_IN_FORMULAS = re.compile(r"[\d+\-/^<>=]")
+"""What makes a text a number or a formula, which punctuation changes: `-5`, `1.5`, `x+1`."""
 
 
 def normalized_words(text: str) -> str:
@@ -146,7 +151,8 @@ class MultipleChoice(ReferenceReward):
         choices: number of choices; the letters are A, B, ... A letter beyond is no choice.
         texts: the row's column with the texts of the choices, a list in their order: an answer that
             names no letter chooses by the text that stands in its box, in `<answer>`, behind
-            `answer is`, or as the last line. "": only letters choose.
+            `answer is`, or as the last line. Words are compared as in `ExactMatch`, numbers and
+            formulas as they are written. "": only letters choose.
     Raises: ValueError: in a call: the row's answer is none of the letters, or the row has no such
         column.
     """
@@ -194,11 +200,11 @@ class MultipleChoice(ReferenceReward):
         """The letter whose text the answer is; None: it is that of none, or of several."""
         said = next((found[-1] for sign in _SAID if (found := sign.findall(text))), None)
         lines = text.strip().splitlines()
-        words = normalized_words((lines[-1] if lines else "") if said is None else said)
+        given = (lines[-1] if lines else "") if said is None else said
         named = [
             letter
             for letter, choice in zip(self.letters, row[self.texts], strict=False)
-            if words and normalized_words(str(choice)) == words
+            if _is_same(given, str(choice))
         ]
         return named[0] if len(named) == 1 else None
 
@@ -209,6 +215,18 @@ class MultipleChoice(ReferenceReward):
             letters.append(other[1])
             end = other.end()
         return letters
+
+
+def _is_same(given: str, choice: str) -> bool:
+    """Whether both are the same text; of numbers and formulas punctuation is a part."""
+    given, choice = (_WORDS_IN_FORMULAS.sub(r"\1", it) for it in (given, choice))
+    plain, other = (
+        " ".join(it.casefold().split()).lstrip(" *$").rstrip(" .,*$") for it in (given, choice)
+    )
+    if plain == other or _IN_FORMULAS.search(plain + other):
+        return plain == other != ""
+    words = normalized_words(given)
+    return words == normalized_words(choice) != ""
 
 
 def _texts(row: Mapping[str, Any]) -> Sequence[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from areal_sc.system.sandbox.program import Ended, Limits, Program
 
@@ -124,6 +124,8 @@ def voter_of(reward: Reward) -> RewardFunction | None:
 class Score(float):
     """A reward that knows what it is made of; a float like any other.
 
+    What is added to it, or taken from it, leaves its shaping; the sum has no parts any more.
+
     Attributes:
         parts: by name, what each of several functions gave, before its weight, or what one has
             measured; empty for one that gave a number alone.
@@ -147,6 +149,20 @@ class Score(float):
         score.shaping = shaping
         score.weights = dict(weights or {})
         return score
+
+    def __add__(self, other: float) -> Score:
+        added: Any = super().__add__(other)
+        if added is NotImplemented:
+            return NotImplemented
+        return Score(added, shaping=self.shaping + getattr(other, "shaping", 0.0))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: float) -> Score:
+        left: Any = super().__sub__(other)
+        if left is NotImplemented:
+            return NotImplemented
+        return Score(left, shaping=self.shaping - getattr(other, "shaping", 0.0))
 
     @property
     def metrics(self) -> dict[str, float]:

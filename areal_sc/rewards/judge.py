@@ -24,6 +24,7 @@ from areal_sc.errors import NeverWorks, RewardError, WorkflowError
 from areal_sc.rewards.answer_text import given_answer, without_reasoning
 from areal_sc.sources.reference import Referable
 from areal_sc.sources.values import is_missing
+from areal_sc.system.waiting import all_of
 
 if TYPE_CHECKING:
     from areal_sc.workflows.trajectory import Trajectory
@@ -271,7 +272,7 @@ class RankingJudge(Referable):
         self, prompt: Mapping[str, Any], trajectories: Sequence[Trajectory]
     ) -> list[float]:
         if len(trajectories) == 1:
-            return [float(trajectories[0].reward)]
+            return [trajectories[0].reward]
         answers = sorted({it.answer for it in trajectories})
         if len(answers) == 1:
             return [0.5] * len(trajectories)
@@ -279,9 +280,13 @@ class RankingJudge(Referable):
             Random(f"{number} {answers}").sample(answers, len(answers))
             for number in range(self._num_orders)
         )
-        ranked = await asyncio.gather(*(self._ranked(prompt, order) for order in orders))
+        ranked = await all_of(self._ranked(prompt, order) for order in orders)
         places = {it: fmean(one.index(it) for one in ranked) for it in answers}
         return [1.0 - places[it.answer] / (len(answers) - 1) for it in trajectories]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises: WorkflowError: it has nothing in a column that the question names."""
+        self._question.check_row(row)
 
     async def _ranked(self, prompt: Mapping[str, Any], answers: list[str]) -> list[str]:
         """The answers, the best one first."""

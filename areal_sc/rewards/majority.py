@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 class MajorityLabel(Referable):
     """1.0 for each answer that says what most of the group's answers say, else 0.0.
 
-    So a run needs no right answers. What an answer says is told by the `vote` of a reward. Of
-    sayings that are equally frequent the one counts that came first; where no answer says anything,
-    all get 0.0. An answer that is alone keeps the reward of its own.
+    So a run needs no right answers. What an answer says is told by the `vote` of a reward, which a
+    worker asks before (`Workflow.group_voter`). Of sayings that are equally frequent the one counts
+    that came first; where no answer says anything, all get 0.0. An answer that is alone keeps the
+    reward of its own.
     Source: TTRL, arXiv:2504.16084, section 2.
 
     Args:
@@ -42,7 +43,7 @@ class MajorityLabel(Referable):
         self, prompt: dict[str, Any], trajectories: Sequence[Trajectory]
     ) -> list[float]:
         if len(trajectories) == 1:
-            return [float(trajectories[0].reward)]
+            return [trajectories[0].reward]
         votes = Counter(it.vote for it in trajectories if it.vote is not None)
         label, count = votes.most_common(1)[0] if votes else ("", 0)
         if count < self.min_share * len(trajectories):

@@ -10,7 +10,8 @@ from areal_sc.errors import NeverWorks, RewardError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import RUN_CODE, RunCode, Score
 from areal_sc.rewards.functions import place_of_definition, runs_code
-from areal_sc.rewards.process import failure_of, finite_reward
+from areal_sc.rewards.process import failure_of
+from areal_sc.rewards.scores import finite_score
 from areal_sc.sources.values import from_wire
 from areal_sc.user_code import Raised, await_user_code, last_frames, place_of
 
@@ -32,9 +33,7 @@ async def score_on_loop(
         extra[RUN_CODE], limited_s = run_code, math.inf
 
     async def call() -> Score:
-        value = await reward(prompt, completion, **extra)
-        number = finite_reward(value)
-        return value if isinstance(value, Score) else Score(number)
+        return finite_score(await reward(prompt, completion, **extra))
 
     try:
         return await await_user_code(call, limited_s)

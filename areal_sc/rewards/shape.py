@@ -82,6 +82,9 @@ class CosineLength(Referable):
 
     So short right answers are worth most, and where the model is wrong it may think longer. What is
     longer than `max_chars` gets `too_long`.
+    Its numbers say little of how many answers are right: give `accuracy` the reward itself, as
+    `SingleTurnWorkflow({"right": (reward, 0), "length": CosineLength(reward, ...)},
+    accuracy="right")`.
     Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs", arXiv:2502.03373, section 4.2,
     which counts tokens.
 

@@ -250,12 +250,8 @@ class WorkerEpisodeEngine:
         return Score(earned, parts, shaping, weights)
 
     async def vote(self, reward: RewardFunction, completion: str) -> str | None:
-        try:
-            with self._waiting(f"the vote of {name_of(reward)}"):
-                return await self._rewards.vote(reward, completion)
-        except WorkerError as error:
-            self.failure = error
-            raise
+        """What an answer says, see `RewardPool.vote`; for who judges the episode."""
+        return await self._rewards.vote(reward, completion)
 
     async def run_code(
         self, code: str | Program, stdin: str = "", limits: Limits | None = None

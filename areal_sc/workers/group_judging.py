@@ -1,24 +1,26 @@
 """A group is judged: its episodes have all ended, and `Workflow.score_group` compares them.
 
-episodes ──► score_group ──► what shapes rewards (cut answers, length) ──► what is known of rows
-                 └─ fails ──► all of them are rejected, with the cause
+episodes ──► votes ──► score_group ──► what shapes rewards (cut answers, length)
+               └───────────┴─ fails ──► all of them are rejected, with the cause
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.errors import ConfigError, NeverWorks, RewardError
+from areal_sc.errors import ConfigError, NeverWorks, RewardError, WorkflowError
 from areal_sc.rejection import Rejection, RejectionKind
-from areal_sc.rewards.base import Score
+from areal_sc.rewards.base import RewardFunction, Score
 from areal_sc.rewards.functions import name_of, place_of_definition
 from areal_sc.rewards.on_loop import took_too_long
-from areal_sc.rewards.process import failure_of, finite_reward
+from areal_sc.rewards.process import failure_of
+from areal_sc.rewards.scores import scores_of_group
+from areal_sc.system.waiting import all_of
 from areal_sc.user_code import Raised, await_user_code
 from areal_sc.workers.trajectory_checks import shaped
 from areal_sc.workflows.base import Trajectory, Workflow
@@ -26,29 +28,49 @@ from areal_sc.workflows.base import Trajectory, Workflow
 Episode = list[Trajectory]
 """The rows that one run of a workflow gave, at least one."""
 
+Vote = Callable[[RewardFunction, str], Awaitable[str | None]]
+"""What an answer says, as the reward's `vote` tells, such as `RewardPool.vote`."""
+
+_UNREAD = Rejection(
+    RejectionKind.dataset_error, "the row of the dataset by which to score its group is not there"
+)
+
+
+def _is_unread(it: Episode | Rejection) -> TypeGuard[Rejection]:
+    """Whether it was rejected because the row of the dataset could not be read."""
+    return isinstance(it, Rejection) and it.kind == RejectionKind.dataset_error
+
 
 async def judged_group(
     workflow: Workflow,
-    prompt: dict[str, Any],
+    prompt: dict[str, Any] | None,
     played: Sequence[Episode | Rejection],
     tokenizer: Any,
     config: RolloutConfig,
     *,
+    vote: Vote,
     is_trained: bool,
 ) -> list[Episode | Rejection]:
     """What came of the episodes of a prompt, with the rewards that count.
 
     Args:
+        prompt: None: the row cannot be read, so that there is nothing to compare answers by.
         played: checked rows; episodes that were rejected stay so.
         tokenizer: makes the answers' texts.
+        vote: tells what an answer says; not called for one that is alone.
         is_trained: False: it is the only episode, of an evaluation.
-    Raises: NeverWorks, ConfigError: `score_group` raised that.
+    Raises: NeverWorks, ConfigError: `score_group` raised that. WorkerError: see `RewardPool.vote`.
     """
     kept = [it for it in played if not isinstance(it, Rejection)]
     if kept and workflow.scores_groups:
+        if prompt is None:
+            refused = next((it for it in played if _is_unread(it)), _UNREAD)
+            return [it if isinstance(it, Rejection) else refused for it in played]
         try:
-            kept = await _scored(workflow, prompt, kept, tokenizer, config.reward_timeout_s)
-        except RewardError as error:
+            kept = await _scored(workflow, prompt, kept, tokenizer, config.reward_timeout_s, vote)
+        except NeverWorks:
+            raise
+        except WorkflowError as error:
             refused = Rejection.of(error)
             return [it if isinstance(it, Rejection) else refused for it in played]
     rest = (shaped(rows, config, is_trained=is_trained) for rows in kept)
@@ -61,15 +83,19 @@ async def _scored(
     episodes: list[Episode],
     tokenizer: Any,
     limit_s: float,
+    vote: Vote,
 ) -> list[Episode]:
-    """Raises: RewardError: `score_group` failed, or took too long."""
+    """Raises: RewardError: `score_group` failed, or took too long. Others: as `vote`."""
     last = [with_answer(rows[-1], tokenizer) for rows in episodes]
+    voter = workflow.group_voter(prompt)
+    if voter is not None and len(last) > 1:
+        last = await all_of(_with_vote(row, voter, vote) for row in last)
     judge = workflow.group_reward or workflow.score_group
     name = name_of(judge)
 
     async def score() -> list[Score] | None:
         given = await workflow.score_group(dict(prompt), last)
-        return None if given is None else _as_scores(given, len(last))
+        return None if given is None else scores_of_group(given, len(last))
 
     try:
         scores = await await_user_code(score, limit_s)
@@ -86,8 +112,18 @@ async def _scored(
     return [_with_score(rows, score) for rows, score in zip(episodes, scores, strict=True)]
 
 
+async def _with_vote(row: Trajectory, voter: RewardFunction, vote: Vote) -> Trajectory:
+    """The row with what its answer says, unless its workflow has said it."""
+    said = row.vote if row.vote is not None else await vote(voter, row.answer)
+    return replace(row, vote=said)
+
+
 def with_answer(row: Trajectory, tokenizer: Any) -> Trajectory:
-    """The row with the text of its last answer, unless its workflow has said it."""
+    """The row with the text of its last answer, unless its workflow has said it.
+
+    Its reward is a `Score` of the same shaping and weights.
+    """
+    row = replace(row, reward=Score(row.reward, None, row.shaping, row.weights))
     if row.answer:
         return row
     mask = np.asarray(row.loss_mask)
@@ -98,23 +134,11 @@ def with_answer(row: Trajectory, tokenizer: Any) -> Trajectory:
     return replace(row, answer=str(text))
 
 
-def _as_scores(given: Any, num_episodes: int) -> list[Score]:
-    """Raises: RewardError: they are not as many finite numbers as there are episodes."""
-    if not hasattr(given, "__len__") or isinstance(given, str | bytes | dict):
-        found = type(given).__name__
-    elif len(given) != num_episodes:
-        found = f"{len(given)} numbers"
-    else:
-        numbers = [(it, finite_reward(it)) for it in given]
-        return [it if isinstance(it, Score) else Score(number) for it, number in numbers]
-    raise RewardError(
-        f"it gave {found}, expected a list of {num_episodes} numbers, one an episode",
-        kind=RejectionKind.bad_reward,
-    )
-
-
 def _with_score(rows: Episode, score: Score) -> Episode:
-    """The rows of an episode, whose reward is another one now."""
+    """The rows of an episode, whose reward is another one now.
+
+    The parts of the one before do not add up to it, so they have no weights but those of `score`.
+    """
     gain = float(score) - float(rows[-1].reward)
     return [
         replace(
@@ -123,7 +147,7 @@ def _with_score(rows: Episode, score: Score) -> Episode:
             returns=[(float(value) + gain, size) for value, size in row.returns],
             shaping=score.shaping,
             metrics={**row.metrics, **score.metrics},
-            weights={**row.weights, **score.weights},
+            weights=dict(score.weights),
         )
         for row in rows
     ]

@@ -407,8 +407,6 @@ class RolloutWorker(Worker):
         is_trained: bool = True,
     ) -> dict[int, Episode | Rejection]:
         """What came of the episodes of a complete group, by their numbers; see `judged_group`."""
-        if prompt is None:
-            return dict(played)
         workflow = self.sources.workflow(workflow_number)
         judged = await judged_group(
             workflow,
@@ -416,6 +414,7 @@ class RolloutWorker(Worker):
             list(played.values()),
             self.engine.tokenizer,
             self.handle.config,
+            vote=self._rewards.vote,
             is_trained=is_trained,
         )
         found = dict(zip(played, judged, strict=True))

@@ -69,6 +69,6 @@ async def played_episode(
 
     played = [await await_user_code(run, limit_s)]
     (rows,) = await judged_group(
-        workflow, row, played, engine.tokenizer, config, is_trained=is_trained
+        workflow, row, played, engine.tokenizer, config, vote=engine.vote, is_trained=is_trained
     )
     return rows

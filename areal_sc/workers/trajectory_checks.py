@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from areal_sc.config.length_settings import CutAnswers, SoftLengthConfig
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.metadata import MAX_RETURNS
 from areal_sc.rejection import Rejection, RejectionKind
+from areal_sc.rewards.scores import is_finite, problem_of_numbers
 from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.workflows.base import Trajectory
 from areal_sc.workflows.trajectory import ACCURACY, STOPPED
@@ -50,10 +50,10 @@ def checked_episode(
                 f"rollout.max_context_tokens={limits.max_context_tokens}"
             )
             return Rejection(RejectionKind.too_long, where + message)
-        if not _is_finite(row.reward):
+        if not is_finite(row.reward):
             message = f"the reward must be finite, got {row.reward!r}"
             return Rejection(RejectionKind.bad_reward, where + message)
-        if not _is_finite(row.shaping):
+        if not is_finite(row.shaping):
             message = f"the reward's shaping must be finite, got {row.shaping!r}"
             return Rejection(RejectionKind.bad_reward, where + message)
     num_tokens = sum(len(row.input_ids) for row in rows)
@@ -90,7 +90,8 @@ def _cut(row: Trajectory, cut_answers: CutAnswers) -> Trajectory:
         return min(float(value) - row.shaping, 0.0) + cost
 
     returns = [(at_most_0(value), size) for value, size in row.returns]
-    return replace(row, reward=at_most_0(row.reward), returns=returns, shaping=cost)
+    # the parts add up to what it was worth before, so it has none that count
+    return replace(row, reward=at_most_0(row.reward), returns=returns, shaping=cost, weights={})
 
 
 def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:
@@ -134,12 +135,16 @@ def _problem(row: Any, *, is_trained: bool) -> str:
             f"the trajectory's returns are {row.returns!r:.200}: expected finite ones, at most "
             f"{MAX_RETURNS}, each with its trained tokens, of which there are {num_trained}"
         )
-    for name, value in row.metrics.items():
-        if type(name) is not str or not name.isprintable():
-            return f"the name of a metric must be printable text, got {name!r}"
-        if not _is_finite(value):
-            return f"metric {name!r} must be finite, got {value!r}"
-    return ""
+    for name in ("answer", "vote"):
+        said = getattr(row, name)
+        if not _is_text(said) and not (name == "vote" and said is None):
+            return f"the trajectory's {name} must be text that UTF-8 can hold, got {said!r:.200}"
+    return problem_of_numbers("metric", row.metrics) or problem_of_numbers("weight", row.weights)
+
+
+def _is_text(given: Any) -> bool:
+    """Whether UTF-8 can hold it, as a lone half of a character cannot be held."""
+    return isinstance(given, str) and not any("\ud800" <= it <= "\udfff" for it in given)
 
 
 def _are_returns(given: Any, num_trained: int) -> bool:
@@ -147,7 +152,7 @@ def _are_returns(given: Any, num_trained: int) -> bool:
     if not isinstance(given, list | tuple) or len(given) > MAX_RETURNS:
         return False
     for part in given:
-        if not (isinstance(part, list | tuple) and len(part) == 2 and _is_finite(part[0])):
+        if not (isinstance(part, list | tuple) and len(part) == 2 and is_finite(part[0])):
             return False
         if not (isinstance(part[1], int | np.integer) and part[1] > 0):
             return False
@@ -209,10 +214,3 @@ def _held(values: Any, dtype: str) -> Any:
         return None
     held = values.astype(dtype)
     return held if (held == values).all() else None
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False

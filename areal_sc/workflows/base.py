@@ -151,14 +151,6 @@ class EpisodeEngine(TokenEngine, Protocol):
             WorkflowError: it is no `Reward`.
         """
 
-    async def vote(self, reward: RewardFunction, completion: str) -> str | None:
-        """What a completion answers, in words that equal answers share; None: nothing.
-
-        The reward tells it by its `vote(completion)`, in a killable process.
-
-        Raises: RewardError, WorkflowError: as `score`.
-        """
-
     async def run_code(
         self, code: str | Program, stdin: str = "", limits: Limits | None = None
     ) -> Ended:
@@ -214,9 +206,20 @@ class Workflow(Referable):
                 Of an evaluation it is one alone.
         Returns: the reward of each, which takes the place of the one before: `it.reward + x` adds
             to it. What the last row's reward gains each row and each return of the episode gains. A
-            `Score` may say which part of it is shaping, and its parts. None: rewards stay.
+            `Score` may say which part of it is shaping, and its parts. None: rewards stay. The
+            parts that a reward had before are only measured, unless the `Score` names their weights
+            (`it.weights`). What is added to `it.reward`, or taken from it, leaves its shaping.
         """
         return await self.group_reward(prompt, trajectories) if self.group_reward else None
+
+    def group_voter(self, prompt: Mapping[str, Any]) -> RewardFunction | None:
+        """The reward whose `vote` is to tell what the answers of a group say, before it is scored.
+
+        It does so in a killable process, for each answer that is not alone and has no vote. None:
+        nobody asks.
+        """
+        voter: RewardFunction | None = getattr(self.group_reward, "voter", None)
+        return voter
 
     @property
     def scores_groups(self) -> bool:
@@ -260,5 +263,9 @@ class Workflow(Referable):
     def check_row(self, row: Mapping[str, Any]) -> None:
         """What can be said of a row without a model; called in the script, before a run starts.
 
+        A group's reward that has a `check_row` is asked.
+
         Raises: WorkflowError: no episode can begin with it.
         """
+        if check := getattr(self.group_reward, "check_row", None):
+            check(row)

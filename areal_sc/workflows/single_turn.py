@@ -9,7 +9,6 @@ from typing import Any
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import WorkflowError
 from areal_sc.rewards.base import Reward, Score
-from areal_sc.rewards.majority import MajorityLabel
 from areal_sc.rewards.weighted import check_row, check_signatures, weighted_functions
 from areal_sc.workflows.base import EpisodeEngine, GroupReward, Trajectory, Workflow
 from areal_sc.workflows.text import OWN_ARGUMENTS, decode_completion, encode_chat, encode_text
@@ -86,23 +85,22 @@ class SingleTurnWorkflow(Workflow):
         completion = await engine.generate(transcript.input_ids, self.generation)
         transcript.add_completion(completion)
         text = decode_completion(engine.tokenizer, completion)
-        reward, metrics, vote = Score(0.0), dict[str, float](), None
+        reward, metrics = Score(0.0), dict[str, float]()
         if self.reward is not None:
             reward = await engine.score(self.reward, prompt, text)
             decisive = reward.parts[self.accuracy] if self.accuracy else reward
             metrics["accuracy"] = float(decisive >= 1.0)
         metrics["completion_tokens"] = float(len(completion.token_ids))
         metrics["stopped"] = float(completion.finish_reason == "stop")
-        if isinstance(self.group_reward, MajorityLabel):
-            vote = await engine.vote(self.group_reward.voter, text)
         answer = text if self.scores_groups else ""
-        return replace(transcript.trajectory(reward, metrics), answer=answer, vote=vote)
+        return replace(transcript.trajectory(reward, metrics), answer=answer)
 
     def check(self) -> None:
         if self.reward is not None:
             check_signatures(self.reward)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
+        super().check_row(row)
         self._check_prompt(row)
         if self.reward is not None:
             check_row(self.reward, row)

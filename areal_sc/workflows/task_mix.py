@@ -15,8 +15,8 @@ import numpy as np
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import WorkflowError
-from areal_sc.rewards.base import PART_PREFIX, Score
-from areal_sc.rewards.process import finite_reward
+from areal_sc.rewards.base import PART_PREFIX, RewardFunction, Score
+from areal_sc.rewards.scores import scores_of_group
 from areal_sc.sources.prompts import prompt_at
 from areal_sc.sources.shares import numbers_by_weight
 from areal_sc.token_fields import TensorMetadata
@@ -76,13 +76,13 @@ class MixedWorkflow(Workflow):
         rewards = await self.workflows[name].score_group(prompt, trajectories)
         if rewards is None:
             return None
-        numbers = [(it, finite_reward(it)) for it in rewards]
         return [
-            Score(value, {**it.parts, name: value}, it.shaping, it.weights)
-            if isinstance(it, Score)
-            else Score(value, {name: value})
-            for it, value in numbers
+            Score(it, {**it.parts, name: float(it)}, it.shaping, it.weights)
+            for it in scores_of_group(rewards, len(trajectories))
         ]
+
+    def group_voter(self, prompt: Mapping[str, Any]) -> RewardFunction | None:
+        return self.workflows[prompt[TASK_KEY]].group_voter(_without_name(prompt))
 
     @property
     def scores_groups(self) -> bool:
@@ -108,6 +108,10 @@ class MixedWorkflow(Workflow):
     def check(self) -> None:
         for workflow in self.workflows.values():
             workflow.check()
+
+    def check_group_reward(self) -> None:
+        for workflow in self.workflows.values():
+            workflow.check_group_reward()
 
     def check_settings(self, config: RolloutConfig) -> None:
         for workflow in self.workflows.values():

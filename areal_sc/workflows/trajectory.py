@@ -38,7 +38,7 @@ class Trajectory:
         weights: of the parts of the reward, by their names; that of a `Score` adds its own.
         answer: what the policy wrote last, as text; "" where nobody has said. A group's reward
             reads it: before that a worker makes it of the last tokens that the policy sampled.
-        vote: what the answer says, in words that equal answers share; None: nothing.
+        vote: what the answer says, in words that equal answers share; None: nobody has said.
         fields: values of each of `Workflow.fields`, by its name: [T, *shape], or [*shape] of one
             that is `per_row`.
         output: what the episode wrote for people who read its samples.

@@ -25,7 +25,10 @@ async def length(prompt, completion):
 
 
 async def beside(prompt, trajectories):
-    return [Score(it.reward + 2.0, {"beside": 1.0}, weights={"beside": 2.0}) for it in trajectories]
+    return [
+        Score(it.reward + 2.0, {"beside": 1.0}, weights={**it.weights, "beside": 2.0})
+        for it in trajectories
+    ]
 
 
 def main(argv):

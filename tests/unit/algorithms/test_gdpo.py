@@ -103,6 +103,22 @@ def test_one_reward_alone_is_normalized_twice(has_weights: bool) -> None:
     np.testing.assert_allclose(decoupled_advantages(of_one), expected, rtol=1e-9)
 
 
+def test_a_group_in_which_one_has_no_parts_is_compared_as_a_whole() -> None:
+    groups = [0, 0, 0, 1, 1, 1]
+    parts = {"right": [1.0, 0.0, 1.0, 1.0, 0.0, 0.0], "length": [1.0, 2.0, 3.0, 2.0, 2.0, 1.0]}
+    rows = rows_of(groups, parts, {"right": 1.0, "length": -0.1})
+    rows.rewards[2] = 0.0  # it was cut
+    for its in rows.weights.values():
+        its[2] = 0.0
+    whole = {
+        "reward": [*rows.rewards[:3], 0, 0, 0],
+        "right": [0, 0, 0, *parts["right"][3:]],
+        "length": [0, 0, 0, *parts["length"][3:]],
+    }
+    expected = by_hand(groups, whole, {"reward": 1.0, "right": 1.0, "length": -0.1})
+    np.testing.assert_allclose(decoupled_advantages(rows), expected, rtol=1e-9)
+
+
 def test_the_preset_names_it() -> None:
     ppo = {name.removeprefix("actor.ppo."): it for name, it in preset_settings("gdpo").items()}
     compute = advantage_of(PPOConfig(**ppo))

@@ -199,6 +199,30 @@ def test_a_choice_may_be_named_by_its_text(completion: str, chosen: str | None) 
         assert choice(row, completion) == float(letter == chosen)
 
 
+@pytest.mark.parametrize(
+    ("completion", "chosen"),
+    [
+        ("The answer is -5.", "A"),
+        (r"\boxed{5}", "B"),
+        ("So **1.5**", None),
+        ("**1.5**.", "C"),
+        ("15", None),
+        (r"\boxed{x+1}", None),
+        (r"\boxed{x - 1}", "D"),
+        (r"\boxed{\frac{1}{4}}", "E"),
+        (r"\boxed{\frac{1}{3}}", None),
+        (".5", None),
+        (r"\boxed{\text{None of them}}", "F"),
+    ],
+)
+def test_numbers_and_formulas_are_compared_as_they_are(completion: str, chosen: str | None) -> None:
+    choice = MultipleChoice(6, texts="choices")
+    texts = ["-5", "5", "1.5", "x - 1", r"$\frac{1}{4}$", "none of them"]
+    for letter in "ABCDEF":
+        row = {"answer": letter, "choices": texts}
+        assert choice(row, completion) == float(letter == chosen)
+
+
 def test_texts_of_choices_are_checked() -> None:
     choice = MultipleChoice(texts="choices")
     with pytest.raises(ValueError, match="column 'choices': expected a list"):

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from areal_sc.agents.command import AgentCommand
+from areal_sc.agents.online import OnlineWorkflow
+from areal_sc.agents.workflow import AgentWorkflow
 from areal_sc.errors import NeverWorks, RewardError, WorkflowError
 from areal_sc.rewards.judge import JudgeReward, RankingJudge
+from areal_sc.workflows.single_turn import SingleTurnWorkflow
 from areal_sc.workflows.trajectory import Trajectory
 
 ROW = {"prompt": "How many {legs}?", "answer": "4"}
@@ -194,6 +198,19 @@ async def test_nothing_to_compare_asks_nobody(endpoint: Endpoint) -> None:
     assert await judge(ROW, answers("four")) == [0.25]
     assert await judge(ROW, answers("four", "four")) == [0.5, 0.5]
     assert not endpoint.requests
+
+
+def test_a_workflow_asks_its_judge_about_a_row() -> None:
+    judge = RankingJudge("http://localhost:1", "judge", question="{rubric} {answers}")
+    workflows = (
+        SingleTurnWorkflow(None, group_reward=judge),
+        AgentWorkflow(AgentCommand(["sh"]), group_reward=judge),
+        OnlineWorkflow(group_reward=judge),
+    )
+    for workflow in workflows:
+        workflow.check_row({"prompt": "p", "rubric": "short"})
+        with pytest.raises(WorkflowError, match="nothing in its column 'rubric'"):
+            workflow.check_row({"prompt": "p"})
 
 
 async def test_a_ranking_that_fails_is_no_ranking(endpoint: Endpoint) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import RewardError, WorkflowError
+from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import Score
+from areal_sc.rewards.on_loop import score_on_loop
 from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.sources.reference import ObjectReference, reference_of, resolve
+from areal_sc.sources.values import to_wire
 from areal_sc.workflows.base import Trajectory
 from areal_sc.workflows.math_reward import exact_match
 from areal_sc.workflows.registry import SourceReader, SourceRegistry
@@ -113,3 +116,24 @@ async def test_the_documented_reward_asks_its_judge_once_for_all() -> None:
     assert asked == [["gone", "", "x", "xx"], ["late"]]
     with pytest.raises(ValueError, match="of the judge"):
         await judged({}, "bad")
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        Score(1.0, {"a": math.nan}),
+        Score(1.0, weights={"a": math.inf}),
+        Score(1.0, None, math.nan),
+        Score(1.0, {"a\n": 1.0}),
+    ],
+)
+async def test_what_a_score_is_made_of_is_checked(score: Score) -> None:
+    async def gives(prompt: Any, completion: str) -> Score:
+        return score
+
+    async def run_code(*_: Any) -> Any:
+        raise NotImplementedError
+
+    with pytest.raises(RewardError, match="the Score: ") as found:
+        await score_on_loop(gives, "gives", to_wire([{}, "", {}]), limit_s=60, run_code=run_code)
+    assert found.value.kind == RejectionKind.bad_reward

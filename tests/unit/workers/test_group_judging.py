@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_sc.config.length_settings import CutAnswers, SoftLengthConfig
@@ -57,11 +59,17 @@ class Judged(Workflow):
         return self.gives(trajectories) if callable(self.gives) else self.gives
 
 
+async def says(reward: Any, completion: str) -> str | None:
+    """Without the process."""
+    vote: str | None = reward.vote(completion)
+    return vote
+
+
 async def judged(
     workflow: Workflow, played: Sequence[Any], limits: RolloutConfig = LIMITS, **row: Any
 ) -> list[Any]:
     return await judged_group(
-        workflow, {**PROMPT, **row}, played, Letters(), limits, is_trained=True
+        workflow, {**PROMPT, **row}, played, Letters(), limits, vote=says, is_trained=True
     )
 
 
@@ -119,6 +127,14 @@ async def sleeps(_: Any) -> None:
         ({0: 1.0, 1: 2.0}, "bad_reward", "gave dict"),
         ([1.0, float("nan")], "bad_reward", "nan"),
         ([1.0, Score(float("inf"))], "bad_reward", "inf"),
+        ([1.0, Score(1.0, {"a": float("nan")})], "bad_reward", "part 'a' must be finite"),
+        ([1.0, Score(1.0, {"a\n": 1.0})], "bad_reward", "name of a part must be printable"),
+        ([1.0, Score(1.0, weights={"a": float("inf")})], "bad_reward", "weight 'a' must be"),
+        ([1.0, Score(1.0, None, float("nan"))], "bad_reward", "shaping must be finite"),
+        ({1.0, 2.0}, "bad_reward", "gave set"),
+        (frozenset((1.0, 2.0)), "bad_reward", "gave frozenset"),
+        (MappingProxyType({0: 1.0, 1: 2.0}), "bad_reward", "gave mappingproxy"),
+        ((it for it in (1.0, 2.0)), "bad_reward", "gave generator"),
         ([1.0, None], "bad_reward", "NoneType"),
         (lambda _: [1.0, forgotten()], "bad_reward", "awaitable"),
         (KeyError("gone"), "reward_error: KeyError", "gone"),
@@ -133,6 +149,48 @@ async def test_a_failure_rejects_the_group(gives: Any, cause: str, message: str)
         assert found.cause.startswith(cause)
         assert message in found.message
         assert found.place.startswith("test_group_judging.py:")
+
+
+PARTS: dict[str, Any] = {
+    "metrics": {"reward/right": 1.0},
+    "weights": {"right": 0.5},
+    "shaping": -0.25,
+}
+
+
+@pytest.mark.parametrize(
+    ("gives", "shaping", "weights"),
+    [
+        (lambda them: [1.0 for _ in them], 0.0, {}),
+        (lambda them: [it.reward for it in them], -0.25, {"right": 0.5}),
+        (lambda them: [it.reward + 1 for it in them], -0.25, {}),
+        (lambda them: [1 + it.reward - np.float64(2) for it in them], -0.25, {}),
+        (lambda them: [it.reward - them[0].reward for it in them], 0.0, {}),
+        (lambda them: [Score(it.reward, weights={"own": 1.0}) for it in them], 0.0, {"own": 1.0}),
+        (None, -0.25, {"right": 0.5}),
+    ],
+)
+async def test_what_is_left_of_the_reward_before(
+    gives: Any, shaping: float, weights: dict[str, float]
+) -> None:
+    for (found,) in await judged(Judged(gives), [[row(0.5, **PARTS)], [row(0.5, **PARTS)]]):
+        assert (found.shaping, found.weights) == (shaping, weights)
+        assert found.metrics == {"reward/right": 1.0}
+        assert type(found.reward) is float
+
+
+async def test_a_group_without_its_row_is_not_scored() -> None:
+    unread = Rejection(RejectionKind.dataset_error, "KeyError", "KeyError", "rows.py:3")
+
+    async def found(workflow: Workflow, played: list[Any]) -> list[Any]:
+        return await judged_group(
+            workflow, None, played, Letters(), LIMITS, vote=says, is_trained=True
+        )
+
+    assert await found(Judged([1.0]), [[row()], REFUSED, unread]) == [unread, REFUSED, unread]
+    (alone,) = await found(Judged([1.0]), [[row()]])
+    assert alone.kind == RejectionKind.dataset_error
+    assert await found(Workflow(), [[row()], unread]) == [[row()], unread]
 
 
 async def test_a_group_reward_has_a_limit() -> None:
@@ -156,8 +214,9 @@ def test_what_scores_groups_is_async() -> None:
         def score_group(self, prompt: Any, trajectories: Any) -> Any:
             return [1.0] * len(trajectories)
 
-    with pytest.raises(WorkflowError, match=r"score_group: expected `async def`"):
-        Plain().check_group_reward()
+    for workflow in (Plain(), MixedWorkflow({"plain": Plain()})):
+        with pytest.raises(WorkflowError, match=r"score_group: expected `async def`"):
+            workflow.check_group_reward()
     Workflow().check_group_reward()
     Judged(None).check_group_reward()
     assert not Workflow().scores_groups
@@ -185,6 +244,52 @@ async def test_each_task_of_a_mix_scores_its_own() -> None:
 async def test_the_majority_is_the_label(votes: list[str | None], rewards: list[float]) -> None:
     label = MajorityLabel(numeric_match)
     assert await label({}, [row(0.5, vote=vote) for vote in votes]) == rewards
+
+
+class Says:
+    """Letters vote for their first one, and `x` for nothing."""
+
+    def vote(self, completion: str) -> str | None:
+        return None if completion == "x" else completion[0]
+
+    def __call__(self, prompt: Any, completion: str) -> float:
+        raise NotImplementedError
+
+
+class ByMajority(Workflow):
+    """Has said neither its answers nor their votes."""
+
+    def __init__(self) -> None:
+        self.group_reward = MajorityLabel(Says())
+
+
+@pytest.mark.parametrize("in_mix", [False, True])
+async def test_votes_are_asked_for_whatever_the_workflow(in_mix: bool) -> None:
+    workflow = MixedWorkflow({"own": ByMajority()}) if in_mix else ByMajority()
+    answers: list[dict[str, Any]] = [
+        {},
+        {"answer": "ea"},
+        {"answer": "x"},
+        {"answer": "f"},
+        {"answer": "f", "vote": "e"},
+    ]
+    found = await judged(workflow, [[row(**it)] for it in answers], task="own")
+    assert [rows[0].reward for rows in found] == [1.0, 1.0, 0.0, 0.0, 1.0]
+
+
+async def test_a_vote_that_fails_rejects_the_group() -> None:
+    async def fails(*_: Any) -> str:
+        raise RewardError("vote: took longer", kind=RejectionKind.reward_timeout)
+
+    played = [[row()], [row()]]
+    found = await judged_group(
+        ByMajority(), PROMPT, played, Letters(), LIMITS, vote=fails, is_trained=True
+    )
+    assert [it.kind for it in found] == [RejectionKind.reward_timeout] * 2  # type: ignore[union-attr]
+    ((alone,),) = await judged_group(  # type: ignore[misc]
+        ByMajority(), PROMPT, [[row(0.5)]], Letters(), LIMITS, vote=fails, is_trained=True
+    )
+    assert alone.reward == 0.5
 
 
 async def test_a_majority_may_have_to_be_large() -> None:

@@ -66,6 +66,14 @@ def test_logprobs_may_be_any_tensors(dtype: torch.dtype, has_gradient: bool, is_
         (row(2, versions=[0, None]), "workflow_error", "versions are not what int32 can hold"),
         (row(2, loss_mask=[1, 0.5]), "workflow_error", "loss_mask are not what bool can hold"),
         (row(2, behavior_logprobs=[0.0, float("nan")]), "workflow_error", "behavior_logprobs are"),
+        (row(2, answer=5), "workflow_error", "answer must be text that UTF-8 can hold, got 5"),
+        (row(2, answer="a\ud83d"), "workflow_error", "answer must be text"),
+        (row(2, vote=5), "workflow_error", "vote must be text"),
+        (row(2, vote="\udc00"), "workflow_error", "vote must be text"),
+        (row(2, weights={"a": float("nan")}), "workflow_error", "weight 'a' must be finite"),
+        (row(2, weights={"a": "1"}), "workflow_error", "weight 'a' must be finite"),
+        (row(2, weights=[1.0]), "workflow_error", "each weight by its name, got list"),
+        (row(2, reward=Score(1.0, weights={"\n": 1})), "workflow_error", "name of a weight"),
         (row(2, metrics={1: 0.5}), "workflow_error", "must be printable text, got 1"),
         (row(2, metrics={"\ud83d": 0.5}), "workflow_error", "must be printable text"),
         (row(2, metrics={"n": 10**400}), "workflow_error", "metric 'n' must be finite"),
@@ -131,7 +139,7 @@ CUT = {"accuracy": 1.0, "stopped": 0.0}
 def test_what_a_cut_answer_counts(counts: CutAnswers, is_trained: bool) -> None:
     limits = replace(LIMITS, generation=GenerationConfig(cut_answers=counts))
     given = [
-        row(2, reward=Score(1.0, {"right": 1.0}), metrics=CUT),
+        row(2, reward=Score(1.0, {"right": 1.0}, weights={"right": 1.0}), metrics=CUT),
         row(2, reward=-0.5, metrics={"stopped": 0.0}),
         row(4, returns=[(0.5, 3), (-1.0, 1)], metrics=CUT),
         row(2, metrics={**CUT, "stopped": 1.0}),
@@ -144,7 +152,9 @@ def test_what_a_cut_answer_counts(counts: CutAnswers, is_trained: bool) -> None:
         assert [one.reward for one in rows] == [1.0, -0.5, 1.0, 1.0, 1.0]
         of_cut = float(counts is CutAnswers.judged)
         assert [one.metrics.get("accuracy") for one in rows] == [of_cut, None, of_cut, 1.0, None]
+        assert rows[0].weights == {"right": 1.0}
         return
+    assert rows[0].weights == {}
     assert [one.reward for one in rows] == [0.0, -0.5, 0.0, 1.0, 1.0]
     assert rows[0].metrics == {"accuracy": 0.0, "stopped": 0.0, "reward/right": 1.0}
     assert rows[1].metrics == {"stopped": 0.0}
