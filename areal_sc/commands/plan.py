@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_sc.commands.arguments import add_run_dir, number, run_folder
+from areal_sc.config.loading.differences import removed_of, settings_of
 from areal_sc.config.loading.loader import compose_config
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import CommandError, ConfigError, RunFolderError
@@ -72,13 +73,22 @@ def config_of(folder: RunFolder) -> GRPOConfig:
     Raises: RunFolderError: they cannot be read. ConfigError: they are of another areal_sc.
     """
     try:
-        content = yaml.safe_load(folder.config_path.read_text(encoding="utf-8"))
+        text = folder.config_path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
     except (OSError, yaml.YAMLError) as error:
         raise RunFolderError(f"{folder.config_path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise RunFolderError(f"{folder.config_path} is not a mapping")
     known = {item.name for item in fields(GRPOConfig)}
     own = {name: value for name, value in content.items() if name in known}
+    settings = settings_of(text)
+    gone = removed_of(settings)
+    if any(gone.values()):  # of an older areal_sc: those that said what holds now, too, say nothing
+        own = {
+            key: value
+            for key, value in settings.items()
+            if key.partition(".")[0] in known and not gone.get(key, False)
+        }
     try:
         return compose_config(None, (), GRPOConfig, own)
     except ConfigError as error:

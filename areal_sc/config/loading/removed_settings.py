@@ -46,7 +46,9 @@ _BY_ADVICE: Final[Mapping[str, list[str]]] = {
     "it is actor.random_init where path is actor.path: leave it out": _each(
         LIKE_ACTOR, "random_init"
     ),
-    "it is a part of path now: owner/model@revision": _each(("actor", *LIKE_ACTOR), "revision"),
+    "it is a part of path now: owner/model@revision": _each(
+        ("actor", "rollout", *LIKE_ACTOR), "revision"
+    ),
     "the folder of the adapter says it: leave it out": _each(
         _WITH_ADAPTER, "lora.rank lora.alpha lora.targets"
     ),
@@ -89,7 +91,7 @@ REMOVED: Final[Mapping[str, str]] = MappingProxyType(
 FORMER_DEFAULTS: Final[Mapping[str, object]] = MappingProxyType(
     {
         "actor.ppo.advantage_eps": 1e-6,
-        **dict.fromkeys((f"{role}.revision" for role in ("actor", *LIKE_ACTOR)), ""),
+        **dict.fromkeys((f"{role}.revision" for role in ("actor", "rollout", *LIKE_ACTOR)), ""),
         "rollout.max_lost_s": 300.0,
         "rollout.sandbox.num_processes": 0,
         "rollout.sandbox.environment": ["PATH", "LANG"],
