@@ -27,6 +27,11 @@ FIELD_DTYPES: Mapping[str, int] = {
 }
 """The dtypes of fields that workflows add, and the bytes of a value."""
 
+MAX_DIMENSIONS = 8
+MAX_SIZE = 10**9 - 1
+MAX_TOKEN_BYTES = 1 << 40
+"""What a field has at each place: so many sizes, each up to this one, and no more bytes."""
+
 FIELD_ALIGNMENT_BYTES = 64
 """Each field of a shard takes whole cache lines: any dtype may be viewed in place."""
 
@@ -38,7 +43,7 @@ class TensorMetadata(Struct, frozen=True, array_like=True):
         shape: of a token's values; () is one number.
         dtype: one of `FIELD_DTYPES`.
         per_row: a trajectory gives one tensor of `shape`, which stands at each of its tokens.
-    Raises: MetadataError: there is no such dtype, or no value in the shape.
+    Raises: MetadataError: there is no such dtype, no value in the shape, or too many.
     """
 
     shape: tuple[int, ...] = ()
@@ -52,6 +57,16 @@ class TensorMetadata(Struct, frozen=True, array_like=True):
             )
         if any(type(size) is not int or size < 1 for size in self.shape):
             raise MetadataError(f"shape of a field: expected sizes >= 1, got {self.shape}")
+        if len(self.shape) > MAX_DIMENSIONS or max(self.shape, default=1) > MAX_SIZE:
+            raise MetadataError(
+                f"shape of a field: expected at most {MAX_DIMENSIONS} sizes <= {MAX_SIZE}, got "
+                f"{str(self.shape)[:60]}"
+            )
+        if self.token_bytes > MAX_TOKEN_BYTES:
+            raise MetadataError(
+                f"shape of a field: expected at most {MAX_TOKEN_BYTES} bytes a token, got "
+                f"{self.token_bytes}"
+            )
 
     @property
     def token_bytes(self) -> int:

@@ -113,14 +113,14 @@ class GenerationEngine(Protocol):
 
 
 class FollowingEngine(GenerationEngine, Protocol):
-    """What a rollout worker asks of its engine: it generates, and follows a policy that is trained.
+    """What a rollout worker asks of its engine.
 
-    Attributes:
-        is_cuda: whether its ranks in a weight group compute on GPUs.
+    It generates, and follows a policy that is trained.
     """
 
     @property
-    def is_cuda(self) -> bool: ...
+    def is_cuda(self) -> bool:
+        """Whether its ranks in a weight group compute on GPUs."""
 
     async def start(self) -> None:
         """Loads the model; returns when it can generate."""
@@ -219,14 +219,14 @@ class TrainEngine(Protocol):
             `initialize`. Otherwise a machine may have its own, each with a part of a snapshot, and
             the one of rank 0 with an export.
         node: names the machine whose memory this rank sees; set before `initialize`.
-        is_cuda: whether this rank computes on a GPU.
     """
 
     shares_files: bool
     node: str
 
     @property
-    def is_cuda(self) -> bool: ...
+    def is_cuda(self) -> bool:
+        """Whether this rank computes on a GPU."""
 
     def create_rendezvous(self, host: str) -> str:
         """On rank 0: opens the ranks' meeting point; returns the `init_method` of all ranks.

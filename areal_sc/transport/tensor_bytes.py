@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from areal_sc.errors import MetadataError
+from areal_sc.token_fields import MAX_TOKEN_BYTES
 
 _DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype
@@ -54,7 +55,9 @@ def dtype_named(name: str) -> torch.dtype:
     Raises: MetadataError: no dtype on the wire has this name.
     """
     if name not in _DTYPES:
-        raise MetadataError(f"tensors on the wire have one of the dtypes {DTYPE_NAMES}, not {name}")
+        raise MetadataError(
+            f"tensors on the wire have one of the dtypes {', '.join(DTYPE_NAMES)}, not {name[:60]}"
+        )
     return _DTYPES[name]
 
 
@@ -70,18 +73,21 @@ class ValueType(NamedTuple):
         return self.dtype.itemsize * math.prod(self.shape)
 
 
-_TYPE: Final = re.compile(r"(\w+?)(?:\[([1-9]\d{0,8}(?:x[1-9]\d{0,8}){0,7})\])?")
+_TYPE: Final = re.compile(r"(\w+?)(?:\[([1-9]\d{0,8}(?:x[1-9]\d{0,8}){0,7})\])?", re.ASCII)
 
 
 @lru_cache(maxsize=1024)  # a batch names few
 def type_named(name: str) -> ValueType:
     """The type of this name: that of a dtype, or with a shape behind it, `uint8[48x8]`.
 
-    Raises: MetadataError: there is none.
+    Raises: MetadataError: there is none, or its values are larger than any that is sent.
     """
     found = _TYPE.fullmatch(name)
     dtype = dtype_named(found[1] if found else name)
-    return ValueType(dtype, tuple(map(int, found[2].split("x"))) if found and found[2] else ())
+    named = ValueType(dtype, tuple(map(int, found[2].split("x"))) if found and found[2] else ())
+    if named.itemsize > MAX_TOKEN_BYTES:
+        raise MetadataError(f"values of type {name[:60]} take more than {MAX_TOKEN_BYTES} bytes")
+    return named
 
 
 def type_name(values: torch.Tensor) -> str:

@@ -232,6 +232,9 @@ class Run:
     def lose(self, *what: Any) -> None:
         raise AssertionError(what)
 
+    async def lose_hung(self, error: Exception, members: Any, limit: str) -> None:
+        """No worker hangs."""
+
     async def _seal_all(self, method: Any, args: Any) -> list[Any]:
         return [await rank.gives.seal(args) for rank in self.ranks]
 

@@ -322,6 +322,14 @@ async def test_weights_come_in_parts_of_ranks_and_in_buckets() -> None:
         assert own.local_bytes == 20_000 + 12_000 + 14
 
 
+async def test_weights_with_a_shape_at_each_place_are_refused() -> None:
+    async with owners(1) as (owner,), pulling() as puller:
+        shard_id = owner.store.put({"w": torch.zeros(4, 2)}, {"w": [4]})
+        shard = ShardReference(owner.node_id, owner.address, shard_id)
+        with pytest.raises(ProtocolError, match=r"weights 'w' .* got float32\[2\]"):
+            _ = [it async for it in puller.pull_weights(WeightsReference(1, (shard,)))]
+
+
 async def test_the_time_of_whoever_loads_weights_is_not_the_pulls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

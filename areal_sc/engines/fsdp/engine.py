@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 ROOM_SHARE = 0.8
 """Of the free memory of a GPU, that gradients and parameters of all ranks may take."""
 
+TELLING_FULLNESS = 0.5
+"""The share of a micro-batch's tokens from which on an update tells what a full one needs."""
+
 
 class FSDPEngine(RankEngine):
     """One rank of the mesh; see `RankEngine`."""
@@ -184,6 +187,7 @@ class FSDPEngine(RankEngine):
         return self._groups.sequence.sum(values)  # each rank has those of its own tokens
 
     def _add_gradients(self, batch: PlannedBatch, loss: MinibatchLoss) -> None:
+        held_bytes = torch.cuda.memory_allocated() if self.is_cuda else 0
         with self._model.computing():
             for number, micro_rows in enumerate(batch.packed, 1):
                 self._model.begin_micro_batch(is_last=number == len(batch.packed))
@@ -199,30 +203,48 @@ class FSDPEngine(RankEngine):
             spent = torch._dynamo.utils.calculate_time_spent()
             logger.info("layers_compiled seconds=%.1f", spent["total_wall_time"])
 
-        if not self._is_room_known:
-            self._is_room_known = True
+        if self.rows.size > 1 and not self._is_room_known:
             tokens = max(sum(batch.rows.lengths[row] for row in rows) for rows in batch.packed)
-            if self.rows.size > 1 and self._has_room_to_meet_once(tokens):
-                self._model.meet_once()
-                logger.info("ranks_meet_once an update: there is room for what they would gather")
+            self._find_room_to_meet_once(tokens, held_bytes)
 
-    def _has_room_to_meet_once(self, num_tokens: int) -> bool:
-        """Whether every rank has room for all parameters and their gradients, beside its own.
+    def _find_room_to_meet_once(self, num_tokens: int, held_bytes: int) -> None:
+        """From now on ranks meet once, if each has room for all parameters and their gradients.
 
-        What an update has needed is known then, and so is what others have of the device.
+        That is known once an update has filled a good part of a micro-batch on every rank: what
+        such updates need is known then, and so is what others have of the device. All ranks make
+        the call.
 
-        Args: num_tokens: of its largest micro-batch.
+        Args:
+            num_tokens: of the update's largest micro-batch.
+            held_bytes: of the device's memory before the update, whatever its micro-batches.
         """
-        free = 0.0
-        if self.is_cuda and not self.config.cpu_offload:
-            fullness = max(1, num_tokens) / self.config.max_tokens_per_micro_batch
-            used = torch.cuda.max_memory_allocated() / fullness
-            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - used
+        fullness = num_tokens / self.config.max_tokens_per_micro_batch
+        if float(-self.world.max(torch.tensor(-fullness))) < TELLING_FULLNESS:
+            return
+        self._is_room_known = True
+        is_short = torch.tensor(not self._takes_room(fullness, held_bytes), dtype=torch.uint8)
+        if not self.world.max(is_short):
+            self._model.meet_once()
+            logger.info("ranks_meet_once an update: there is room for what they would gather")
+        elif self.is_cuda:
+            torch.cuda.empty_cache()  # what this rank has taken is of no use
+
+    def _takes_room(self, fullness: float, held_bytes: int) -> bool:
+        """Whether this rank has room to meet once; what it needs is its process's from now on."""
+        if not self.is_cuda or self.config.cpu_offload:
+            return False
         num_values = sum(shape.numel() for shape in self._parts.shapes.values())
         size = compute_dtype(self.config).itemsize + FLOAT32_BYTES
         needed = num_values // self._groups.tensor.size * size
-        is_short = torch.tensor(free * ROOM_SHARE < needed, dtype=torch.uint8)
-        return not bool(self.world.max(is_short))
+        used = held_bytes + (torch.cuda.max_memory_allocated() - held_bytes) / fullness
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - used
+        if free * ROOM_SHARE < needed:
+            return False
+        try:  # the allocator keeps it: other processes on this GPU see that it is taken
+            torch.empty(needed, dtype=torch.uint8, device=self.world.device)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def load_snapshot(self, folder: Path) -> None:
         self._model.forget_gradients()

@@ -187,12 +187,16 @@ class PackedModel(nn.Module):
         """Within it the model may compute; at its end the parameters are this rank's own again.
 
         What stands for them meanwhile, gathered or rounded, does not outlive a change of them.
+        Where a pass fails within it, its gradients are forgotten, and the next one begins anew.
         """
         with nullcontext() if self.copies is None else self.copies.in_place():
             try:
                 yield
                 for rows in self.spread_rows:
                     rows.finish()
+            except BaseException:
+                self.forget_gradients()
+                raise
             finally:
                 for rows in self.spread_rows:
                     rows.let_go()
@@ -223,7 +227,11 @@ class PackedModel(nn.Module):
             self.set_requires_gradient_sync(is_last)
 
     def forget_gradients(self) -> None:
-        """Those of an update that has failed."""
+        """Those of an update that has failed, in whichever pass it was."""
+        # FSDP would stay in the midst of that pass, and not drop what it has gathered; before
+        # torch 2.13 nothing public ends the pass
+        if isinstance(self, FSDPModule) and hasattr(self, "reset_iter_state"):
+            self.reset_iter_state()
         for parameter in (*self.parameters(), *(self.copies.tensors if self.copies else ())):
             parameter.grad = None
         for rows in self.spread_rows:

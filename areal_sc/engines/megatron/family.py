@@ -121,10 +121,16 @@ class ModelSizes:
         window, layers = _window(config, family), _layers(config, family)
         experts: dict[str, Any] = {}
         if any(layer.has_experts for layer in layers):
+            num_experts, per_token = _num_experts(config), _size(config, "num_experts_per_tok")
+            if per_token > num_experts:
+                raise ValueError(
+                    f"expected num_experts_per_tok of at most {num_experts} experts, got "
+                    f"{per_token}"
+                )
             experts = {
                 "expert_width": _size(config, "moe_intermediate_size", "intermediate_size"),
-                "num_experts": _num_experts(config),
-                "experts_per_token": _size(config, "num_experts_per_tok"),
+                "num_experts": num_experts,
+                "experts_per_token": per_token,
                 "normalizes_experts": bool(config.get("norm_topk_prob", True)),
             }
         return cls(

@@ -25,7 +25,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from areal_sc.errors import ShardGone
+from areal_sc.errors import ProtocolError, ShardGone
 from areal_sc.metadata import BatchMetadata
 from areal_sc.system.waiting import all_of
 from areal_sc.transport.bulk.buffer_pool import BufferPool
@@ -287,6 +287,12 @@ class Puller:
             ]
         else:
             described = await self._bulk.describe(owner, shard_id, deadline)
+        for name, dtype, _ in described:
+            if type_named(dtype).shape:
+                raise ProtocolError(
+                    f"weights {name!r} in shard {shard_id} on {node_id}: expected one number at "
+                    f"each place, got {dtype}"
+                )
         return {
             name: OwnedSlice(
                 owner, shard_slice(shard_id, {name: dtype}, range(len(lengths)), lengths)

@@ -12,6 +12,8 @@ from areal_sc.transport.tensor_bytes import (
     copy_to_bytes,
     dtype_name,
     dtype_named,
+    tensor_over,
+    type_named,
 )
 
 
@@ -49,3 +51,26 @@ def test_unknown_dtypes_are_refused_by_name() -> None:
         dtype_name(torch.complex64)
     with pytest.raises(MetadataError, match="float7"):
         dtype_named("float7")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "uint8[999999999x999999999]",
+        "float32[" + "x".join(["999999999"] * 8) + "]",
+        "uint8[1000000000]",
+        "uint8[" + "x".join(["2"] * 9) + "]",
+        "uint8[4\u0663]",
+        "x" * 1000,
+    ],
+)
+def test_types_that_no_field_has_are_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(MetadataError) as refusal:
+        type_named(name)
+    assert len(str(refusal.value)) < 300
+
+
+def test_the_largest_type_can_be_of_no_values() -> None:
+    largest = type_named("uint8[1048576x1048576]")
+    assert largest.itemsize == 1 << 40
+    assert tensor_over(bytearray(), largest, 0, 0).shape == (0, 1 << 20, 1 << 20)

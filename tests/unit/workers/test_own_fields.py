@@ -110,7 +110,17 @@ def test_names_are_checked_before_a_run_and_bytes_counted() -> None:
     assert check_fields(Own({"routes": TensorMetadata((48, 8), "uint8")})) == 384
 
 
-@pytest.mark.parametrize("arguments", [{"dtype": "bfloat16"}, {"shape": (0,)}, {"shape": (2.0,)}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": "bfloat16"},
+        {"shape": (0,)},
+        {"shape": (2.0,)},
+        {"shape": (1,) * 9},
+        {"shape": (10**9,), "dtype": "uint8"},
+        {"shape": (1 << 20, 1 << 20), "dtype": "int16"},
+    ],
+)
 def test_a_field_that_there_cannot_be(arguments: dict[str, Any]) -> None:
     with pytest.raises(MetadataError, match="of a field: expected"):
         TensorMetadata(**arguments)

@@ -23,6 +23,7 @@ from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
 from areal_sc.config.schema import ActorConfig, Dtype, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
+from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows
 from areal_sc.engines.training.updates.update_trace import UpdateTrace
 from areal_sc.errors import (
     CheckpointError,
@@ -649,16 +650,79 @@ def test_ranks_meet_once_where_memory_has_room_for_it(
     engine = FSDPEngine(actor_config(model_folder))
     engine.initialize(0, 1, "")
     needed = 8 * sum(shape.numel() for shape in engine._parts.shapes.values())
-    assert not engine._has_room_to_meet_once(16), "on a CPU"
+    assert not engine._takes_room(1.0, 0), "on a CPU"
     monkeypatch.setattr(FSDPEngine, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1500)
-    for num_tokens, taken in ((16, 1000), (4, 4000)):  # a quarter full, it says a quarter of it
+    for fullness, taken in ((1.0, 1000), (0.5, 1400)):  # what was held before is all of it
         for room, is_enough in ((needed / 0.8 + 1, True), (needed / 0.8 - 1, False)):
             free = room + taken - 1500
             monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1 << 40))
-            assert engine._has_room_to_meet_once(num_tokens) == is_enough
+            assert engine._takes_room(fullness, 600) == is_enough
+
+    def find_none(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
+    assert engine._takes_room(1.0, 600)
+    monkeypatch.setattr(torch, "empty", find_none)
+    assert not engine._takes_room(1.0, 600), "another process has taken it meanwhile"
     engine.close()
+
+
+def test_an_update_that_fills_little_of_a_micro_batch_does_not_tell_what_a_full_one_needs(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FSDPEngine(actor_config(model_folder))
+    engine.initialize(0, 1, "")
+    monkeypatch.setattr(engine, "_takes_room", lambda *_: True)
+    for num_tokens, is_known in ((0, False), (7, False), (8, True)):
+        engine._find_room_to_meet_once(num_tokens, 0)
+        assert engine._is_room_known == engine._model.meets_once == is_known
+    engine.close()
+
+
+@pytest.mark.parametrize("meets_once", [False, True])
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+def test_a_pass_that_has_failed_leaves_nothing_to_the_next(
+    model_folder: Path, tmp_path: Path, *, is_backward: bool, meets_once: bool
+) -> None:
+    engine = FSDPEngine(replace(actor_config(model_folder), cpu_offload=True))  # FSDP, on one rank
+    engine.initialize(0, 1, "")
+    if meets_once:
+        engine._model.meet_once()
+    engine.begin_snapshot(tmp_path / "snapshot").result()
+    expected = ppo_update(engine, [make_rows()], step=0)
+    after = weights(engine)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    def fail_backward(_: Any, __: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(fail)
+
+    last = engine._model.body.layers[-1].mlp
+    hook = last.register_forward_hook(fail_backward if is_backward else fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        ppo_update(engine, [make_rows(1)], step=1)
+    hook.remove()
+    engine.load_snapshot(tmp_path / "snapshot")
+    assert ppo_update(engine, [make_rows()], step=0) == expected
+    assert all(torch.equal(values, after[name]) for name, values in weights(engine).items())
+    engine.close()
+
+
+def test_spread_rows_forget_the_gradients_of_a_pass_that_has_failed(engine: FSDPEngine) -> None:
+    own = torch.zeros(4, 2)
+    rows = SpreadRows(4, engine.world, torch.float32, piece_bytes=8, meets_once=True)
+    engine._model.spread_rows = [rows]
+    rows.take_gradient(own, torch.ones(4, 2), range(4))
+    with pytest.raises(RuntimeError, match="no memory"), engine._model.computing():
+        raise RuntimeError("no memory")
+    assert not rows.new_gradient(own, 4).any()
+    rows.finish()
+    assert own.grad is None
 
 
 def test_what_a_failed_update_has_added_up_is_forgotten(

@@ -170,6 +170,7 @@ def test_sizes_that_are_not_there(wrong: dict[str, Any], tmp_path: Path) -> None
     [
         ({"moe_intermediate_size": -3}, "expected at least 1, got moe_intermediate_size=-3"),
         ({"num_experts_per_tok": 0}, "expected at least 1, got num_experts_per_tok=0"),
+        ({"num_experts_per_tok": 5}, "expected num_experts_per_tok of at most 4 experts, got 5"),
     ],
 )
 def test_sizes_of_experts_that_cannot_be(
