@@ -381,7 +381,7 @@ def _fallen(results: Sequence[Evaluated]) -> tuple[Measured, Measured, int] | No
     if len(scores) < 3:
         return None
     num_errors = -NormalDist().inv_cdf(CHANCE / math.comb(len(scores), 3))
-    bests = list(accumulate(scores, lambda a, b: b if b.value > a.value else a))
+    bests = list(accumulate(scores, _higher))
     values = accumulate(it.value for it in reversed(scores))
     errors = accumulate((it.error for it in reversed(scores)), math.hypot)
     sums = list(zip(values, errors, strict=True))  # of the newest one, two, ...
@@ -392,6 +392,10 @@ def _fallen(results: Sequence[Evaluated]) -> tuple[Measured, Measured, int] | No
         if fall.value > max(MIN_FALL_OF_EVALUATIONS * best.value, num_errors * fall.error):
             return best, last, num_last
     return None
+
+
+def _higher(one: Measured, other: Measured) -> Measured:
+    return other if other.value > one.value else one
 
 
 def by_heart(course: Course) -> str | None:
