@@ -144,13 +144,16 @@ def _variances_of_others(
 ) -> npt.NDArray[np.float64]:
     """[N] variance over the other episodes of each row's group; 0 where these are equal."""
     variances = np.zeros_like(values)
-    for episode in np.unique(episodes):
-        own = episodes == episode
-        others = (groups == groups[own][0]) & ~own
-        rewards, shares = values[others], weights[others]
-        if _differs(rewards, np.zeros(len(rewards), dtype=np.int64)).any():
-            mean = np.average(rewards, weights=shares)
-            variances[own] = np.average((rewards - mean) ** 2, weights=shares)
+    order = np.argsort(groups, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
+        of_rows = episodes[rows]
+        for episode in np.unique(of_rows):
+            is_own = of_rows == episode
+            own, others = rows[is_own], rows[~is_own]
+            rewards, shares = values[others], weights[others]
+            if _differs(rewards, np.zeros(len(rewards), dtype=np.int64)).any():
+                mean = np.average(rewards, weights=shares)
+                variances[own] = np.average((rewards - mean) ** 2, weights=shares)
     return variances
 
 

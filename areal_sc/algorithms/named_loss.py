@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.config.fields import RANGE, Range
-from areal_sc.config.ppo_settings import POLICY_GRADIENT, PPOConfig
+from areal_sc.config.ppo_settings import POLICY_GRADIENT, ROW_FILTER, PPOConfig, is_row_filter
 from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.errors import ConfigError
 from areal_sc.user_code import user_function
@@ -114,8 +114,10 @@ class NamedLoss:
         return "" if self.name in BUILT_IN else folder_of_module(self.name, setting, _EXPECTED)
 
     def check(self) -> None:
-        """Raises: ConfigError: a number among the settings of a built-in loss is impossible."""
-        for name, value in self.settings.items() if self.name in BUILT_IN else ():
+        """Raises: ConfigError: settings of a built-in loss are impossible, or not together."""
+        if self.name not in BUILT_IN:
+            return
+        for name, value in self.settings.items():
             allowed = _RANGES.get(name)
             if allowed and not (isinstance(value, int | float) and value in allowed):
                 raise ConfigError(
@@ -125,6 +127,15 @@ class NamedLoss:
                 raise ConfigError(
                     f"loss {self.name}, {name}: expected one of {', '.join(choices)}, got {value!r}"
                 )
+            is_filter = isinstance(value, Mapping) and is_row_filter(value)
+            if name == "row_filter" and value and not is_filter:
+                raise ConfigError(f"loss {self.name}, {name}: expected {ROW_FILTER}, got {value!r}")
+        of_margin = self.settings.get("of_margin", "sigmoid")
+        if self.settings.get("label_smoothing") and of_margin != "sigmoid":
+            raise ConfigError(
+                f"loss {self.name}, label_smoothing: expected 0 with of_margin {of_margin} (only "
+                f"sigmoid reads it), got {self.settings['label_smoothing']!r}"
+            )
 
     def load(self) -> Loss:
         """The function with its settings, from `user_function`. Imports torch.

@@ -24,6 +24,12 @@ ROW_VALUES: Final = ("ratio", "k1", "k2", "k3")
 ROW_MEANS: Final = ("geometric_mean", "product", "mean", "sum", "max", "min")
 """What `row_filter` may look at: `of` a token, `over` a row."""
 
+ROW_FILTER: Final = (
+    f"of: one of {', '.join(ROW_VALUES)}; over: one of {', '.join(ROW_MEANS)}, the first two "
+    "of a ratio alone; and a number as low, high or both, low <= high"
+)
+"""What is expected of `row_filter`."""
+
 GAE: Final = "gae"
 """Advantages from a critic's values."""
 
@@ -328,9 +334,8 @@ def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
         )
     yield (
         "actor.ppo.row_filter",
-        not ppo.row_filter or _is_row_filter(ppo.row_filter),
-        f"of: one of {', '.join(ROW_VALUES)}; over: one of {', '.join(ROW_MEANS)}, the first two "
-        "of a ratio alone; and a number as low, high or both",
+        not ppo.row_filter or is_row_filter(ppo.row_filter),
+        ROW_FILTER,
     )
     yield (
         "actor.ppo.advantage",
@@ -371,7 +376,7 @@ def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
     )
 
 
-def _is_row_filter(given: Mapping[str, Any]) -> bool:
+def is_row_filter(given: Mapping[str, Any]) -> bool:
     """Whether they are arguments of `algorithms.behavior_weights.is_outside_of_row`."""
     of, over = given.get("of", ROW_VALUES[0]), given.get("over", ROW_MEANS[0])
     limits = [given[name] for name in ("low", "high") if name in given]
@@ -382,4 +387,5 @@ def _is_row_filter(given: Mapping[str, Any]) -> bool:
         and (of == ROW_VALUES[0] or over not in ROW_MEANS[:2])
         and bool(limits)
         and all(isinstance(it, int | float) and not math.isnan(it) for it in limits)
+        and limits == sorted(limits)
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from statistics import NormalDist, fmean
 from typing import Final
 
@@ -379,14 +380,22 @@ def _fallen(results: Sequence[Evaluated]) -> tuple[Measured, Measured, int] | No
     scores = [it.score for it in results]
     if len(scores) < 3:
         return None
-    num_errors = NormalDist().inv_cdf(1.0 - CHANCE / math.comb(len(scores), 3))
+    num_errors = -NormalDist().inv_cdf(CHANCE / math.comb(len(scores), 3))
+    bests = list(accumulate(scores, _higher))
+    values = accumulate(it.value for it in reversed(scores))
+    errors = accumulate((it.error for it in reversed(scores)), math.hypot)
+    sums = list(zip(values, errors, strict=True))  # of the newest one, two, ...
     for num_last in range(2, len(scores)):
-        best = max(scores[:-num_last], key=lambda it: it.value)
-        last = _mean_of(scores[-num_last:])
+        value, error = sums[num_last - 1]
+        best, last = bests[-num_last - 1], Measured(value / num_last, error / num_last)
         fall = best - last
         if fall.value > max(MIN_FALL_OF_EVALUATIONS * best.value, num_errors * fall.error):
             return best, last, num_last
     return None
+
+
+def _higher(one: Measured, other: Measured) -> Measured:
+    return other if other.value > one.value else one
 
 
 def by_heart(course: Course) -> str | None:

@@ -42,6 +42,7 @@ PROMISED = {
     "chat_turns": {"turns_s", "session_s", "anew_over_turns"},
     "first_hour": {"huge_over_plain_first_step", "trackers_calls_percent"},
     "generate_throughput": {"local_over_static", "mixed_over_static"},
+    "group_rewards": {"right_0_accuracy_after", "majority_0_accuracy_before"},
     "interruption": {"local_interrupted_over_waiting_eta1_batch8"},
     "learning_watch": {"always_zero_0_complaints", "always_zero_0_told_at_step"},
     "learning_watch --part small": {"rate_1_0_is_right", "sound_runs_told"},

@@ -43,6 +43,7 @@ from areal_sc.rewards.base import declare_reward
 from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.prompt_choice import PromptPast
 from areal_sc.system.sandbox.program import Limits
+from areal_sc.trainer.steps import count
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
 TRIED = ("docs/first-task.md", "docs/multi-turn.md", "docs/troubleshooting.md")
@@ -165,6 +166,7 @@ FRAGMENTS = (
     "from areal_sc.rewards.answers",
     "from areal_sc.rewards.code.reward",
     "async def prints_its_answer",
+    "async def shortest_wins",
     "# my_advantages.py",
     "# my_prompts.py",
     "# reference_kl.py",
@@ -336,6 +338,13 @@ def test_an_advantage_of_ones_own() -> None:
     assert shorter(rows, weight=0.2).tolist() == pytest.approx([-1.1, 0.8])
 
 
+async def test_a_reward_of_a_group() -> None:
+    given = {"SingleTurnWorkflow": SingleTurnWorkflow, "reward": lambda prompt, completion: 0.0}
+    shortest_wins = run_block("async def shortest_wins", **given)["shortest_wins"]
+    answers = [SimpleNamespace(answer=text, reward=0.5) for text in ("long", "no", "ab")]
+    assert await shortest_wins({}, answers) == [0.5, 1.5, 1.5]
+
+
 def test_a_choice_of_prompts_of_ones_own() -> None:
     hard_ones = run_block("# my_prompts.py")["hard_ones"]
     shares = [hard_ones(PromptPast(1, success, has_signal=True)) for success in (0.4, 0.5)]
@@ -401,6 +410,7 @@ def test_each_metric_of_a_run_is_explained_and_no_other(tried: tuple[Path, str])
     records = [json.loads(line) for line in lines]
     written = {item.name for kind in (Summary, Counters, UpdateTimes) for item in fields(kind)}
     written |= set(re.findall(r'"(\w+)": ', inspect.getsource(ServerEngine.stats)))
+    written |= set(re.findall(r'"(\w+)/\{', inspect.getsource(count)))  # by a cause
     for record in records:
         if record["kind"] in ("step", "evaluation"):
             nested = [record.pop(name, {}) for name in ("workflow", "train", "counters")]

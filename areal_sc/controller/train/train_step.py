@@ -441,7 +441,7 @@ class RankWork:
         metrics = await self._ranks.update(asked, number, trained, split, then)
         if self._ranks.state.version == operation.version:
             self._ranks.step.num_updates = number + 1
-        if "behavior_weight_square" in metrics:
+        if {"behavior_weight", "behavior_weight_square"} <= metrics.keys():
             metrics |= weight_spread(metrics)
             del metrics["behavior_weight_square"]
         return metrics

@@ -72,13 +72,25 @@ def test_each_built_in_loss_reads_the_fields_that_it_names(name: str) -> None:
         ("dpo", "beta", "0.1", "a number above 0, got '0.1'"),
         ("bradley_terry", "label_smoothing", 0.5, "a number at least 0 and below 0.5, got 0.5"),
         ("policy_gradient", "behavior_weight_cap", 0.9, "a number at least 1, or inf, got 0.9"),
+        ("policy_gradient", "row_filter", {"low": 2, "high": 1}, "of: one of .*, low <= high, got"),
+        ("policy_gradient", "row_filter", 2.0, "of: one of ratio, .*, got 2.0"),
+        ("dpo", "of_margin", "log", "one of sigmoid, square, hinge, got 'log'"),
+        ("dpo", "of_row", "max", "one of sum, mean, got 'max'"),
     ],
 )
-def test_numbers_that_a_loss_cannot_have(
+def test_settings_that_a_loss_cannot_have(
     name: str, setting: str, value: object, expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"loss {name}, {setting}: expected {expected}"):
         NamedLoss(name, {setting: value}).load()
+
+
+@pytest.mark.parametrize("of_margin", ["square", "hinge"])
+def test_smoothed_labels_are_of_sigmoid_alone(of_margin: str) -> None:
+    NamedLoss("dpo", {"label_smoothing": 0.0, "of_margin": of_margin}).check()
+    wrong = NamedLoss("dpo", {"label_smoothing": 0.1, "of_margin": of_margin})
+    with pytest.raises(ConfigError, match=f"expected 0 with of_margin {of_margin} .*, got 0.1"):
+        wrong.check()
 
 
 def test_a_value_head_without_a_loss_of_its_own_may_start() -> None:

@@ -401,6 +401,20 @@ def test_many_evaluations_that_only_waver_show_no_fall() -> None:
     assert num_told <= 1
 
 
+def test_a_fall_is_told_of_any_number_of_evaluations() -> None:
+    rng, course = random.Random(0), Course(max_mismatch=1.0)
+    for number in range(1, NUM_STEPS + 1):
+        course.add_step(step(number, **is_flat(0.0, rng)))
+    for number in range(40_000):
+        course.add_evaluation(evaluation(NUM_STEPS + number, 0.5, num_prompts=1000))
+    assert falling_evaluation(course) is None
+    for _ in range(3):
+        course.add_evaluation(evaluation(NUM_STEPS + 40_000, 0.1, num_prompts=1000))
+    told = falling_evaluation(course)
+    assert told is not None
+    assert told.startswith("the last 2 evaluations gave 0.1 ± 0.007, after 0.5 ± 0.02, ")
+
+
 @pytest.mark.parametrize("name", ["hard/periodic", "greedy"])
 def test_each_set_of_held_out_prompts_is_judged_by_itself_and_greedy_answers_are_not(
     name: str,

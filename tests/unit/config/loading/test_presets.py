@@ -202,6 +202,7 @@ def test_three_steps_of_each_are_those_of_its_paper(name: str) -> None:
         (["row_filter={of: k1, over: product, high: 1}"], "row_filter", "of a ratio alone"),
         (["row_filter={of: k1}"], "row_filter", "a number as low"),
         (["row_filter={high: x}"], "row_filter", "a number as low"),
+        (["row_filter={low: 2, high: 1}"], "row_filter", "low <= high"),
         (["+loss_settings.beta=1"], "loss_settings", "none with actor.ppo.loss=policy_gradient"),
         (["+advantage_settings.a=1"], "advantage_settings", "of your own function"),
     ],
