@@ -106,7 +106,8 @@ class StartedAgent:
             self._process.returncode = 0  # else Popen complains of a child that is left
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe
-            pipe.close()
+            with suppress(BrokenPipeError):  # it has ended before it read what was written
+                pipe.close()
 
 
 class LocalAgent:

@@ -59,7 +59,6 @@ def test_a_rank_without_rows_takes_part_and_weights_are_drawn_once(
         assert abs(first["behavior_kl"]) < 1e-4
         assert run.summary()["num_rows_trained"] == 2 * 8
         assert all(record["train"]["grad_norm"] >= 0 for record in run.records("step"))
-        assert "some ranks are idle" in run.output
 
 
 def _parent(pid: int) -> int:
