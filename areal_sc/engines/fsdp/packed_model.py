@@ -230,7 +230,11 @@ class PackedModel(nn.Module):
         """Those of an update that has failed, in whichever pass it was."""
         # FSDP would stay in the midst of that pass, and not drop what it has gathered; before
         # torch 2.13 nothing public ends the pass
-        if isinstance(self, FSDPModule) and hasattr(self, "reset_iter_state"):
+        if (
+            isinstance(self, FSDPModule)
+            and hasattr(self, "reset_iter_state")
+            and self._get_fsdp_state()._is_root  # None before the first pass
+        ):
             self.reset_iter_state()
         for parameter in (*self.parameters(), *(self.copies.tensors if self.copies else ())):
             parameter.grad = None
