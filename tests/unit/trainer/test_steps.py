@@ -43,7 +43,7 @@ def sides(stats: list[dict[str, float]]) -> tuple[Any, Any]:
     )
     rollout = SimpleNamespace(
         rejections=Rejections(window=9, max_rate=1.0),
-        groups=SimpleNamespace(admission=SimpleNamespace(lead=1.0, slack=None)),
+        groups=SimpleNamespace(admission=SimpleNamespace(lead=1.0, slack=None), episodes_again={}),
         num_workers=2,
         config=SimpleNamespace(max_staleness=4),
         num_bytes=0,
