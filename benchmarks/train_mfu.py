@@ -11,6 +11,7 @@ medians of the rounds. `share_of_peak` is model FLOPs a second over the data she
 - 7b_layers: eight layers of Qwen2-7B, as many as have room beside their optimizer, and its
   vocabulary; with activation checkpointing. selective: products and attention are kept. offload:
   what is kept is in host memory. compiled: as above.
+- 7b_lora: all 28 layers of Qwen2-7B, and an adapter of rank 16.
 
 On a GPU also counted: kernels of one micro-batch, and how often the host waited for the device;
 and listed: the kernels that take longest.
@@ -35,12 +36,16 @@ from train_throughput import actor_config
 from train_workload import Workload, lognormal_lengths, make_rows, minibatches_of
 
 from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, Dtype
 from areal_sc.engines.fsdp.engine import FSDPEngine
 
 LAYERS_OF_7B = Shape(3584, 18944, 8, 28, 4, 152064)
 UPDATE_SHARE = 3 / 4
 """Of the FLOPs of a step with its forward before, which `Workload.model_flops` counts."""
+
+ADAPTER_SHARE = 1 / 2
+"""The same where an adapter is trained: the model's own parameters have no gradients."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Case:
     compiles: bool = False
     max_tokens: int = 8192
     dtype: Dtype = Dtype.bfloat16
+    lora_rank: int = 0
 
 
 WIDE = 32768
@@ -63,6 +69,7 @@ CASES = [
     Case("0.5b_wide", SHAPES["0.5b"], max_tokens=WIDE),
     Case("0.5b_float16", SHAPES["0.5b"], max_tokens=WIDE, dtype=Dtype.float16),
     Case("7b_layers", LAYERS_OF_7B, checkpointing=WHOLE),
+    Case("7b_lora", replace(LAYERS_OF_7B, layers=28), checkpointing=WHOLE, lora_rank=16),
     Case("7b_layers_selective", LAYERS_OF_7B, checkpointing=ActivationCheckpointing.selective),
     Case("0.5b_compiled", SHAPES["0.5b"], compiles=True, max_tokens=WIDE),
     Case("7b_layers_offload", LAYERS_OF_7B, checkpointing=WHOLE, offloads=True),
@@ -81,6 +88,7 @@ def config_of(case: Case, workload: Workload, folder: Path, device: str) -> Acto
         activation_checkpointing=case.checkpointing,
         activation_offload=case.offloads,
         compile_layers=case.compiles,
+        lora=LoraConfig(rank=case.lora_rank),
     )
 
 
@@ -120,7 +128,8 @@ def measure(case: Case, device: str, *, quick: bool) -> report.Metrics:
         **counts,
     }
     if (sheet := peak_bf16_flops(device)) is not None:
-        metrics["share_of_peak"] = UPDATE_SHARE * workload.model_flops() / step_s / sheet
+        share = ADAPTER_SHARE if case.lora_rank else UPDATE_SHARE
+        metrics["share_of_peak"] = share * workload.model_flops() / step_s / sheet
     return metrics
 
 

@@ -209,7 +209,8 @@ def test_what_is_measured_on_a_gpu_is_measured_by_benchmarks_with_a_device(tmp_p
     }
     assert "examples/letter_sort.py --config configs/letter_sort_gpu.yaml" in named.stdout
     assert "-m pytest -q tests/gpu" in named.stdout
-    num_parts = 2 + len(commands)
+    assert "examples/sums.py --config configs/sums.yaml" in named.stdout
+    num_parts = 3 + len(commands)
     failed = run_gpu_script(tmp_path / "failed", python="false")
     assert failed.returncode == num_parts
     late = run_gpu_script(tmp_path / "late", python="echo", limit_s=0)
@@ -246,6 +247,9 @@ def test_what_was_measured_on_a_gpu_is_collected(tmp_path: Path) -> None:
 def run_gpu_script(
     folder: Path, python: str, limit_s: int = 1200
 ) -> subprocess.CompletedProcess[str]:
+    model = folder.with_name("model")
+    model.mkdir(exist_ok=True)
+    (model / "config.json").touch()
     return subprocess.run(
         [str(BENCHMARKS / "gpu.sh"), str(folder), "--quick"],
         capture_output=True,
@@ -255,6 +259,7 @@ def run_gpu_script(
             **os.environ,
             "PYTHON": python,
             "SGLANG_PYTHON": "any",
+            "REAL_MODEL": str(model),
             "LIMIT_S": str(limit_s),
         },
     )

@@ -8,18 +8,26 @@ import string
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from integration.run_process import REPOSITORY
+from scripted_engine import ScriptedEngine
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from areal_sc import SingleTurnWorkflow, Trajectory, load_config
 from areal_sc.config.sandbox_settings import SandboxConfig
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import GenerationEngine
 from areal_sc.errors import ArealError
 from areal_sc.rewards.code.reward import CodeReward
+from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.reference import ObjectReference, reference_of, resolve
+from areal_sc.trainer.evaluation.evaluation_sets import configured_sets
+from areal_sc.workers.episodes import WorkerEpisodeEngine
+from areal_sc.workflows.math_reward import numeric_match
 
 GSM8K = [
     {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3+4=<<3+4=7>>7 pens.\n#### 7"},
@@ -89,6 +97,21 @@ DEEPCODER: dict[str, list[dict[str, Any]]] = {
         },
     ],
 }
+EVALUATED: dict[str, dict[str, Any]] = {
+    "aime24": {"id": 60, "problem": "2 + 2 = $a$. Find a.", "solution": "\\boxed{4}", "url": ""},
+    "aime25": {"problem": "2 + 2 = $a$. Find a.", "answer": "4", "id": "0"},
+    "amc23": {"id": 0, "question": "2 + 2 = $a$. Find a.", "answer": "4.0", "url": ""},
+    "math500": {
+        "problem": "2 + 2 = $a$. Find a.",
+        "solution": "It is $\\boxed{4}$.",
+        "answer": "4",
+        "subject": "Algebra",
+        "level": 1,
+        "unique_id": "test/algebra/1.json",
+    },
+    "gsm8k": {"question": "2 + 2 = a. Find a.", "answer": "It is <<2+2=4>>4.\n#### 4"},
+}
+"""A row of each set, with the columns that it has on the hub."""
 ON_A_CPU = (
     *("actor.device=cpu", "rollout.device=cpu", "rollout.engine=local", "actor.dtype=float32"),
     *("actor.random_init=true", "actor.parallel.data=1", "rollout.num_workers=1"),
@@ -269,6 +292,97 @@ def test_questions_that_train_are_not_evaluated() -> None:
     assert len(asked[1]) == len(held_out) > 10
     with pytest.raises(ArealError, match=r"task\.num_held_out=20000: these are all questions"):
         recipe.load_task(recipe.Task(settings=one_digit, size=60, num_held_out=20_000), seed=1)
+
+
+def test_sets_that_papers_report_are_asked_and_judged(tmp_path: Path) -> None:
+    given = [f"run_dir={tmp_path}", "actor.path=/none"]
+    path = str(REPOSITORY / "configs" / "evaluation_sets.yaml")
+    config = load_config(["--config", path, *given])
+    assert [one.name for one in config.evaluation.sets] == list(EVALUATED)
+    for one in config.evaluation.sets:
+        folder = tmp_path / one.name
+        write(folder / f"{one.split}.jsonl", [EVALUATED[one.name]])
+        parts = [{"split": one.split, "path": f"{one.split}.jsonl"}]
+        known = [{"config_name": one.subset or "default", "data_files": parts}]
+        (folder / "README.md").write_text(f"---\n{json.dumps({'configs': known})}\n---\n")
+        one.prompts = str(folder)
+    for name, one in configured_sets(config.evaluation, SingleTurnWorkflow(numeric_match)).items():
+        assert one.num_samples == (1 if name == "gsm8k" else 32)
+        (row,) = one.prompts
+        assert row["prompt"].startswith("2 + 2 = ")
+        assert row["prompt"].endswith("within \\boxed{}.")
+        assert numeric_match(row, "So it is \\boxed{4}.") == 1
+        assert numeric_match(row, "So it is \\boxed{5}.") == 0
+
+
+@pytest.fixture
+def letters(chat_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(chat_model)
+
+
+async def episode_of(
+    workflow: Any, row: Mapping[str, Any], wrote: Sequence[str], tokenizer: Any
+) -> Trajectory:
+    """The one row of an episode whose model writes these texts, turn by turn."""
+    engine = ScriptedEngine(tokenizer)
+    engine.will_say(*wrote)
+    sampling = GenerationConfig(stop=[f"</{workflow.ask_tag}>", "</answer>"])
+    served, pool = cast("GenerationEngine", engine), cast("RewardPool", None)
+    episode = WorkerEpisodeEngine(served, pool, "g", sampling, None)
+    (trajectory,) = await workflow.run_episode(row, episode)
+    assert isinstance(trajectory, Trajectory)
+    return trajectory
+
+
+async def test_a_search_finds_what_the_question_asks_for(letters: Any) -> None:
+    recipe = import_module("search")
+    row = recipe.questions()[0]
+    name = next(name for name in recipe.people() if name in row["prompt"])
+    wrote = [f"<search>{name}</search>", f"<answer>{row['answer']}</answer>"]
+    trajectory = await episode_of(recipe.Search(), row, wrote, letters)
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics == {"accuracy": 1.0, "uses": 1, "answered": 1.0}
+    text = letters.decode(trajectory.input_ids)
+    passages = re.findall(r"</search>\n<information>(.*)</information>\n<answer>", text)
+    assert len(passages) == 2, "that of the example, and what was found"
+    assert name in passages[1]
+    assert row["answer"] in passages[1]
+    trained = [
+        token
+        for token, is_trained in zip(trajectory.input_ids, trajectory.loss_mask, strict=True)
+        if is_trained
+    ]
+    assert letters.decode(trained) == "".join(wrote), "what it has read is not trained"
+    for unasked in (["Ada"], ["<search>x</search>"] * 3, [f"<answer>{name}</answer>"]):
+        trajectory = await episode_of(recipe.Search(), row, unasked, letters)
+        assert trajectory.reward == 0.0
+    assert recipe.library().best("nobody has these words", 1) == []
+
+
+async def test_a_tool_of_an_mcp_server_answers_what_the_model_writes(
+    letters: Any,
+) -> None:
+    recipe = import_module("mcp_tool")
+    workflow, row = recipe.ToolUse(), {"prompt": "What is 37 times 41?", "answer": "1517"}
+    calls = {
+        '{"name": "multiply", "arguments": {"a": 37, "b": 41}}': "1517",
+        '{"name": "multiply", "arguments": {"a": 37}}': "expected the integers a and b",
+        '{"name": "add", "arguments": {"a": 37, "b": 41}}': "unknown: add",
+        "37 * 41": "this is no call of a tool",
+    }
+    for call, result in calls.items():
+        wrote = [f"<tool>{call}</tool>", "<answer>1517</answer>"]
+        trajectory = await episode_of(workflow, row, wrote, letters)
+        assert trajectory.reward == 1.0
+        text = letters.decode(trajectory.input_ids)
+        assert "multiply: The product of two integers." in text
+        assert f"{call}</tool>\n<result>{result}</result>\n<answer>" in text
+    workflow.server.process.kill()
+    await workflow.server.process.wait()
+    again = await workflow.use('{"name": "multiply", "arguments": {"a": 2, "b": 3}}')
+    assert again == "6", "a server that has ended is started again"
+    workflow.server.process.stdin.close()
+    assert await workflow.server.process.wait() == 0
 
 
 def test_a_weight_of_zero_is_refused_before_the_start(tmp_path: Path) -> None:
