@@ -62,7 +62,6 @@ FLOORS = {
     "weights.updates": 9,
     "weights.tree": 9,
     "weights.channel": 9,
-    "weights.publisher": 9,
 }
 """Of a package, or of a module of one."""
 
