@@ -24,7 +24,7 @@ from areal_sc.controller.events import Hear
 from areal_sc.controller.ledger.group import Group, MakeReadable, RolloutSource
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
-from areal_sc.controller.rollout.worker_state import RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import RolloutWorkerState
 from areal_sc.controller.step_life import StepLife
 from areal_sc.errors import StoreFull, WorkerLost
 from areal_sc.metadata import PromptReference

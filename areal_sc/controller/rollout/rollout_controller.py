@@ -302,7 +302,7 @@ class RolloutController(Controller):
         self.groups.go_on(found)
         await self._journal.durable()
         if goes_on:  # else once `go_back` has said so
-            self._workers.sweeps.begin()
+            self._workers.begin_sweeps()
         return found
 
     async def state_async(self) -> RolloutState:

@@ -7,7 +7,8 @@ groups       each is one run on the worker that was chosen for it, and awaited b
              then nothing more can be sealed in its room
 stores       a group reserves its worst-case bytes in a worker's store and in its node's memory
              until nothing of it is left there (`worker_store`): a full store means that admission
-             waits, not that a put fails. For shards that nobody needs any more see `store_sweeps`
+             waits, not that a put fails. Shards that nobody needs any more are swept, one sweep a
+             worker at a time, beside everything else, once the journal says that nobody does
 weights      see `weights/updates.py`
 deaths       a worker that is lost, or of no use any more, is left out of everything until it has
              been started again: with the shards that outlived it, a new engine and the newest
@@ -30,9 +31,7 @@ from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.kept_episodes import KeptEpisodes
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
-from areal_sc.controller.rollout.store_sweeps import StoreSweeps
-from areal_sc.controller.rollout.worker_set import WorkerSet
-from areal_sc.controller.rollout.worker_state import RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import RolloutWorkerState, WorkerSet, goes_on
 from areal_sc.controller.shared_card import SharedCard, Side
 from areal_sc.controller.worker_store import Needs
 from areal_sc.engines.handle_base import GeneratorHandle
@@ -44,7 +43,7 @@ from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.weights.channel import YieldMemory
 from areal_sc.weights.tree import RPC_MARGIN_S
-from areal_sc.weights.updates import WeightUpdates
+from areal_sc.weights.updates import WeightUpdates, begin_in_turns
 from areal_sc.workers import calls
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 
@@ -71,7 +70,6 @@ class RolloutWorkers:
         set: the workers.
         kept: episodes of groups that have to run again.
         updates: their weights.
-        sweeps: of their stores.
         card: as given.
         is_tracked: the first workers are known; before that none was started.
         yield_memory: of the model whose weights the workers get.
@@ -99,7 +97,7 @@ class RolloutWorkers:
         self.set = WorkerSet(engine.config, background, needs, fleet.tell)
         self.updates = WeightUpdates(engine, fleet, background, self.set.recount)
         self.updates.states = self.set.states
-        self.sweeps = StoreSweeps(self.set, self.call, background, durable, hear)
+        self._durable = durable
         self.card = card
         if engine.config.placement is Placement.turns:
             card.share()
@@ -250,7 +248,7 @@ class RolloutWorkers:
             await self._fleet.call(member, calls.PAUSE if is_paused else calls.RESUME, None)
         self._fleet.tell(Built(unit))
         self.set.renew()
-        self.sweeps.begin_one(state)
+        self.begin_sweep(state)
         await self.updates.bring_to_newest(state)
 
     @property
@@ -355,6 +353,38 @@ class RolloutWorkers:
                 raise
             raise loss from error
 
+    def begin_sweeps(self) -> None:
+        """Workers begin to forget the shards that nobody needs any more."""
+        self._background.start(begin_in_turns(list(self._states), self.begin_sweep), "sweeps")
+
+    def begin_sweep(self, state: RolloutWorkerState) -> bool:
+        """One worker begins to, unless it is at it, or has no such shard; tells whether it did."""
+        if not state.life.is_up or goes_on(state.sweep) or not state.store.has_dead:
+            return False
+        state.sweep = self._background.start(self._sweep(state), f"sweep {state.name}")
+        return True
+
+    @property
+    def are_sweeps_due(self) -> bool:
+        """Whether a store is about to have more room."""
+        return any(goes_on(it.sweep) or it.store.has_dead for it in self._states)
+
+    async def _sweep(self, state: RolloutWorkerState) -> None:
+        while state.store.has_dead:
+            incarnation = state.member.worker.incarnation
+            sweep, dead_ids = state.store.plan_sweep(incarnation)
+            await self._durable()  # else a later start would look for these rows
+            if state.member.worker.incarnation != incarnation:
+                continue
+            try:
+                last_sequence = await self.call(state, calls.SWEEP, sweep)
+            except WorkerLost:
+                return  # its next life is told anew
+            state.store.confirm_sweep(incarnation, dead_ids, last_sequence)
+            self.set.recount(state)
+            self._hear(RoomFreed())
+            self._background.notify()
+
     async def episode_reports(self) -> dict[str, calls.EpisodesReport | None]:
         """What the episodes of each worker do, by its name; None: it does not answer in time.
 
@@ -420,7 +450,7 @@ class RolloutWorkers:
             raise
         except ArealError:
             self._end_run(state, run, None)
-            self.sweeps.begin_one(state)
+            self.begin_sweep(state)
             raise
         self._end_run(state, run, reply.batch)
         if reply.batch is not None:
@@ -450,7 +480,7 @@ class RolloutWorkers:
             elif outcome is not None:
                 batch = outcome.batch
         self._end_run(state, run, batch)
-        self.sweeps.begin_one(state)
+        self.begin_sweep(state)
         self._hear(RoomFreed())
 
     def _end_run(

@@ -33,7 +33,7 @@ from areal_sc.controller.ledger.group import GroupState
 from areal_sc.controller.rollout.autoscale import Autoscaler, SeenStep, SizeChange
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.training_groups import TrainingGroups
-from areal_sc.controller.rollout.worker_state import RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import RolloutWorkerState
 from areal_sc.errors import ArealError, ConfigError, RunFolderError, SchedulerSilent
 from areal_sc.fleet.bounded import bounded
 from areal_sc.fleet.events import RunFailed, Scaled

@@ -36,7 +36,7 @@ from areal_sc.controller.rollout.groups import Groups, GroupTools
 from areal_sc.controller.rollout.rejections import STALE, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.staleness import StalenessPolicy, by_deadline
-from areal_sc.controller.rollout.worker_state import RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import RolloutWorkerState
 from areal_sc.controller.shared_card import Side
 from areal_sc.errors import ConfigError, StoreFull, WorkerLost
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
@@ -162,7 +162,7 @@ class TrainingGroups(Groups):
             decision = self._policy.form_batch(self.ledger.unconsumed(), self.version)
             if decision.stale:
                 self._reject_stale(decision.stale)
-                self._workers.sweeps.begin()
+                self._workers.begin_sweeps()
                 continue
             if decision.groups is not None:
                 unknown = [g for g in decision.groups if not self._workers.are_rows_known(g.worker)]
@@ -213,7 +213,7 @@ class TrainingGroups(Groups):
         self.step.tell_weights()
         self.ledger.release(version - 1)
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
-        self._workers.sweeps.begin()
+        self._workers.begin_sweeps()
 
     def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
         """The rows of these runs are gone: groups that wait to be trained run again.
@@ -337,12 +337,12 @@ class TrainingGroups(Groups):
         self.step.go_back(state.version)
         self.admission.forget()
         self._workers.updates.forget()
-        self._workers.sweeps.begin()
+        self._workers.begin_sweeps()
 
     def _make_room(self) -> None:
         """Queued groups, or the next one, have no room: while a batch is waited for, groups that
         are finished too early give theirs up."""
-        if self._workers.sweeps.are_due:
+        if self._workers.are_sweeps_due:
             return
         full, groups = self._workers.set.full_workers, self.ledger.unconsumed()
         too_early = self._policy.too_early(groups, full, self.version)
@@ -350,7 +350,7 @@ class TrainingGroups(Groups):
             # those that wait for room have all the slots, and these, which have room, have none
             for group_id in [it for it in self._kept.group_ids if it in self._restored]:
                 self._kept.forget(group_id)
-                self._workers.sweeps.begin()
+                self._workers.begin_sweeps()
         if not too_early or self.step.batch is not None:
             return
         logger.warning(
@@ -362,7 +362,7 @@ class TrainingGroups(Groups):
         for group in too_early:
             self._requeue(group, "older groups need its room")
             self._why_again[group.group_id] = NO_ROOM
-        self._workers.sweeps.begin()
+        self._workers.begin_sweeps()
 
     @property
     def _has_slot(self) -> bool:
@@ -427,13 +427,13 @@ class TrainingGroups(Groups):
             if reason := self._signal.refusal(reply.batch):
                 self._rejections.add_without_signal(reply.batch, reason)
                 self.ledger.reject(group.group_id, reason)
-                self._workers.sweeps.begin()
+                self._workers.begin_sweeps()
             self.admission.note_finished(self.ledger.num(GroupState.finished))
         else:
-            self._workers.sweeps.begin()
+            self._workers.begin_sweeps()
         if group.attempt:  # of earlier attempts there may be shards that it did not take over
             self._kept.forget(group.group_id)
-            self._workers.sweeps.begin()
+            self._workers.begin_sweeps()
         self._signal.check()
         self._rejections.check_rate(self._source.num_prompts if self._source else None)
         self.admit()

@@ -18,7 +18,7 @@ from areal_sc.config.schema import (
 from areal_sc.config.server_settings import ServersConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
-from areal_sc.controller.rollout.worker_state import NO_VERSION
+from areal_sc.controller.rollout.worker_set import NO_VERSION
 from areal_sc.controller.shared_card import SharedCard
 from areal_sc.engines.handles import make_generator
 from areal_sc.fleet.worker_life import Tell
