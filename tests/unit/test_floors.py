@@ -71,7 +71,7 @@ LAZY_IMPORTS = {
     ("areal_sc.controller.dry_run", "areal_sc.algorithms.loss_trial"): "only a dry run loads torch",
     **{
         (f"areal_sc.controller.{user}", "areal_sc.controller.dry_run"): "only a dry run loads HTTP"
-        for user in ("base", "rollout.source_registration", "train.train_controller")
+        for user in ("base", "rollout.rollout_controller", "train.train_controller")
     },
     ("areal_sc.controller.dry_run", "areal_sc.engines.tokenizer"): "only a dry run loads torch",
     (

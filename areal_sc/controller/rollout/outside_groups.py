@@ -92,7 +92,7 @@ class OutsideGroups(Groups):
             reply = await self._reply(group, source, lambda: self._workers.set.take_worker(version))
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
-                self._hear(RoomFreed())
+                self._workers.hear(RoomFreed())
             else:
                 self.num_finished += 1
             return reply.batch

@@ -21,23 +21,23 @@ from types import MappingProxyType
 from typing import Any
 
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.events import BatchFormed, RoomFreed, RowsLost, StepEvent
-from areal_sc.controller.ledger.group import RolloutSource
+from areal_sc.controller.ledger.group import RolloutSource, check_fields, check_first_rows
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState, Split
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet, Keep, Known
 from areal_sc.controller.rollout.groups import GroupTools
-from areal_sc.controller.rollout.outside_groups import OutsideGroups
+from areal_sc.controller.rollout.outside_groups import OutsideGroups, RegisteredSet
 from areal_sc.controller.rollout.progress import ProgressWatch
 from areal_sc.controller.rollout.rejections import INITIAL_STATE, Rejections, RolloutState
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.run_address import RunAddress
 from areal_sc.controller.rollout.scaling import Scaling
-from areal_sc.controller.rollout.source_registration import SourceRegistration
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.shared_card import Side
 from areal_sc.controller.step_life import StepLife
@@ -56,6 +56,7 @@ from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.durable import write_atomic
 from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.sandbox.opening import check_sandbox
 from areal_sc.weights.channel import YieldMemory
 from areal_sc.weights.published import WeightsReference
 from areal_sc.weights.tree import RPC_MARGIN_S
@@ -98,27 +99,23 @@ class RolloutController(Controller):
         self._workers = RolloutWorkers(*own)
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         tools = GroupTools(
-            self.config,
-            self._workers,
-            self.rejections,
-            self._background,
-            self._hear,
-            self._sources.make_readable,
-            self._runtime.new_id,
+            self._workers, self.rejections, self._sources.make_readable, self._runtime.new_id
         )
-        self.groups = TrainingGroups(tools, self._journal.durable)
+        self.groups = TrainingGroups(tools)
         self._outside = OutsideGroups(tools)
-        self._address = RunAddress(self.config.agents, scheduler, self._workers, self._background)
-        self._registration = SourceRegistration(
-            self.config, scheduler, self._sources, self._address, self._workers.set.reserve
-        )
+        self._address = RunAddress(scheduler, self._workers)
+        self._waits_outside = False  # some workflow that was named does
+        self._field_bytes = 0  # a token of the fields that workflows add
+        self._checked: set[RolloutSource] = set()
+        if self.is_dry_run:
+            from areal_sc.controller.dry_run import TaskLook
+
+            self._task_look = TaskLook(self.config, self._folder.path)
         self._tell_more = self._tell
         self._scaling = Scaling(
-            self.config,
             self._recovery,
             self._workers,
             self.groups,
-            self._background,
             self._runtime.disk,
             engine.check_scaling,
             scheduler.status.answer,
@@ -272,7 +269,7 @@ class RolloutController(Controller):
         """
         self._check_loop()
         registered = [
-            await self._registration.register_set(one, name, self.version)
+            await self._register_set(one, name)
             for one, name in zip(sets, names or [""] * len(sets), strict=True)
         ]
         with self._workers.card.wanted_when_idle():
@@ -410,7 +407,7 @@ class RolloutController(Controller):
     def _tell(self, status: RoleStatus) -> None:
         self.groups.tell(status)
         status.agents_url = self._address.url
-        status.waits_outside = self._registration.waits_outside
+        status.waits_outside = self._waits_outside
 
     def _hear(self, event: FleetEvent | StepEvent) -> None:
         self._address.note_event(event)
@@ -451,7 +448,19 @@ class RolloutController(Controller):
             SandboxError: the workflow runs code, and this machine, whose workers would, has no
             sandbox.
         """
-        return self._registration.register(prompts, workflow)
+        dataset = self._sources.register_prompts(prompts)
+        number = self._sources.register_workflow(workflow)
+        source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
+        if source not in self._checked:
+            check_first_rows(prompts, workflow)
+            self._field_bytes = max(self._field_bytes, check_fields(workflow))
+            workflow.check_settings(self.config)
+            if workflow.runs_code() and self.scheduler.config.type == SchedulerType.local:
+                check_sandbox(self.config.sandbox)
+            self._checked.add(source)
+            if self.is_dry_run:
+                self._task_look.look(source, self._sources.make_readable)
+        return source
 
     def _register(self, prompts: PromptSource, workflow: Workflow, *_: Any, **__: Any) -> None:
         self.register(prompts, workflow)
@@ -462,8 +471,31 @@ class RolloutController(Controller):
             self.register(one.prompts, one.workflow)
 
     async def _register_async(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
+        """Names both, which are to be used now: agents outside find the address of the run."""
         self._check_loop()
-        return await self._registration.register_async(prompts, workflow)
+        await self._sources.register_prompts_async(prompts)
+        source = self.register(prompts, workflow)
+        self._workers.set.reserve(self._field_bytes)
+        self._waits_outside |= workflow.waits_outside
+        if workflow.waits_outside or self.config.agents.bind:
+            await self._address.open()
+        return source
+
+    async def _register_set(self, one: EvaluationSet, evaluation: str) -> RegisteredSet:
+        """Names a set, which has a workflow, to be evaluated now by this name.
+
+        Raises: ValueError: a number is below 1. And what `register` raises.
+        """
+        num_samples = 1 if one.num_samples is None else one.num_samples
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples}: expected >= 1")
+        assert one.workflow is not None
+        source = await self._register_async(one.prompts, one.workflow)
+        num_wanted = source.num_wanted(one.num_prompts, "num_prompts")
+        num_prompts = min(num_wanted, source.num_prompts or num_wanted)
+        return RegisteredSet(
+            source, num_prompts, num_samples, one.temperature, evaluation, self.version
+        )
 
     prepare_batch = blocking(prepare_batch_async, before=_register)
     rollout_batch = blocking(rollout_batch_async, before=_register)

@@ -25,8 +25,6 @@ import msgspec
 
 from areal_sc.agents.keys import SessionKeys
 from areal_sc.agents.routes import AgentsAt, RouterStart, RouterStarted, Routes
-from areal_sc.config.agent_settings import AgentsConfig
-from areal_sc.controller.background import Background
 from areal_sc.controller.events import StepEvent
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.errors import ArealError, ConfigError, WorkerStartError
@@ -64,18 +62,16 @@ class RunAddress:
 
     def __init__(
         self,
-        config: AgentsConfig,
         scheduler: Scheduler,
         workers: RolloutWorkers,
-        background: Background,
     ) -> None:
         self.url = ""
         self._bound = 0
-        self._host, self._port = config.bound()
+        self._host, self._port = workers.config.agents.bound()
         self._scheduler = scheduler
         self._folder = RunFolder(scheduler.config.run_dir)
         self._workers = workers
-        self._background = background
+        self._background = workers.background
         self._at = dict[str, AgentsAt]()
         self._lost = dict[str, str]()
         self._changed = asyncio.Event()

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Final
 
 from areal_sc.controller.events import BatchFormed
@@ -58,9 +58,6 @@ MAX_PASSED: Final = 1000
 class TrainingGroups(Groups):
     """Admits groups, runs them, and forms the batch of each policy version.
 
-    Args:
-        durable: returns when all changes of the ledger until now are on the disk; see `Journal`.
-
     Attributes:
         admission: how many groups may begin.
         run_again: times that groups had to run again, by the worker that was lost.
@@ -68,16 +65,15 @@ class TrainingGroups(Groups):
         batch_metrics: means of the workflow's own metrics over the newest batch.
     """
 
-    def __init__(self, tools: GroupTools, durable: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, tools: GroupTools) -> None:
         super().__init__(tools)
-        config = tools.config
+        config = self._config
         self._choice = PromptChoice(config.choose_prompts, config.seed)
         self.ledger = Ledger(remembers_prompts=not self._choice.takes_all)
         self.run_again = Counter[str]()
         self.episodes_again = Counter[str]()
         self._why_again: dict[int, str] = {}
         self.batch_metrics: dict[str, float] = {}
-        self._durable = durable
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
@@ -155,7 +151,7 @@ class TrainingGroups(Groups):
             self.admit()
             if (batch := self.step.batch) is not None:
                 if self._workers.are_rows_known(*{shard.node_id for shard in batch.shards}):
-                    await self._durable()
+                    await self._workers.durable()
                     return batch
                 await self._background.wait("workers to tell what they still hold of the batch")
                 continue
@@ -380,7 +376,9 @@ class TrainingGroups(Groups):
         """From queued to finished or rejected."""
 
         async def take() -> RolloutWorkerState:
-            await self._durable()  # its admission, or new attempt, before a worker hears of it
+            await (
+                self._workers.durable()
+            )  # its admission, or new attempt, before a worker hears of it
             return await self._workers.take_worker(group)
 
         self._end(group, await self._reply(group, source, take))
@@ -441,7 +439,7 @@ class TrainingGroups(Groups):
     def _consume(self, groups: Sequence[Group]) -> None:
         self._form_batch(groups, self.ledger.consume([g.group_id for g in groups], self.version))
         self.admission.note_batch(self.ledger.num(GroupState.finished))
-        self._hear(BatchFormed())
+        self._workers.hear(BatchFormed())
         self.admit()
 
     def _form_batch(self, groups: Sequence[Group], batches: Sequence[BatchMetadata]) -> None:
