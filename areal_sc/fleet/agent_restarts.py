@@ -185,16 +185,9 @@ class NodeAgent:
         path, name = self._node.log_path, self._node.name
         lost = WorkerLost.with_log(f"the agent of node {name} {cause}", path, log_tail(path))
         logger.warning("node=%s its agent is started again, since it %s", name, cause)
-        await self._renew(lost)
+        await self.renew(lost)
 
-    async def come(self) -> None:
-        """Returns when the first agent of a node serves that is on its way.
-
-        Raises: NodeLost: it was started too often in vain.
-        """
-        await self._renew(None)
-
-    async def _renew(self, death: WorkerError | None) -> None:
+    async def renew(self, death: WorkerError | None) -> None:
         """Returns when an agent serves.
 
         Args:

@@ -131,11 +131,6 @@ class NodeWorkers:
         self._failure: Exception | None = None
 
     @property
-    def facts(self) -> spec.NodeFacts:
-        """What the newest agent of the node tells of it."""
-        return self.node.facts
-
-    @property
     def num_bytes(self) -> int:
         """Sent and received on all connections so far, that to the agent included."""
         connections = [member.connection for member in self.members]
@@ -174,7 +169,7 @@ class NodeWorkers:
         for member in members:
             self.fence(member, "is started again")
         await self.agent.wait_until_served()
-        here = host_of(self.facts.address)
+        here = host_of(self.node.facts.address)
         for member in members:
             address, new_id = member.worker.address, self._runtime.new_id()
             port = port_of(address) if address and host_of(address) == here else 0
@@ -189,7 +184,7 @@ class NodeWorkers:
 
     def expect(self, order: spec.WorkerOrder) -> Member:
         """A further worker, which is a lost one until `restart` has given it a life."""
-        report = spec.WorkerReport(order.name, "", "", 0, self.facts.token)
+        report = spec.WorkerReport(order.name, "", "", 0, self.node.facts.token)
         member = Member(order, report, NoConnection(order.name), self._lives.of(order))
         member.failure = WorkerLost(f"worker {order.name} has not been started yet")
         self.members.append(member)
@@ -303,7 +298,7 @@ class NodeWorkers:
         passes, told = self._scheduler.passes, dict[str, int]()
         interval_s = self._config.heartbeat_interval_s
         if self.agent.is_lost:
-            await self.agent.come()
+            await self.agent.renew(None)
             self._is_agent_heard = True
         self.heard_s = asyncio.get_running_loop().time()
         while True:

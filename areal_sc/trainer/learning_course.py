@@ -93,6 +93,7 @@ class Course:
         num_moves: steps of which `reach` knows.
         mean_lr: over the run's steps.
         entropies: of the newest steps that have one.
+        variance: of the rewards of the whole run.
         max_mismatch: how far trainer and sampler may differ, in units of the measured noise.
     """
 
@@ -114,7 +115,7 @@ class Course:
         self._largest_std = 0.0  # of answers' rewards
         self._num_lrs = 0
         self._squared_changes = 0.0
-        self._variance = _RewardVariance()
+        self.variance = _RewardVariance()
 
     def add_step(self, metrics: StepMetrics) -> None:
         self.num_steps += 1
@@ -124,7 +125,7 @@ class Course:
             self.first.append(metrics)
         self.newest.append(metrics)
         self.recent.append(metrics)
-        self._variance.add(metrics)
+        self.variance.add(metrics)
         if not math.isnan(entropy := number(metrics.train.get("entropy"))):
             self.entropies.append(entropy)
         if (moved := _largest_gain(metrics)) is not None:
@@ -248,10 +249,6 @@ class Course:
             mean(of, lambda it: number(it.reward_std) ** 2) for of in (self.first, self.newest)
         )
         return now < LOST_SPREAD * before
-
-    def prompts_share(self) -> Measured:
-        """Of the variance of the rewards of the whole run, what the prompts explain."""
-        return self._variance.prompts_share()
 
 
 class _RewardVariance:

@@ -335,7 +335,7 @@ def fallen_reward(course: Course) -> str | None:
 
 def reward_by_chance(course: Course) -> str | None:
     """Neither training nor the choice of a prompt makes a difference to it."""
-    rise, share = course.rise(), course.prompts_share()
+    rise, share = course.rise(), course.variance.prompts_share()
     if (
         course.num_steps < MIN_STEPS_OF_CHANCE
         or not course.signal() >= MIN_SIGNAL

@@ -51,7 +51,7 @@ class Rejections:
         max_rate: share of rejected episodes above which the run ends; stale ones do not count.
 
     Attributes:
-        on_warning: told at once of the first rejection of each cause, and when nothing finishes;
+        warn: is told at once of the first rejection of each cause, and when nothing finishes;
             in the log, unless somebody else listens.
         episodes: those rejected by their workflow or reward, by cause.
         firsts: the first rejection of each cause, since the start of this process.
@@ -61,7 +61,7 @@ class Rejections:
     """
 
     def __init__(self, window: int, max_rate: float) -> None:
-        self.on_warning: Callable[[str], None] = partial(logger.warning, "%s")
+        self.warn: Callable[[str], None] = partial(logger.warning, "%s")
         self.episodes: Counter[str] = Counter()
         self.firsts: dict[str, Rejection] = {}
         self.num_stale_episodes = 0
@@ -81,10 +81,6 @@ class Rejections:
         """Number of episodes by cause, stale ones included; nothing is 0."""
         stale = {STALE: self.num_stale_episodes} if self.num_stale_episodes else {}
         return {**self.episodes, **stale}
-
-    def warn(self, text: str) -> None:
-        """Tells what the user should know at once."""
-        self.on_warning(text)
 
     def note_rejection(self, rejection: Rejection) -> None:
         """Tells of a rejection if it is the first of its cause; it is counted with its group."""

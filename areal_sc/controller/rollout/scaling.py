@@ -116,7 +116,7 @@ class Scaling:
             before = len(workers.staying)
             if num_workers < before:
                 surplus = self._dispensable(before - num_workers)
-                workers.check_retiring(surplus)
+                workers.check_room_of([s for s in workers.staying if s not in surplus])
                 await self._record(num_workers)
                 self._retire(surplus)
             elif num_workers > before:

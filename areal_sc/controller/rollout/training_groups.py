@@ -206,7 +206,7 @@ class TrainingGroups(Groups):
 
         The step before is complete: nobody reads its rows any more.
         """
-        self.step.tell_weights()
+        self.step.are_weights_told = True
         self.ledger.release(version - 1)
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
         self._workers.begin_sweeps()

@@ -350,7 +350,7 @@ class WorkerSet:
         """
         self.states[:] = [self._state_of(member) for member in members]
         if all(member.has_lived for member in members):
-            self._check_room_of(self.staying)
+            self.check_room_of(self.staying)
         self.renew()
 
     def reserve(self, field_bytes: int) -> None:
@@ -389,15 +389,11 @@ class WorkerSet:
         """Whether the stores of the workers that came, and stay, have room for a batch."""
         return self._max_groups >= self.config.train_batch_groups
 
-    def check_retiring(self, states: Sequence[RolloutWorkerState]) -> None:
-        """Raises: ConfigError: see `check_room`; of the workers that would be left."""
-        self._check_room_of([s for s in self.staying if s not in states])
-
     def check_room(self) -> None:
         """Raises: ConfigError: all workers have come, and their stores do not hold a batch (any
         more, where a worker found a fuller memory when it was started again)."""
         if not self.holds_batch and all(state.life.has_served for state in self.staying):
-            self._check_room_of(self.staying)
+            self.check_room_of(self.staying)
 
     @property
     def full_workers(self) -> set[str]:
@@ -496,7 +492,8 @@ class WorkerSet:
         workers = [state.member.worker for state in states]
         return store_room(workers, self.config, self._field_bytes)
 
-    def _check_room_of(self, states: Sequence[RolloutWorkerState]) -> None:
+    def check_room_of(self, states: Sequence[RolloutWorkerState]) -> None:
+        """Raises: ConfigError: the stores of these workers do not hold a batch."""
         check_room(self._room(states), self.config, self._field_bytes)
 
 

@@ -66,6 +66,7 @@ class TrainController(Controller):
 
     Attributes:
         version: policy version = number of published training steps.
+        ranks: see there.
         place: where the model is, and where an earlier start has left it.
         found: the ranks of an earlier start, if they go on; None: they were started.
     Raises: ConfigError: the role is `rollout`, or no lower-case word.
@@ -89,24 +90,24 @@ class TrainController(Controller):
         path = self._folder.histories / f"{role}.json"
         self.place = PlaceFile(path, self._runtime.disk)
         channel = CHANNELS[self.config.weight_update.method]
-        self._ranks = Ranks(
+        self.ranks = Ranks(
             self.config,
             self._recovery,
             channel(self.config, self.fleet, self._runtime.new_id),
             self._common.needs,
             self._common.card,
         )
-        self._tell_more = self._ranks.tell
-        self._writes = RankWrites(self._ranks)
+        self._tell_more = self.ranks.tell
+        self._writes = RankWrites(self.ranks)
         self.found: FoundRanks | None = None
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
-        self._step = TrainStep(self._ranks, self.config.ppo, self._loss, self._sources, self.place)
+        self._step = TrainStep(self.ranks, self.config.ppo, self._loss, self._sources, self.place)
 
     @property
     def version(self) -> int:
         """Number of published training steps."""
-        return self._ranks.state.version
+        return self.ranks.state.version
 
     def look(self) -> None:
         from areal_sc.controller.dry_run import look_at_model
@@ -132,12 +133,12 @@ class TrainController(Controller):
         if left is not None and version is not None:
             self.found = await find_ranks(self.fleet, left.lineage, version)
         if self.found is not None:
-            self._ranks.take_over(self.found)
+            self.ranks.take_over(self.found)
         else:
             shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
             lineage = self._common.enter_lineage(self.role, self._folder)
             await self.place.begin(lineage, 0)
-            await self._ranks.start(lineage, loss)
+            await self.ranks.start(lineage, loss)
 
     async def close_async(self) -> None:
         """Ends the workers."""
@@ -280,7 +281,7 @@ class TrainController(Controller):
     ) -> dict[str, float]:
         """`sft_update` by any loss; an item may also be a pair of such, `chosen` and `rejected`."""
         self._check_trains()
-        if advances and (self._ranks.reader or (self.role == TRAIN_ROLE and self._common.needs)):
+        if advances and (self.ranks.reader or (self.role == TRAIN_ROLE and self._common.needs)):
             raise ConfigError(POLICY_ADVANCES)
         if advances:  # else it is part of a step that goes on
             await self.standstill.hold(self._check_lives)
@@ -300,7 +301,7 @@ class TrainController(Controller):
         """Raises: WorkerError, RunFolderError: the run cannot go on. StepsLost: a step is lost."""
         if self.worker_lost is not None:
             raise self.worker_lost
-        self._ranks.step.check()
+        self.ranks.step.check()
 
     async def score_rows_async(
         self, rows: PromptSource, indices: Sequence[int], output: str = "logprobs"
@@ -379,7 +380,7 @@ class TrainController(Controller):
         place = SnapshotPlace.disk if has_snapshot else SnapshotPlace.initial
         lineage = self._common.enter_lineage(self.role, self._folder)
         await self.place.begin(lineage, step)
-        await self._ranks.load(lineage, StartingPoint(step, place))
+        await self.ranks.load(lineage, StartingPoint(step, place))
 
     def note_snapshot(self, step: int) -> None:
         """The snapshot that was begun after so many steps has got its final name.
@@ -388,27 +389,19 @@ class TrainController(Controller):
         """
 
         async def note() -> None:
-            self._ranks.state.note_durable(step)
+            self.ranks.state.note_durable(step)
 
         self._run(note())
 
     @property
     def publication_stats(self) -> dict[str, float]:
         """Where the time of publications went; see `PublicationTimes`."""
-        return asdict(self._ranks.channel.times)
-
-    def note_reader(self, rollout: WeightsReader) -> None:
-        """Workers of this controller get the weights, now or from an earlier start."""
-        self._ranks.note_reader(rollout)
-
-    def begin_step_anew(self) -> None:
-        """Rows of the step that goes on are gone: the ranks go back to its beginning."""
-        self._ranks.begin_step_anew()
+        return asdict(self.ranks.channel.times)
 
     def _hear(self, event: FleetEvent) -> None:
         match event:
             case UnitLost():
-                self._ranks.end_calls()
+                self.ranks.end_calls()
             case RunFailed(cause):
                 self._give_up(cause)
 

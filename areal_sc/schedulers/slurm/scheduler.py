@@ -180,7 +180,7 @@ class SlurmScheduler(OpenRun):
     def _note_lent(self) -> None:
         if self._has_begun:
             lent = list(self._lent.values())
-            self._jobs.note_lent([LentRecord(it.node.purpose, it.agent) for it in lent])
+            self._jobs.file.note(lent=[LentRecord(it.node.purpose, it.agent) for it in lent])
 
     def _come_closer(self) -> list[Node] | None:
         """The nodes, once the run can begin with them; None: not yet, and nothing is wrong.
