@@ -111,7 +111,6 @@ class Course:
         self.mean_lr = math.nan
         self.entropies: deque[float] = deque(maxlen=NUM_STEPS)
         self._results: dict[str, list[_Result]] = {}
-        self._evaluated: dict[str, list[Evaluated]] = {}
         self._largest_std = 0.0  # of answers' rewards
         self._num_lrs = 0
         self._squared_changes = 0.0
@@ -137,7 +136,6 @@ class Course:
             self.mean_lr = before + (lr - before) / self._num_lrs
         if (std := self.reward_std()) > self._largest_std:
             self._largest_std = std
-            self._evaluated.clear()
         if len(self.newest) == NUM_STEPS:
             self.best_reward = max(self.best_reward, self.reward(), key=lambda it: it.value)
             self.widest_kl = max(self.widest_kl, self.kl())
@@ -153,16 +151,13 @@ class Course:
         else:
             found = _Result(score, True, result.num_prompts, self.accuracy())
         self._results.setdefault(family, []).append(found)
-        self._evaluated.clear()
 
     def evaluations(self) -> Mapping[str, Sequence[Evaluated]]:
         """Those that sample, in their order, by what stands before the slash of their names."""
-        if not self._evaluated:
-            self._evaluated = {
-                family: [Evaluated(self._measured(it), it.trained) for it in results]
-                for family, results in self._results.items()
-            }
-        return self._evaluated
+        return {
+            family: [Evaluated(self._measured(it), it.trained) for it in results]
+            for family, results in self._results.items()
+        }
 
     def _measured(self, result: _Result) -> Measured:
         """Of a reward: as much as the answers have differed in training at most, where they may be

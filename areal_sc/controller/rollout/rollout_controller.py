@@ -49,7 +49,6 @@ from areal_sc.hub import cached_model
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_lineage import newest_lineage
 from areal_sc.run.run_status import RoleStatus
 from areal_sc.run.wishes import RunWishes
 from areal_sc.schedulers.base import Scheduler
@@ -320,7 +319,7 @@ class RolloutController(Controller):
         if self.groups.ledger.journal is None:
             self.rejections.restore(state.rejections)
             self._begin_journal(state.training)
-        self.groups.go_back(newest_lineage(self._folder), state.training)
+        self.groups.go_back(self._folder.newest_lineage(), state.training)
         await self._journal.durable()
 
     def follow(self, step: StepLife, yield_memory: YieldMemory) -> None:
@@ -399,7 +398,7 @@ class RolloutController(Controller):
 
     def _begin_journal(self, state: LedgerState) -> None:
         """Goes back to `state` from what earlier starts have left; a new journal begins with it."""
-        lineage = newest_lineage(self._folder)
+        lineage = self._folder.newest_lineage()
         self.groups.ledger.go_back(lineage, state)
         self.groups.ledger = self._journal.take_up(self.groups.ledger)
         self.groups.ledger.go_back(lineage, state)

@@ -15,22 +15,27 @@ import asyncio
 import logging
 import socket
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Struct
 
 from areal_sc.agents.keys import SessionKeys
 from areal_sc.agents.routes import AgentsAt, RouterStart, RouterStarted, Routes
 from areal_sc.controller.events import StepEvent
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
-from areal_sc.errors import ArealError, ConfigError, WorkerStartError
+from areal_sc.errors import ArealError, ConfigError, RunFolderError, WorkerStartError
 from areal_sc.fleet.events import FleetEvent, UnitLeft, UnitLost, UnitServes
 from areal_sc.fleet.member import Member
-from areal_sc.run.agents_file import AgentsFile
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import ProcessBeside
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.system.deaths import Deaths
+from areal_sc.system.durable import replace_file
+from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.waiting import first_of
 from areal_sc.transport.sockets.interface import EVERYWHERE, bracketed
 from areal_sc.workers.calls import AGENTS_AT
@@ -44,6 +49,38 @@ MAX_DEATHS: Final = 5
 LONG_LIFE_S: Final = 600.0
 _ASK_AGAIN_S: Final = 1.0
 _LOG: Final = "agents"
+
+
+class AgentsFile(Struct, frozen=True):
+    """What `agents.json` of the run folder says, which is for its owner alone.
+
+    Attributes:
+        url: of the run's address, as clients of OpenAI take it.
+        key: whoever has it claims episodes there.
+    """
+
+    url: str
+    key: str
+
+    @classmethod
+    def read(cls, path: Path) -> AgentsFile | None:
+        """None: there is none that can be read."""
+        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        return None
+
+    @property
+    def port(self) -> int:
+        """0: it says none."""
+        with suppress(ValueError):
+            return urlsplit(self.url).port or 0
+        return 0
+
+    def write(self, path: Path) -> None:
+        """Raises: RunFolderError: it cannot be written."""
+        cannot = os_errors_as(RunFolderError, f"cannot write {path}")
+        with cannot, replace_file(path, mode=0o600) as file:
+            file.write(msgspec.json.encode(self))
 
 
 class RunAddress:
