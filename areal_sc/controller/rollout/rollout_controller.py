@@ -96,7 +96,7 @@ class RolloutController(Controller):
         needs, durable = self._needs, self._journal.durable
         own = engine, self.fleet, self._background, needs, durable, self._hear, card
         self._workers = RolloutWorkers(*own)
-        self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
+        self.rejections = Rejections(self.config)
         tools = GroupTools(
             self._workers, self.rejections, self._sources.make_readable, self._runtime.new_id
         )

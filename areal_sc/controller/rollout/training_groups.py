@@ -31,7 +31,6 @@ from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import LedgerState, Split
 from areal_sc.controller.rollout.admission import Admission
 from areal_sc.controller.rollout.evaluation import mean_metrics
-from areal_sc.controller.rollout.group_signal import GroupSignal
 from areal_sc.controller.rollout.groups import Groups, GroupTools
 from areal_sc.controller.rollout.rejections import STALE, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
@@ -78,7 +77,6 @@ class TrainingGroups(Groups):
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
         self.admission = Admission(config, self._policy, lambda: asyncio.get_running_loop().time())
-        self._signal = GroupSignal(config)
         self._kept = tools.workers.kept
         self._kept.is_open, self._kept.open_groups = self._is_open, self._open_groups
         self._source: RolloutSource | None = None
@@ -422,8 +420,7 @@ class TrainingGroups(Groups):
             self.ledger.reject(group.group_id, main_cause(reply.rejected))
         elif self.ledger.finish(group.group_id, reply.run.attempt, reply.batch, reply.metrics):
             self.num_finished += 1
-            if reason := self._signal.refusal(reply.batch):
-                self._rejections.add_without_signal(reply.batch, reason)
+            if reason := self._rejections.refuse_without_signal(reply.batch):
                 self.ledger.reject(group.group_id, reason)
                 self._workers.begin_sweeps()
             self.admission.note_finished(self.ledger.num(GroupState.finished))
@@ -432,7 +429,6 @@ class TrainingGroups(Groups):
         if group.attempt:  # of earlier attempts there may be shards that it did not take over
             self._kept.forget(group.group_id)
             self._workers.begin_sweeps()
-        self._signal.check()
         self._rejections.check_rate(self._source.num_prompts if self._source else None)
         self.admit()
 

@@ -34,7 +34,7 @@ def test_a_paused_run_computes_nothing_and_no_limit_passes() -> None:
 
     async def play() -> None:
         async with run.started():
-            run.rollout.rejections.on_warning = told.append
+            run.rollout.rejections.warn = told.append
             assert run.rollout._background._limit_s < LONG_S / 4
             await run.step()
             steps = asyncio.create_task(rest())
