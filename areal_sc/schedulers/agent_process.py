@@ -86,6 +86,7 @@ class ProcessBeside:
         command = [sys.executable, "-P", "-m", module, *arguments]
         env = os.environ | agent_environment(os.environ)
         self._log_path = log_path
+        log_path.touch(0o600)  # for its owner alone, as what it serves
         self._process = start_beside(command, log_path, env, subprocess.PIPE)
         self._lines = SimpleQueue[bytes | None]()
         threading.Thread(target=self._write, name=f"lines to {module}", daemon=True).start()

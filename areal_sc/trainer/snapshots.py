@@ -20,10 +20,10 @@ import msgspec
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.further_models import further_models
 from areal_sc.config.schema import GRPOConfig
+from areal_sc.controller.background import Standstill
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.rejections import INITIAL_STATE, RolloutState
-from areal_sc.controller.standstill import Standstill
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import CheckpointError, RunFolderError

@@ -13,7 +13,7 @@ from simulation.virtual_loop import in_virtual_time, run_virtual
 from waiting import until
 
 from areal_sc.config.parallel_settings import Placement
-from areal_sc.controller.standstill import Standstill
+from areal_sc.controller.background import Standstill
 from areal_sc.errors import StepLost, WorkerLost
 from areal_sc.run.run_status import PAUSE_END, SCRIPT
 from areal_sc.run.wishes import PauseWish, RunWishes, ScaleWish

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Standstill
 from areal_sc.controller.rollout.rejections import Rejections
-from areal_sc.controller.standstill import Standstill
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.rejection import Rejection, RejectionKind

@@ -16,11 +16,11 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import in_virtual_time, run_virtual
 
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Standstill
 from areal_sc.controller.rollout import progress
 from areal_sc.controller.rollout.progress import FIRST_NOTICE_S, LOOK_S, ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.shared_card import SharedCard
-from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import TooManyRejections
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport, Waiting
