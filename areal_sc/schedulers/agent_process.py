@@ -80,6 +80,9 @@ class ProcessBeside:
 
     Args:
         module: that it runs, with arguments.
+
+    Attributes:
+        child: it, as Python has it.
     """
 
     def __init__(self, log_path: Path, module: str, *arguments: str) -> None:
@@ -87,7 +90,7 @@ class ProcessBeside:
         env = os.environ | agent_environment(os.environ)
         self._log_path = log_path
         log_path.touch(0o600)  # for its owner alone, as what it serves
-        self._process = start_beside(command, log_path, env, subprocess.PIPE)
+        self.child = start_beside(command, log_path, env, subprocess.PIPE)
         self._lines = SimpleQueue[bytes | None]()
         threading.Thread(target=self._write, name=f"lines to {module}", daemon=True).start()
 
@@ -97,8 +100,8 @@ class ProcessBeside:
 
     def heard(self, what: str, limit_s: float) -> bytes:
         """What it tells. Blocks. Raises: WorkerStartError: nothing in time; `what` names it."""
-        assert self._process.stdout is not None
-        if told := heard_from(self._process.stdout, limit_s):
+        assert self.child.stdout is not None
+        if told := heard_from(self.child.stdout, limit_s):
             return told
         self.end(0.0)
         why = f"{what} did not come up within {limit_s:g} s"
@@ -106,18 +109,18 @@ class ProcessBeside:
 
     def how_it_ended(self) -> str:
         """In words that follow "ended with". Blocks until it has."""
-        return exit_text(self._process.wait())
+        return exit_text(self.child.wait())
 
     def end(self, grace_s: float) -> None:
         """Returns when it has ended, by SIGKILL if it takes longer."""
         self._lines.put(None)
-        wait_or_kill(self._process, grace_s)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        wait_or_kill(self.child, grace_s)
+        assert self.child.stdout is not None
+        self.child.stdout.close()
 
     def _write(self) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError), self._process.stdin as pipe:
+        assert self.child.stdin is not None
+        with suppress(BrokenPipeError), self.child.stdin as pipe:
             while (line := self._lines.get()) is not None:
                 pipe.write(line + b"\n")
                 pipe.flush()
