@@ -17,7 +17,7 @@ checkpoints/     step-<number>/: a snapshot; one that is being written has anoth
 exports/<role>/  models that are being written
 keys.json        the keys of the run, as long as it lives; its owner's alone
 agents.json      where agents outside find the run, and their key, as long as it lives; its
-                 owner's alone: see `agents_file`
+                 owner's alone: see `AgentsFile`
 agents/          where its agents can be reached: see `agent_files`
 .jobs            what it has in SLURM: see `schedulers.slurm.jobs_file`
 .join            where its script takes in agents of other machines
