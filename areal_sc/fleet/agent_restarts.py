@@ -67,16 +67,10 @@ class NodeAgent:
         self._deaths = Deaths(scheduler.config.max_deaths)
         self._serves = asyncio.Event()
         self._failure: NodeLost | None = None
-        self._past_bytes = 0
         self._incarnation = node.facts.incarnation
         self.connection: Connection = NoConnection(f"the agent of node {node.name}")
         if node.is_there:
             self._connect()
-
-    @property
-    def num_bytes(self) -> int:
-        """Sent and received on all connections so far."""
-        return self._past_bytes + self.connection.bytes_sent + self.connection.bytes_received
 
     async def launch(self, orders: Sequence[spec.WorkerOrder]) -> list[spec.WorkerReport]:
         """Starts workers, once the agent serves; they are in the order of the orders.
@@ -220,7 +214,6 @@ class NodeAgent:
             self._serves.set()
             raise self._failure
         await self.connection.close()
-        self._past_bytes = self.num_bytes
         self._connect()
 
     def _lack_of_devices(self) -> WorkerLost | None:

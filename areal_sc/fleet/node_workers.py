@@ -124,18 +124,10 @@ class NodeWorkers:
         self._runtime = runtime
         self._lives = lives
         self._tell = tell
-        self._past_bytes = 0
         self._ended: dict[str, spec.EndedWorker] = {}  # by incarnation
         self._is_agent_heard = not self.agent.is_lost
         self.heard_s = 0.0  # the agent
         self._failure: Exception | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Sent and received on all connections so far, that to the agent included."""
-        connections = [member.connection for member in self.members]
-        now = sum(c.bytes_sent + c.bytes_received for c in connections)
-        return self._past_bytes + now + self.agent.num_bytes
 
     async def launch(self) -> None:
         """Takes over workers that run, ends those that nobody wants, and starts the new ones.
@@ -177,7 +169,7 @@ class NodeWorkers:
             member.order = replace(member.order, incarnation=new_id, life=life, port=port)
         workers = await self.agent.launch([member.order for member in members])
         for member, worker in zip(members, workers, strict=True):
-            await self._disconnect(member)
+            await member.connection.close()
             member.worker, member.connection = worker, self._connect(worker)
             member.failure, member.is_blocked, member.is_adopted = None, False, False
             self._watch(member)
@@ -201,7 +193,7 @@ class NodeWorkers:
         grace_s = self._config.shutdown_timeout_s / 2
         lives = [member.worker.incarnation, member.order.incarnation]
         await self.agent.stop(lives, grace_s if is_alive else 0.0)
-        await self._disconnect(member)
+        await member.connection.close()
         self.members.remove(member)
         self._first_orders = [it for it in self._first_orders if it.name != member.name]
         self.node.placement.release(member.name)
@@ -230,11 +222,6 @@ class NodeWorkers:
         for member in members:
             self.fence(member, "is started again")
         await self.agent.stop([member.worker.incarnation for member in members])
-
-    async def _disconnect(self, member: Member) -> None:
-        past = member.connection
-        await past.close()
-        self._past_bytes += past.bytes_sent + past.bytes_received
 
     def _connect(self, worker: spec.WorkerReport) -> Connection:
         return self._runtime.transport.connect(
