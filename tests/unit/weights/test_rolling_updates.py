@@ -174,7 +174,7 @@ async def test_nobody_begins_while_updates_are_held() -> None:
     workers.updates.adopt(WeightsReference(1))
     await turn()
     assert len(fleet.updating) == 2
-    await workers._background.close()
+    await workers.background.close()
 
 
 @pytest.mark.parametrize(
@@ -191,4 +191,4 @@ async def test_a_broadcast_needs_the_worker_that_evaluates(
         assert (state.name not in fleet.updating) == is_held
     await turn()
     assert len(fleet.updating) == NUM_WORKERS
-    await workers._background.close()
+    await workers.background.close()
