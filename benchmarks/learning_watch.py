@@ -28,7 +28,7 @@ from preferences import accuracy
 
 from areal_sc import DPOTrainer
 from areal_sc.records.metrics_log import History
-from areal_sc.trainer.learning_health import LearningHealth
+from areal_sc.trainer.learning_rules import LearningHealth
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S: Final = 900.0

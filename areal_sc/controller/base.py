@@ -18,9 +18,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from areal_sc.config.loading.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
+from areal_sc.controller.background import Standstill
 from areal_sc.controller.control_loop import ControlLoop
 from areal_sc.controller.role_status import WorkerCounters, role_status
-from areal_sc.controller.standstill import Standstill
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.errors import RunFolderError, StaleTerm, WorkerError
 from areal_sc.fleet.events import FleetEvent, PauseWished

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from areal_sc.controller.shared_card import SharedCard
-from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.workers.calls import GroupAttempt
 
 if TYPE_CHECKING:
@@ -39,10 +38,10 @@ class Common:
         Models that begin one after the other, or go back one after the other, share it; a model
         that is in the newest history already begins the next one.
 
-        Raises: RunFolderError: as `begin_lineage`.
+        Raises: RunFolderError: as `RunFolder.begin_lineage`.
         """
         if not self._lineage or role in self._entered:
-            self._lineage = begin_lineage(folder)
+            self._lineage = folder.begin_lineage()
             self._entered.clear()
         self._entered.add(role)
         return self._lineage

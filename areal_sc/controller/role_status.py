@@ -73,7 +73,7 @@ def role_status(
     hosts: dict[str, str] = {}
     agents, coming = [], list[Wait]()
     for node in fleet.nodes:
-        facts = node.facts
+        facts = node.node.facts
         hosts[facts.token] = facts.host
         if node.node.coming is not None:
             coming.append(node.node.coming)

@@ -235,10 +235,10 @@ def _goes_on(model: TrainController) -> bool:
 
 async def _go_on(actor: TrainController, rollout: RolloutController) -> None:
     assert actor.found is not None
-    actor.note_reader(rollout)
+    actor.ranks.note_reader(rollout)
     is_lost = bool(rollout.groups.step.gone) and actor.found.has_begun_step
     if is_lost:
-        actor.begin_step_anew()
+        actor.ranks.begin_step_anew()
     if is_lost or not actor.found.has_begun_step:
         with suppress(StepsLost):  # who waits for a batch is told
             await actor.share_weights_async(rollout)

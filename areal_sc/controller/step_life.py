@@ -228,10 +228,6 @@ class StepLife:
         with self._changing():
             self._begin(version)
 
-    def tell_weights(self) -> None:
-        """Rollout workers are told of the weights of `version`."""
-        self.are_weights_told = True
-
     def lose(self, why: str) -> None:
         """The ranks are not where they were; the first reason counts."""
         with self._changing():

@@ -67,16 +67,10 @@ class NodeAgent:
         self._deaths = Deaths(scheduler.config.max_deaths)
         self._serves = asyncio.Event()
         self._failure: NodeLost | None = None
-        self._past_bytes = 0
         self._incarnation = node.facts.incarnation
         self.connection: Connection = NoConnection(f"the agent of node {node.name}")
         if node.is_there:
             self._connect()
-
-    @property
-    def num_bytes(self) -> int:
-        """Sent and received on all connections so far."""
-        return self._past_bytes + self.connection.bytes_sent + self.connection.bytes_received
 
     async def launch(self, orders: Sequence[spec.WorkerOrder]) -> list[spec.WorkerReport]:
         """Starts workers, once the agent serves; they are in the order of the orders.
@@ -185,16 +179,9 @@ class NodeAgent:
         path, name = self._node.log_path, self._node.name
         lost = WorkerLost.with_log(f"the agent of node {name} {cause}", path, log_tail(path))
         logger.warning("node=%s its agent is started again, since it %s", name, cause)
-        await self._renew(lost)
+        await self.renew(lost)
 
-    async def come(self) -> None:
-        """Returns when the first agent of a node serves that is on its way.
-
-        Raises: NodeLost: it was started too often in vain.
-        """
-        await self._renew(None)
-
-    async def _renew(self, death: WorkerError | None) -> None:
+    async def renew(self, death: WorkerError | None) -> None:
         """Returns when an agent serves.
 
         Args:
@@ -227,7 +214,6 @@ class NodeAgent:
             self._serves.set()
             raise self._failure
         await self.connection.close()
-        self._past_bytes = self.num_bytes
         self._connect()
 
     def _lack_of_devices(self) -> WorkerLost | None:

@@ -61,7 +61,6 @@ class Fleet:
         self._runtime = runtime
         self._unit = unit
         self._nodes: dict[NodeWorkers, asyncio.Task[None]] = {}
-        self._past_bytes = 0  # of nodes without workers
         self._room = NodeRoom(scheduler)
         self.members: list[Member] = []
         self._forget()
@@ -83,7 +82,7 @@ class Fleet:
     @property
     def num_bytes(self) -> int:
         """Bytes sent and received on all control sockets of the fleet, those of agents included."""
-        return self._past_bytes + sum(node.num_bytes for node in self._nodes)
+        return self._runtime.transport.num_bytes
 
     @property
     def coming(self) -> set[str]:
@@ -170,7 +169,6 @@ class Fleet:
             self._room.close(node.node)
             await cancel_all([watch])
             await node.close(ends_workers=False)
-            self._past_bytes += node.num_bytes
             await self._room.give_back([node.node])
 
     def _on(

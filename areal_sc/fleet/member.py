@@ -21,7 +21,6 @@ class NoConnection:
 
     def __init__(self, name: str) -> None:
         self.node_id = name
-        self.bytes_sent = self.bytes_received = 0
 
     async def call(self, method: Method[A, R], args: A, *, timeout_s: float) -> R:
         raise PeerLost(f"{self.node_id} has not been started yet")

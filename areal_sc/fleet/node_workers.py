@@ -124,23 +124,10 @@ class NodeWorkers:
         self._runtime = runtime
         self._lives = lives
         self._tell = tell
-        self._past_bytes = 0
         self._ended: dict[str, spec.EndedWorker] = {}  # by incarnation
         self._is_agent_heard = not self.agent.is_lost
         self.heard_s = 0.0  # the agent
         self._failure: Exception | None = None
-
-    @property
-    def facts(self) -> spec.NodeFacts:
-        """What the newest agent of the node tells of it."""
-        return self.node.facts
-
-    @property
-    def num_bytes(self) -> int:
-        """Sent and received on all connections so far, that to the agent included."""
-        connections = [member.connection for member in self.members]
-        now = sum(c.bytes_sent + c.bytes_received for c in connections)
-        return self._past_bytes + now + self.agent.num_bytes
 
     async def launch(self) -> None:
         """Takes over workers that run, ends those that nobody wants, and starts the new ones.
@@ -174,7 +161,7 @@ class NodeWorkers:
         for member in members:
             self.fence(member, "is started again")
         await self.agent.wait_until_served()
-        here = host_of(self.facts.address)
+        here = host_of(self.node.facts.address)
         for member in members:
             address, new_id = member.worker.address, self._runtime.new_id()
             port = port_of(address) if address and host_of(address) == here else 0
@@ -182,14 +169,14 @@ class NodeWorkers:
             member.order = replace(member.order, incarnation=new_id, life=life, port=port)
         workers = await self.agent.launch([member.order for member in members])
         for member, worker in zip(members, workers, strict=True):
-            await self._disconnect(member)
+            await member.connection.close()
             member.worker, member.connection = worker, self._connect(worker)
             member.failure, member.is_blocked, member.is_adopted = None, False, False
             self._watch(member)
 
     def expect(self, order: spec.WorkerOrder) -> Member:
         """A further worker, which is a lost one until `restart` has given it a life."""
-        report = spec.WorkerReport(order.name, "", "", 0, self.facts.token)
+        report = spec.WorkerReport(order.name, "", "", 0, self.node.facts.token)
         member = Member(order, report, NoConnection(order.name), self._lives.of(order))
         member.failure = WorkerLost(f"worker {order.name} has not been started yet")
         self.members.append(member)
@@ -206,7 +193,7 @@ class NodeWorkers:
         grace_s = self._config.shutdown_timeout_s / 2
         lives = [member.worker.incarnation, member.order.incarnation]
         await self.agent.stop(lives, grace_s if is_alive else 0.0)
-        await self._disconnect(member)
+        await member.connection.close()
         self.members.remove(member)
         self._first_orders = [it for it in self._first_orders if it.name != member.name]
         self.node.placement.release(member.name)
@@ -235,11 +222,6 @@ class NodeWorkers:
         for member in members:
             self.fence(member, "is started again")
         await self.agent.stop([member.worker.incarnation for member in members])
-
-    async def _disconnect(self, member: Member) -> None:
-        past = member.connection
-        await past.close()
-        self._past_bytes += past.bytes_sent + past.bytes_received
 
     def _connect(self, worker: spec.WorkerReport) -> Connection:
         return self._runtime.transport.connect(
@@ -303,7 +285,7 @@ class NodeWorkers:
         passes, told = self._scheduler.passes, dict[str, int]()
         interval_s = self._config.heartbeat_interval_s
         if self.agent.is_lost:
-            await self.agent.come()
+            await self.agent.renew(None)
             self._is_agent_heard = True
         self.heard_s = asyncio.get_running_loop().time()
         while True:

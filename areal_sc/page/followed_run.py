@@ -40,7 +40,7 @@ from areal_sc.records.spans import START_UP, RecordedSpan
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder, check_is_run
 from areal_sc.run.run_status import read_status
 from areal_sc.system.json_lines import to_json
-from areal_sc.trainer.learning_health import LearningHealth
+from areal_sc.trainer.learning_rules import LearningHealth
 
 READ_S: Final = 1.0
 """A view that needs all rows waits so long for those that are not read yet."""

@@ -17,7 +17,7 @@ checkpoints/     step-<number>/: a snapshot; one that is being written has anoth
 exports/<role>/  models that are being written
 keys.json        the keys of the run, as long as it lives; its owner's alone
 agents.json      where agents outside find the run, and their key, as long as it lives; its
-                 owner's alone: see `agents_file`
+                 owner's alone: see `AgentsFile`
 agents/          where its agents can be reached: see `agent_files`
 .jobs            what it has in SLURM: see `schedulers.slurm.jobs_file`
 .join            where its script takes in agents of other machines
@@ -39,7 +39,7 @@ On a node that does not see it another folder stands in for it, with `.join`, `s
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from areal_sc.system.durable import without_pipes
 
@@ -71,6 +71,7 @@ class RunFiles:
         self.joined_path = self.path / ".joined"
         self.files_path = self.path / ".files"
         self.nonce_path = self.path / ".nonce"
+        self.lineage_path = self.path / ".lineage"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.pause_path = self.path / ".pause"
@@ -101,20 +102,3 @@ class RunFiles:
             if prefix == _SNAPSHOT_PREFIX and step.isdecimal() and folder.is_dir():
                 found.append((int(step), folder))
         return [folder for _, folder in sorted(found)]
-
-
-class WrittenFolder(Protocol):
-    """Folder of a run that this process may change, until a later start takes the run over.
-
-    Attributes:
-        warnings: what people should know of the folder as it was found.
-    """
-
-    path: Path
-    warnings: list[str]
-
-    def check_term(self) -> None:
-        """Raises: StaleTerm: the run was taken over. RunFolderError: the folder is gone."""
-
-    def write_atomic(self, path: str | Path, content: bytes) -> None:
-        """Raises: RunFolderError: it cannot be written. StaleTerm."""

@@ -27,7 +27,6 @@ from areal_sc.run.agent_files import (
 from areal_sc.run.private_folder import make_private
 from areal_sc.run.run_begin import SETTINGS, RunBegin
 from areal_sc.run.run_files import RunFiles
-from areal_sc.run.run_lineage import LINEAGE
 from areal_sc.run.run_marker import COPY, MARKER, RunMarker
 from areal_sc.run.run_owner import LOCK, TERM, Owner, RunTerm, take_folder
 from areal_sc.system.durable import delete_unfinished, remove, set_aside, write_atomic
@@ -260,6 +259,45 @@ class RunFolder(RunFiles):
         if self.term is not None:
             self.term.check()
 
+    def begin_lineage(self) -> int:
+        """Number of a new history of weights, never given before in this folder.
+
+        A history, or lineage, begins whenever weights come from elsewhere than training: from the
+        model that a run starts from, or from a snapshot. (lineage, policy version) names a policy.
+
+        Raises: RunFolderError: the folder cannot be written to, or its count is damaged.
+        """
+        self.check_term()  # else one that was moved away would be made anew
+        lineage = self.newest_lineage() + 1
+        self._make()
+        self.write_atomic(self.lineage_path, f"{lineage}\n".encode())
+        return lineage
+
+    def newest_lineage(self) -> int:
+        """The number that `begin_lineage` gave last; 0: none.
+
+        Raises: RunFolderError: the count is damaged.
+        """
+        path = self.lineage_path
+        try:
+            return int(path.read_text()) if path.exists() else 0
+        except (OSError, ValueError) as error:
+            raise RunFolderError(
+                f"{path} is damaged ({error}): write a number above all earlier ones into it, "
+                "9999 say"
+            ) from error
+
+    def check_lineage(self, begun: int) -> None:
+        """Checks the count against a lineage that is known to have begun.
+
+        Raises: RunFolderError: the count is damaged, and would give that number again.
+        """
+        if (newest := self.newest_lineage()) < begun:
+            raise RunFolderError(
+                f"{self.lineage_path} is damaged: it holds {newest}, but lineage {begun} was "
+                f"begun; write {begun} into it"
+            )
+
     def close(self) -> None:
         """Gives the folder up; nothing is deleted. Closing again does nothing."""
         if self._lock is not None:
@@ -348,7 +386,7 @@ class RunFolder(RunFiles):
 
     def _mark(self, settings: str | None = None) -> None:
         """Makes the folder a run's."""
-        RunMarker(FORMAT_VERSION, settings).write(self)
+        self.warnings += RunMarker(FORMAT_VERSION, settings).write(self.path, self.write_atomic)
         for name in _SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
 
@@ -391,8 +429,8 @@ class RunFolder(RunFiles):
         crash cut short."""
         if not self.path.is_dir():
             return []
-        paths = self.jobs_path, self.join_path, self.joined_path, self.nonce_path
-        kept = (TERM, LINEAGE, *(path.name for path in paths))
+        paths = self.lineage_path, self.jobs_path, self.join_path, self.joined_path, self.nonce_path
+        kept = (TERM, *(path.name for path in paths))
         own = (LOCK, COPY, *kept, f".{COPY}.", *(f".{name}" for name in kept))
         return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
 

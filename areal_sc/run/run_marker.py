@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-
-from areal_sc.run.run_files import WrittenFolder
 
 MARKER: Final = "run.json"
 COPY: Final = ".run.json"
@@ -43,16 +42,19 @@ class RunMarker:
         """The marker of a folder, or its copy; None: neither is there and sound."""
         return _read(folder / MARKER) or _read(folder / COPY)
 
-    def write(self, folder: WrittenFolder) -> None:
-        """Marks the folder; tells of damage that is made good by it.
+    def write(self, folder: Path, write: Callable[[str, bytes], None]) -> list[str]:
+        """Marks the folder; returns what damage is made good by it.
 
-        Raises: RunFolderError: see `RunFolder.write_atomic`.
+        Args:
+            write: replaces a file of the folder; what it raises is raised.
         """
+        warnings = []
         for name, other in ((COPY, MARKER), (MARKER, COPY)):
-            path = folder.path / name
-            if _read(path) is None and _read(folder.path / other) is not None and path.exists():
-                folder.warnings.append(f"{path} was damaged; {other} is whole, and its copy")
-            folder.write_atomic(name, self._to_json())
+            path = folder / name
+            if _read(path) is None and _read(folder / other) is not None and path.exists():
+                warnings.append(f"{path} was damaged; {other} is whole, and its copy")
+            write(name, self._to_json())
+        return warnings
 
 
 def _read(path: Path) -> RunMarker | None:

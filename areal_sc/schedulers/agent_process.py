@@ -1,4 +1,4 @@
-"""The process of an agent: how it is started, and that of one on this machine, or found there."""
+"""The processes beside the script: how one is started, and that of an agent on this machine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Final
 
+from areal_sc.errors import WorkerStartError
+from areal_sc.log import log_tail
 from areal_sc.system.durable import own_file
-from areal_sc.system.process import END_SIGNAL, OtherProcess, environment_of_workers, exit_text
+from areal_sc.system.process import (
+    END_SIGNAL,
+    OtherProcess,
+    environment_of_workers,
+    exit_text,
+    heard_from,
+)
 
 AGENT: Final = (sys.executable, "-P", "-m", "areal_sc.nodes.agent")
 """-P: the working directory must not shadow installed modules."""
@@ -60,6 +70,60 @@ def wait_or_kill(process: subprocess.Popen[bytes], limit_s: float) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+class ProcessBeside:
+    """A process of this package that serves beside the script; used from several threads.
+
+    It gets lines, tells one by `tell_starter` when it serves, and ends with its standard input. One
+    thread alone writes to that: whoever has a line does not wait for the process.
+
+    Args:
+        module: that it runs, with arguments.
+
+    Attributes:
+        child: it, as Python has it.
+    """
+
+    def __init__(self, log_path: Path, module: str, *arguments: str) -> None:
+        command = [sys.executable, "-P", "-m", module, *arguments]
+        env = os.environ | agent_environment(os.environ)
+        self._log_path = log_path
+        log_path.touch(0o600)  # for its owner alone, as what it serves
+        self.child = start_beside(command, log_path, env, subprocess.PIPE)
+        self._lines = SimpleQueue[bytes | None]()
+        threading.Thread(target=self._write, name=f"lines to {module}", daemon=True).start()
+
+    def tell(self, line: bytes) -> None:
+        """It reads this next; nothing happens if it has ended."""
+        self._lines.put(line)
+
+    def heard(self, what: str, limit_s: float) -> bytes:
+        """What it tells. Blocks. Raises: WorkerStartError: nothing in time; `what` names it."""
+        assert self.child.stdout is not None
+        if told := heard_from(self.child.stdout, limit_s):
+            return told
+        self.end(0.0)
+        why = f"{what} did not come up within {limit_s:g} s"
+        raise WorkerStartError.with_log(why, self._log_path, log_tail(self._log_path))
+
+    def how_it_ended(self) -> str:
+        """In words that follow "ended with". Blocks until it has."""
+        return exit_text(self.child.wait())
+
+    def end(self, grace_s: float) -> None:
+        """Returns when it has ended, by SIGKILL if it takes longer."""
+        self._lines.put(None)
+        wait_or_kill(self.child, grace_s)
+        assert self.child.stdout is not None
+        self.child.stdout.close()
+
+    def _write(self) -> None:
+        assert self.child.stdin is not None
+        with suppress(BrokenPipeError), self.child.stdin as pipe:
+            while (line := self._lines.get()) is not None:
+                pipe.write(line + b"\n")
+                pipe.flush()
 
 
 class StartedAgent:

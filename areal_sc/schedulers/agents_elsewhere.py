@@ -48,9 +48,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_calls import FoundAgent, end_found, find_agents
 from areal_sc.schedulers.agent_process import AGENT, agent_environment
 from areal_sc.schedulers.base import Node
-from areal_sc.schedulers.open_run import OpenRun, keys_of, settings_of_agents
-from areal_sc.system import interrupts
-from areal_sc.system.process import allow_open_files
+from areal_sc.schedulers.open_run import OpenRun, settings_of_agents
 from areal_sc.transport.sockets.interface import Interface
 
 _CLOSED: Final = "no agent is started: the scheduler is closed"
@@ -140,7 +138,6 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
     may_queue: ClassVar[bool] = False
 
     def __init__(self, config: SchedulerConfig, folder: RunFolder | None = None) -> None:
-        self.config = config
         self.agents: list[A] = []
         self._nodes: dict[Node, A] = {}
         self._workers: dict[str, list[LivingWorker]] = {}  # by the agent's start
@@ -149,24 +146,20 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         self._one_starts = threading.Lock()  # an agent, and none after the close
         self._one_renews: dict[Node, threading.Lock] = {}
         self._closed = threading.Event()
-        allow_open_files()
-        with interrupts.deferred(), ExitStack() as undo:
-            self.folder = self._take(config, folder, undo)
-            self._use_keys(keys_of(self.folder))
+        with self._opened(config, folder) as (folder, undo):
             num_nodes, hosts = self.reach(undo)
             self._num_nodes = num_nodes
-            end_agents(self.folder.path, config.shutdown_timeout_s, but_of_jobs=True)
+            end_agents(folder.path, config.shutdown_timeout_s, but_of_jobs=True)
             found = self._find(num_nodes)
-            delete_files_of_dead_agents(self.folder.path)
+            delete_files_of_dead_agents(folder.path)
             interface = Interface.towards(config.transport.bind, hosts)
-            self._joins = self._open_joins(interface, self.folder, undo)
+            self._joins = self._open_joins(interface, folder, undo)
             undo.callback(self._end)
             self._take_over(found)
             while len(self.agents) < num_nodes and self._start(None) is not None:
                 pass
             if len(self.agents) < num_nodes and not found and not self.may_queue:
                 raise WorkerStartError(f"there are fewer machines than the {num_nodes} wanted")
-            self._keep(undo)
 
     @abstractmethod
     def reach(self, undo: ExitStack) -> tuple[int, Sequence[str]]:

@@ -10,21 +10,15 @@ unblocked by the process, which is started again if it dies, at the address that
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import threading
-from contextlib import suppress
 from typing import Final
 
 from msgspec import json
 
 from areal_sc.errors import WorkerStartError
-from areal_sc.log import log_tail
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.agent_process import agent_environment, start_beside, wait_or_kill
+from areal_sc.schedulers.agent_process import ProcessBeside
 from areal_sc.system.deaths import Deaths
-from areal_sc.system.process import exit_text, heard_from
 from areal_sc.transport.security.passes import Passes
 from areal_sc.transport.sockets.interface import Interface
 
@@ -49,10 +43,9 @@ class FilesBeside:
         self._folder = folder
         self._interface = interface
         self._passes = passes
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ProcessBeside | None = None
         self._address = ""
         self._one_starts = threading.Lock()
-        self._news = threading.Event()  # of passes, or of the end of the process
         self._closed = threading.Event()
         self._deaths = Deaths(MAX_DEATHS)
 
@@ -74,15 +67,13 @@ class FilesBeside:
             self._closed.set()
             self._end()
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, process: ProcessBeside) -> None:
         """Starts it again, if it dies."""
-        process.wait()
+        how = process.how_it_ended()
         with self._one_starts:
             if self._closed.is_set() or self._process is not process:
                 return
-            logger.error(
-                "the process that serves files ended with %s", exit_text(process.returncode)
-            )
+            logger.error("the process that serves files ended with %s", how)
             self._end()
             pause_s = self._deaths.note_death()
         while pause_s is not None and not self._closed.wait(pause_s):
@@ -95,47 +86,27 @@ class FilesBeside:
         if pause_s is None:
             logger.error("files are served no more: nodes that share no folder wait in vain")
 
-    def _tell(self, process: subprocess.Popen[bytes], news: threading.Event) -> None:
-        """Which passes are void: before it serves, and whenever there are more; until its end.
-
-        This thread alone has the standard input: who issues passes does not wait for the process.
-        """
-        told: dict[str, int] | None = None
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin as words:
-            while self._process is process:
-                if self._passes.replaced is not told:
-                    told = self._passes.replaced
-                    words.write(json.encode(told) + b"\n")
-                    words.flush()
-                news.wait()
-                news.clear()
-
     def _start(self) -> None:
         path, port = self._folder.log_path(_LOG), self._address.rpartition(":")[2] or "0"
         words = str(self._folder.path), self._interface.bind, port
-        command = [sys.executable, "-P", "-m", "areal_sc.shipping.server", *words]
-        env = os.environ | agent_environment(os.environ)
-        process = start_beside(command, path, env, subprocess.PIPE)
-        self._process, self._news = process, threading.Event()
-        self._passes.on_replaced = self._news.set
-        told = process, self._news
-        threading.Thread(target=self._tell, args=told, name="void passes", daemon=True).start()
+        process = self._process = ProcessBeside(path, "areal_sc.shipping.server", *words)
+
+        def tell() -> None:
+            """Which passes are void: before it serves, and whenever there are more."""
+            process.tell(json.encode(self._passes.replaced))
+
+        self._passes.on_replaced = tell
+        tell()
         watch = threading.Thread(target=self._watch, args=(process,), name="files", daemon=True)
-        assert process.stdout is not None
-        line = heard_from(process.stdout, START_LIMIT_S).decode()
-        if not line:
-            self._end()
-            what = f"the process that serves files did not come up within {START_LIMIT_S:g} s"
-            raise WorkerStartError.with_log(what, path, log_tail(path))
-        self._address = self._interface.reachable(line)
+        try:
+            line = process.heard("the process that serves files", START_LIMIT_S)
+        except WorkerStartError:
+            self._process = None
+            raise
+        self._address = self._interface.reachable(line.decode())
         watch.start()
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdout is not None
-        self._news.set()
-        wait_or_kill(process, END_LIMIT_S)
-        process.stdout.close()
+        if process is not None:
+            process.end(END_LIMIT_S)

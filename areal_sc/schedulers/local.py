@@ -20,7 +20,6 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +34,8 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_calls import AgentAddress, call_agents
 from areal_sc.schedulers.agent_process import AGENT, LocalAgent, StartedAgent, agent_environment
 from areal_sc.schedulers.base import Node
-from areal_sc.schedulers.open_run import OpenRun, keys_of, settings_of_agents
-from areal_sc.system import interrupts
-from areal_sc.system.process import allow_open_files, heard_from
+from areal_sc.schedulers.open_run import OpenRun, settings_of_agents
+from areal_sc.system.process import heard_from
 from areal_sc.system.waiting import polled
 from areal_sc.transport.shards.memory_folder import clean_leftovers, user_folder
 
@@ -61,23 +59,18 @@ class LocalScheduler(OpenRun):
         *,
         command: Sequence[str] = AGENT,
     ) -> None:
-        self.config = config
         self._command = command
         self._node: Node | None = None
         self._one_waits = threading.Lock()  # for what an agent tells
         self._one_starts = threading.Lock()  # an agent, and none after the close
         self._is_closed = False
-        allow_open_files()
-        with interrupts.deferred(), ExitStack() as undo:
-            self._folder = folder = self._take(config, folder, undo)
+        with self._opened(config, folder) as (folder, undo):
             self._log_path = folder.log_path("agent/0")
-            self._use_keys(keys_of(folder))
             self._run_id = self.keys.run_id
             agent = self._found_agent()
             undo.callback(folder.remove_keys)
             self._agent: StartedAgent | LocalAgent = agent or self._start_agent()
             undo.callback(self._end_agent)
-            self._keep(undo)
 
     async def nodes(self) -> list[Node]:
         return [await asyncio.to_thread(self._wait_for_node)]
@@ -95,7 +88,7 @@ class LocalScheduler(OpenRun):
         Raises: RunFolderError: there is one, on another machine; or it knows a later term.
         """
         used = None
-        for file in living_agents(self._folder.path):
+        for file in living_agents(self.folder.path):
             process = file.process()
             if process is None:
                 continue  # it has just ended, or `end_agents` says where it is
@@ -118,8 +111,8 @@ class LocalScheduler(OpenRun):
                 continue
             agent.close()
         if used is None:
-            end_agents(self._folder.path, self.config.shutdown_timeout_s)
-        delete_files_of_dead_agents(self._folder.path)
+            end_agents(self.folder.path, self.config.shutdown_timeout_s)
+        delete_files_of_dead_agents(self.folder.path)
         return used
 
     def _is_like(self, found: NodeDescription) -> bool:
@@ -137,10 +130,10 @@ class LocalScheduler(OpenRun):
         if facts is not None and transport.shared_memory == "auto":
             # what the earlier one chose, however much room is left there now
             transport = replace(transport, shared_memory=facts.memory_root)
-        return replace(self.config, run_dir=str(self._folder.path), transport=transport)
+        return replace(self.config, run_dir=str(self.folder.path), transport=transport)
 
     def _start_agent(self) -> StartedAgent:
-        self.keys.write(self._folder.keys_path)  # an agent that nobody needs has deleted them
+        self.keys.write(self.folder.keys_path)  # an agent that nobody needs has deleted them
         config = self._agent_config(None if self._node is None else self._node.facts)
         return StartedAgent(
             [*self._command, self._run_id, json.encode(config).decode()],

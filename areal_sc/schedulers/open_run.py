@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from msgspec import to_builtins
@@ -19,6 +20,7 @@ from areal_sc.run.run_owner import RunTerm
 from areal_sc.run.status_board import StatusBoard
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.system import interrupts
+from areal_sc.system.process import allow_open_files
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Passes
 from areal_sc.transport.sockets.interface import Interface
@@ -38,41 +40,52 @@ class OpenRun:
     """Base of schedulers, from when they are made until they are closed.
 
     Attributes:
-        keys, passes, status, term: see `Scheduler`.
+        config, keys, passes, status, term: see `Scheduler`.
+        folder: of the run.
     """
 
+    config: SchedulerConfig
+    folder: RunFolder
     keys: RunKeys
     passes: Passes
     status: StatusBoard
     term: RunTerm
     _undo: ExitStack
 
-    def _take(
-        self, config: SchedulerConfig, folder: RunFolder | None, undo: ExitStack
-    ) -> RunFolder:
+    @contextmanager
+    def _opened(
+        self, config: SchedulerConfig, folder: RunFolder | None
+    ) -> Iterator[tuple[RunFolder, ExitStack]]:
         """The run folder, which this process has from now on; what the run does is told in it.
+
+        The block begins all else, and says in the stack how `close`, or the end of the script
+        without one, ends it; where the block fails, that is done at once. The run has its keys: of
+        an earlier start of the script, or new ones.
 
         Args:
             folder: see `make_scheduler`.
         Raises: RunFolderError: another process runs in the folder, or it cannot be used.
         """
-        if folder is None:
-            folder = RunFolder(config.run_dir)
-            folder.lock(resume=config.resume.value, overwrite=config.overwrite)
-            undo.callback(folder.close)
-        assert folder.term is not None, "it is open"
-        self.term, self.status = folder.term, StatusBoard()
-        self.status.keep(folder, self.term, config.orphan_timeout_s)
-        undo.callback(self.status.close)
-        return folder
-
-    def _use_keys(self, found: RunKeys | None = None) -> None:
-        """After `_take`: the run has these keys, of an earlier start of the script, or new ones."""
-        self.keys = found or RunKeys.create()
-        self.passes = Passes(self.keys, self.term.number, is_first=found is None)
+        self.config = config
+        allow_open_files()
+        with interrupts.deferred(), ExitStack() as undo:
+            if folder is None:
+                folder = RunFolder(config.run_dir)
+                folder.lock(resume=config.resume.value, overwrite=config.overwrite)
+                undo.callback(folder.close)
+            assert folder.term is not None, "it is open"
+            self.folder, self.term, self.status = folder, folder.term, StatusBoard()
+            self.status.keep(folder, self.term, config.orphan_timeout_s)
+            undo.callback(self.status.close)
+            found = keys_of(folder)
+            self.keys = found or RunKeys.create()
+            self.passes = Passes(self.keys, self.term.number, is_first=found is None)
+            yield folder, undo
+            self._undo = undo.pop_all()
+            atexit.register(self._close_at_exit)
 
     def _open_joins(self, interface: Interface, folder: RunFolder, undo: ExitStack) -> JoinServer:
-        """After `_use_keys`: where agents of other machines join, as the folder tells them.
+        """Where agents of other machines join, as the folder tells them.
 
         Raises: TransportError: the interface cannot be bound. RunFolderError.
         """
@@ -82,11 +95,6 @@ class OpenRun:
         undo.callback(folder.remove_keys)
         folder.write_atomic(folder.join_path, joins.address.encode())
         return joins
-
-    def _keep(self, undo: ExitStack) -> None:
-        """All is begun; `close`, or the end of the script without one, ends it."""
-        self._undo = undo.pop_all()
-        atexit.register(self._close_at_exit)
 
     def close(self) -> None:
         """Ends all agents, and with them every worker that is left."""

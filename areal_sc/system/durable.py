@@ -92,10 +92,10 @@ def _open_no_pipe(path: str, flags: int, mode: int = _MODE) -> int:
     return descriptor
 
 
-def own_file(path: str, flags: int, mode: int = _MODE) -> int:
+def own_file(path: str, flags: int) -> int:
     """Opens a file, as `opener` of `open`; no link, which somebody else may have put there."""
     try:
-        return _open_no_pipe(path, flags | os.O_NOFOLLOW, mode)
+        return _open_no_pipe(path, flags | os.O_NOFOLLOW, _MODE)
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "it is a link, and links are not followed here"

@@ -93,6 +93,7 @@ class Course:
         num_moves: steps of which `reach` knows.
         mean_lr: over the run's steps.
         entropies: of the newest steps that have one.
+        variance: of the rewards of the whole run.
         max_mismatch: how far trainer and sampler may differ, in units of the measured noise.
     """
 
@@ -110,11 +111,10 @@ class Course:
         self.mean_lr = math.nan
         self.entropies: deque[float] = deque(maxlen=NUM_STEPS)
         self._results: dict[str, list[_Result]] = {}
-        self._evaluated: dict[str, list[Evaluated]] = {}
         self._largest_std = 0.0  # of answers' rewards
         self._num_lrs = 0
         self._squared_changes = 0.0
-        self._variance = _RewardVariance()
+        self.variance = _RewardVariance()
 
     def add_step(self, metrics: StepMetrics) -> None:
         self.num_steps += 1
@@ -124,7 +124,7 @@ class Course:
             self.first.append(metrics)
         self.newest.append(metrics)
         self.recent.append(metrics)
-        self._variance.add(metrics)
+        self.variance.add(metrics)
         if not math.isnan(entropy := number(metrics.train.get("entropy"))):
             self.entropies.append(entropy)
         if (moved := _largest_gain(metrics)) is not None:
@@ -136,7 +136,6 @@ class Course:
             self.mean_lr = before + (lr - before) / self._num_lrs
         if (std := self.reward_std()) > self._largest_std:
             self._largest_std = std
-            self._evaluated.clear()
         if len(self.newest) == NUM_STEPS:
             self.best_reward = max(self.best_reward, self.reward(), key=lambda it: it.value)
             self.widest_kl = max(self.widest_kl, self.kl())
@@ -152,16 +151,13 @@ class Course:
         else:
             found = _Result(score, True, result.num_prompts, self.accuracy())
         self._results.setdefault(family, []).append(found)
-        self._evaluated.clear()
 
     def evaluations(self) -> Mapping[str, Sequence[Evaluated]]:
         """Those that sample, in their order, by what stands before the slash of their names."""
-        if not self._evaluated:
-            self._evaluated = {
-                family: [Evaluated(self._measured(it), it.trained) for it in results]
-                for family, results in self._results.items()
-            }
-        return self._evaluated
+        return {
+            family: [Evaluated(self._measured(it), it.trained) for it in results]
+            for family, results in self._results.items()
+        }
 
     def _measured(self, result: _Result) -> Measured:
         """Of a reward: as much as the answers have differed in training at most, where they may be
@@ -248,10 +244,6 @@ class Course:
             mean(of, lambda it: number(it.reward_std) ** 2) for of in (self.first, self.newest)
         )
         return now < LOST_SPREAD * before
-
-    def prompts_share(self) -> Measured:
-        """Of the variance of the rewards of the whole run, what the prompts explain."""
-        return self._variance.prompts_share()
 
 
 class _RewardVariance:

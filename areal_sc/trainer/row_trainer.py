@@ -19,9 +19,9 @@ from typing import Any
 
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ModelHead
+from areal_sc.controller.background import Standstill
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.rejections import RejectionCounts, RolloutState
-from areal_sc.controller.standstill import Standstill
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.demonstrations.rows import EncodedRows, Item
 from areal_sc.demonstrations.turns import TurnEncoder

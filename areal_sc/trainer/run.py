@@ -54,7 +54,7 @@ from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
 from areal_sc.trainer.display import Display, ShownPhase, make_display
 from areal_sc.trainer.failure import Terminated, log_of_run
-from areal_sc.trainer.learning_health import LearningHealth
+from areal_sc.trainer.learning_rules import LearningHealth
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.snapshots import (
     SnapshotState,

@@ -20,10 +20,10 @@ import msgspec
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.further_models import further_models
 from areal_sc.config.schema import GRPOConfig
+from areal_sc.controller.background import Standstill
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.rejections import INITIAL_STATE, RolloutState
-from areal_sc.controller.standstill import Standstill
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import CheckpointError, RunFolderError
@@ -31,7 +31,6 @@ from areal_sc.nodes.spec import snapshot_name
 from areal_sc.records.metrics_log import History
 from areal_sc.run.run_begin import RunBegin, content_of
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_lineage import check_lineage
 from areal_sc.system.disk import Disk
 from areal_sc.system.durable import remove
 from areal_sc.system.os_errors import os_errors_as
@@ -232,10 +231,10 @@ def check_resumed(folder: RunFolder) -> list[str]:
     ledger, on_disk = newest_ledger(folder), ledger_on_disk(folder.ledger, Disk())
     written = None if on_disk is None else (on_disk.lineage, on_disk.version)
     if written is not None:
-        check_lineage(folder, written[0])
+        folder.check_lineage(written[0])
     if ledger is None:  # no snapshot can be read: loading them ends the run
         return []
-    check_lineage(folder, ledger.lineage)
+    folder.check_lineage(ledger.lineage)
     if written is None:
         warnings.append(
             f"there is no journal in {folder.ledger}: the account of the run begins with its "

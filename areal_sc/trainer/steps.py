@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from areal_sc.controller.background import Standstill
 from areal_sc.controller.ledger.ledger_records import WENT_BACK
 from areal_sc.controller.rollout.rejections import STALE, RejectionCounts
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.staleness import StalenessStats
-from areal_sc.controller.standstill import Standstill
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import StepLost
 from areal_sc.metadata import BatchMetadata

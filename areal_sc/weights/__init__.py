@@ -1,6 +1,6 @@
 """The way of each policy version from the ranks that trained it to the engines that sample from it.
 
-    controllers   publisher ──► channel ──────────► updates ──► tree
+    controllers   train_step ─► channel ──────────► updates ──► tree
                                 │ seal, broadcast  │ adopt, copy
     workers                 rank_weights ─ published ► adopter ──► the engine
 

@@ -5,7 +5,7 @@
                  whoever is not in it, or starts later, pulls. Training goes on after the broadcast
     disk         the ranks write a Hugging Face folder; training goes on when it is written
 
-Consumes: calls of a `Publisher`, one at a time. Waits for: the ranks, the group.
+Consumes: calls of a `TrainStep`, one at a time. Waits for: the ranks, the group.
 Unblocked by: the workers' replies, each bounded by its call's time limit.
 """
 

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import OnWeightUpdate, WeightUpdateMethod
 from areal_sc.controller.background import Background
-from areal_sc.controller.rollout.worker_state import NO_VERSION, RolloutWorkerState, goes_on
+from areal_sc.controller.rollout.worker_set import NO_VERSION, RolloutWorkerState, goes_on
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import TransportError, WorkerError
 from areal_sc.fleet.fleet import Fleet

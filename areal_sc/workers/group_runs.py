@@ -38,7 +38,6 @@ class GroupRuns:
     def __init__(self, limit_s: float | None = None) -> None:
         self._limit_s = limit_s
         self._going: dict[GroupAttempt, asyncio.Task[GroupReply]] = {}
-        self._played: dict[GroupAttempt, asyncio.Task[GroupReply]] = {}  # what goes on within
         self._given_up: set[GroupAttempt] = set()
         self._replies: dict[GroupAttempt, GroupReply] = {}
         self._without_rows: deque[GroupAttempt] = deque()
@@ -64,8 +63,7 @@ class GroupRuns:
             return self._replies[run]
         if run not in self._going:
             name = f"run of group {run.group_id}"
-            self._played[run] = asyncio.create_task(self._play(run, play), name=name)
-            self._going[run] = asyncio.create_task(self._end_of(run))
+            self._going[run] = asyncio.create_task(self._play(run, play), name=name)
             self._going[run].add_done_callback(lambda task: self._note_end(run, task))
         going = self._going[run]
         await asyncio.wait([going], timeout=self._limit_s)
@@ -73,10 +71,11 @@ class GroupRuns:
 
     async def give_up(self, run: GroupAttempt) -> None:
         """Ends a run that goes on. When this returns, nothing more comes of it."""
-        if run in self._going:
+        if (going := self._going.get(run)) is not None:
             self._given_up.add(run)
-            self._played[run].cancel()
-            await asyncio.wait([self._going[run]])
+            await asyncio.sleep(0)  # one that has not begun would not hear of it
+            going.cancel()
+            await asyncio.wait([going])
 
     def forget(self, is_held: Callable[[str], bool]) -> None:
         """Replies go whose rows are gone.
@@ -90,7 +89,7 @@ class GroupRuns:
 
     async def close(self) -> None:
         """Ends all runs."""
-        await cancel_all([*self._going.values(), *self._played.values()])
+        await cancel_all(self._going.values())
 
     async def _play(
         self, run: GroupAttempt, play: Callable[[], Coroutine[Any, Any, GroupReply]]
@@ -100,7 +99,12 @@ class GroupRuns:
         A shard of a group that is complete, and has no reply, is nobody's for a controller that
         takes over.
         """
-        reply = await play()
+        try:
+            reply = await play()
+        except asyncio.CancelledError:
+            if run not in self._given_up:
+                raise
+            return GroupReply(run)
         if run.group_id >= 0 and run not in self._given_up:
             self._replies[run] = reply
             if reply.batch is None:
@@ -109,15 +113,8 @@ class GroupRuns:
                     self._replies.pop(self._without_rows.popleft(), None)
         return reply
 
-    async def _end_of(self, run: GroupAttempt) -> GroupReply:
-        played = self._played[run]
-        await asyncio.wait([played])
-        if played.cancelled() and run in self._given_up:
-            return GroupReply(run)
-        return played.result()
-
     def _note_end(self, run: GroupAttempt, task: asyncio.Task[GroupReply]) -> None:
-        del self._going[run], self._played[run]
+        del self._going[run]
         if run in self._given_up:
             self._given_up.discard(run)
             self._replies.pop(run, None)  # it had just ended

@@ -27,7 +27,7 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
 )
 from areal_sc.controller.background import Background
-from areal_sc.controller.rollout.worker_state import RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import RolloutWorkerState
 from areal_sc.engines.handles import make_generator
 from areal_sc.fleet.worker_life import LifeState
 from areal_sc.transport.plane import DataPlane

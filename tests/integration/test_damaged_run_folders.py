@@ -30,7 +30,6 @@ from areal_sc.controller.rollout.rejections import RolloutState
 from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.records.trackers.base import Tracker
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.run.status_board import StatusBoard
 from areal_sc.trainer import run as run_module
 from areal_sc.trainer.run import Run
@@ -101,7 +100,7 @@ class Ranks:
 
     def load_snapshot(self, step: int) -> None:
         self.step = step
-        begin_lineage(self.folder)
+        self.folder.begin_lineage()
         self.engine.load_snapshot(self.folder.snapshot_path(step) / "engine")
 
     def go_back(self, state: RolloutState) -> None:

@@ -161,10 +161,10 @@ def test_the_model_is_that_of_the_undisturbed_run(
             assert steps.update() == metrics[2]
             steps.kill(0)  # between update and publication
             check()
-            with after_first(actor._ranks.channel, "seal", lambda: steps.kill(last)):
+            with after_first(actor.ranks.channel, "seal", lambda: steps.kill(last)):
                 assert steps.update() == metrics[3]
                 check()
-            with after_first(actor._ranks.memory, "take", lambda: steps.kill(last)):
+            with after_first(actor.ranks.memory, "take", lambda: steps.kill(last)):
                 assert steps.update() == metrics[4]  # its snapshot is whole, and nobody knows it
                 check()
             with after_first(ranks, "meet", lambda: steps.kill(last)):

@@ -32,7 +32,7 @@ def test_a_reward_that_always_fails_is_told_with_its_place(
 ) -> None:
     told: list[str] = []
     with start_rollout("rollout.rejection_window=4") as rollout:
-        rollout.rejections.on_warning = told.append
+        rollout.rejections.warn = told.append
         with pytest.raises(TooManyRejections, match=re.escape(cause)):
             rollout.prepare_batch(PROMPTS, SingleTurnWorkflow(reward))
     assert len(told) == 1
@@ -44,7 +44,7 @@ def test_of_several_rewards_the_failing_one_is_named(start_rollout: Callable[...
     told: list[str] = []
     rewards = {"first": episodes.right, "second": (episodes.raises, 0.5)}
     with start_rollout("rollout.rejection_window=4") as rollout:
-        rollout.rejections.on_warning = told.append
+        rollout.rejections.warn = told.append
         with pytest.raises(TooManyRejections):
             rollout.prepare_batch(PROMPTS, SingleTurnWorkflow(rewards))
     (text,) = told
@@ -56,7 +56,7 @@ def test_a_reward_that_fails_for_some_prompts_is_told_once_and_counted(
 ) -> None:
     told: list[str] = []
     with start_rollout("rollout.rejection_window=100") as rollout:
-        rollout.rejections.on_warning = told.append
+        rollout.rejections.warn = told.append
         batch = rollout.rollout_batch(PROMPTS, SingleTurnWorkflow(episodes.raises_for_some))
         assert len(batch.group_ids) == 18
         ((cause, count),) = rollout.rejections.by_cause().items()
@@ -92,7 +92,7 @@ def test_a_reward_that_always_hangs_ends_the_run_before_any_group_has_replied(
     told: list[str] = []
     limits = ("rollout.reward_timeout_s=0.3", "rollout.group_size=16")
     with start_rollout(*limits, "rollout.rejection_window=100000") as rollout:
-        rollout.rejections.on_warning = told.append
+        rollout.rejections.warn = told.append
         with pytest.raises(TooManyRejections, match=r"none was kept.*the limit is 1 s"):
             getattr(rollout, call)(PROMPTS, SingleTurnWorkflow(episodes.hangs))
         assert rollout.groups.num_finished == 0
@@ -107,7 +107,7 @@ def test_what_a_run_waits_for_is_told_where_nothing_finishes(
     monkeypatch.setattr(progress, "FIRST_NOTICE_S", 0.5)
     told: queue.Queue[str] = queue.Queue()
     with start_rollout() as rollout:
-        rollout.rejections.on_warning = told.put
+        rollout.rejections.warn = told.put
         rollout._submit(rollout.prepare_batch_async(PROMPTS, SingleTurnWorkflow(episodes.hangs)))
         first, second = (seconds_without_end(told) for _ in range(2))
     assert second >= first

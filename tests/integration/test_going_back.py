@@ -48,7 +48,7 @@ def test_every_step_is_trained_once_in_the_history_that_survives(
     def lose_all_but_the_disk(actor: TrainController) -> None:
         if actor.version > SNAPSHOT_STEP:
             wait_until(folder.snapshots)
-        assert actor._ranks.state.sources
+        assert actor.ranks.state.sources
         kept = list(memory_of(actor.scheduler).glob("snapshots-train/*"))
         assert kept, "there is no snapshot in memory to lose"
         for snapshot in kept:

@@ -26,16 +26,16 @@ def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
     """A controller of another life: it has new ids and connections, and the same ranks."""
     runtime = Runtime.create(scheduler.keys)
     again = TrainController(FSDPPPOActor(actor.config), scheduler, runtime=runtime)
-    again._ranks.layout = actor._ranks.layout
-    lineage = actor._ranks.state.lineage
-    again._ranks.state.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
+    again.ranks.layout = actor.ranks.layout
+    lineage = actor.ranks.state.lineage
+    again.ranks.state.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
     for member in actor.fleet.members:
         worker = member.worker
         connection = runtime.transport.connect(worker.address, worker.name, worker.incarnation)
         life = again.fleet.lives.of(member.order)
         again.fleet.members.append(Member(member.order, worker, connection, life))
         again.fleet.tell(Joined(life.unit, worker.incarnation))
-    again._recovery.begin(again._ranks._bring_back)
+    again._recovery.begin(again.ranks._bring_back)
     return again
 
 

@@ -104,7 +104,7 @@ def test_ranks_begin_from_the_memory_of_their_nodes_and_from_the_disk_when_one_i
                 assert steps.update() == metrics[step]
                 steps.publish()
                 assert steps.model() == expected[step]
-                in_memory = f"{actor._ranks.state.lineage}-{step + 1}"
+                in_memory = f"{actor.ranks.state.lineage}-{step + 1}"
                 found = tmp_path.glob(f"memory/*/*/snapshots-train/*/*.{in_memory}.json")
                 assert {path.name for path in found} == {f"rank-1-of-2.{in_memory}.json"}
 

@@ -309,7 +309,7 @@ async def test_a_process_that_dies_is_there_again_at_its_address(
     async with asyncio.timeout(LIMIT_S):
         with beside._one_starts:  # so it is not started again before another process has its port
             assert beside._process is not None
-            beside._process.kill()
+            beside._process.child.kill()
             while True:
                 with suppress(OSError):
                     other = socket.create_server(("127.0.0.1", port))
@@ -353,14 +353,14 @@ async def test_whose_worker_was_started_again_is_not_served_any_more(
                 pass
         assert await served(other)
     assert beside._process is not None
-    os.kill(beside._process.pid, signal.SIGKILL)  # another one is told before it serves
-    pid, answers = beside._process.pid, list[bool]()
+    os.kill(beside._process.child.pid, signal.SIGKILL)  # another one is told before it serves
+    pid, answers = beside._process.child.pid, list[bool]()
     async with asyncio.timeout(LIMIT_S):
         while not answers:
             with suppress(PeerLost):
                 async with ScriptFiles.opened(transports[0], script.where) as before:
                     answers.append(await served(before))
-    assert beside._process.pid != pid
+    assert beside._process.child.pid != pid
     assert answers == [False]
     for transport in transports:
         await transport.close()
@@ -516,7 +516,7 @@ async def test_workers_get_files_of_the_next_start_of_a_script_that_was_killed(
     number = SourceRegistry(script.folder.path, "rollout").register_prompts([{"prompt": "b"}])
     assert beside._process is not None
     if outlives_script:
-        os.kill(beside._process.pid, signal.SIGSTOP)
+        os.kill(beside._process.child.pid, signal.SIGSTOP)
         monkeypatch.setattr("areal_sc.shipping.calls.PIECE_LIMIT_S", 0.5)
     else:
         await asyncio.to_thread(beside.close)
@@ -528,7 +528,7 @@ async def test_workers_get_files_of_the_next_start_of_a_script_that_was_killed(
         await waiting
     assert SourceReader(tmp_path / "here", shipped.place).prompts(number)[0] == {"prompt": "b"}
     if outlives_script:
-        os.kill(beside._process.pid, signal.SIGCONT)
+        os.kill(beside._process.child.pid, signal.SIGCONT)
 
 
 async def test_a_snapshot_that_does_not_come_in_time_may_be_a_good_one(
@@ -538,10 +538,10 @@ async def test_a_snapshot_that_does_not_come_in_time_may_be_a_good_one(
     here = RunFolder(tmp_path / "here").snapshot_path(1) / "engine"
     in_a_hurry = files_on_node(script, tmp_path, shipping_timeout_s=0.5)
     assert beside._process is not None
-    os.kill(beside._process.pid, signal.SIGSTOP)
+    os.kill(beside._process.child.pid, signal.SIGSTOP)
     with pytest.raises(WaitTimeout, match=r"within 0\.5 s"):
         await in_a_hurry.bring_snapshot(here)
-    os.kill(beside._process.pid, signal.SIGCONT)
+    os.kill(beside._process.child.pid, signal.SIGCONT)
     await shipped.bring_snapshot(here)
     assert (here / "snapshot.json").read_text() == "one"
 
@@ -643,7 +643,7 @@ async def test_records_go_on_where_another_process_takes_them(
         recorder.find_open = lambda until: [RecordedSpan(process="", kind="x", began=1.0, took_s=0)]
         await until(lambda: [it.kind for it in unended(script.folder.path)] == ["x"])
         assert beside._process is not None
-        os.kill(beside._process.pid, signal.SIGKILL)
+        os.kill(beside._process.child.pid, signal.SIGKILL)
         recorder.find_open = lambda until: ()
         large = trajectory(0, 10_000)
         for number in range(3, 60):

@@ -186,7 +186,7 @@ def test_a_broadcast_that_cannot_be_received_leaves_nobody_waiting(
 
 def group_of(actor: TrainController) -> str:
     """Name of the weight group; "": there is none."""
-    channel = actor._ranks.channel
+    channel = actor.ranks.channel
     assert isinstance(channel, CollectiveChannel)
     return channel._group
 

@@ -20,7 +20,7 @@ from areal_sc.config.schema import AdmissionMode, OverBound
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import WENT_BACK, Admit, LedgerState, Record, Reject
 from areal_sc.controller.rollout.rollout_controller import RolloutController
-from areal_sc.controller.rollout.worker_state import NO_VERSION
+from areal_sc.controller.rollout.worker_set import NO_VERSION
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.transport.shards.ids import parse_shard_id

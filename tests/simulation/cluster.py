@@ -351,6 +351,10 @@ class SimulatedTransport:
     def __init__(self, cluster: SimulatedCluster, term: int = 0) -> None:
         self._cluster = cluster
         self._term = term
+        self.num_bytes = 0
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
 
     def connect(
         self,
@@ -362,7 +366,7 @@ class SimulatedTransport:
         server_key: str = "",
     ) -> NetworkConnection:
         return NetworkConnection(
-            *(self._cluster.network, address, node_id, incarnation, keeps_trying),
+            *(self._cluster.network, address, node_id, incarnation, keeps_trying, self._count),
             term=self._term,
         )
 

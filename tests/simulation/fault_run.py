@@ -29,8 +29,8 @@ from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import KeepGroups, WeightUpdateMethod
 from areal_sc.controller.ledger import journal
 from areal_sc.controller.ledger.ledger_records import WENT_BACK
-from areal_sc.controller.rollout.group_signal import EQUAL_REWARDS, ONE_EPISODE
 from areal_sc.controller.rollout.groups import DEATHS_TO_BLAME
+from areal_sc.controller.rollout.rejections import EQUAL_REWARDS, ONE_EPISODE
 from areal_sc.errors import RunFolderError, StepsLost, WorkerError
 
 SOFT = {FaultKind.scale, FaultKind.wall_clock, FaultKind.slow_disk, FaultKind.short_writes}

@@ -321,7 +321,7 @@ class FaultyScript(TrainingRun):
             if rest_s > 0.0 or any(self._is_missing(w) or w.is_hung for w in workers):
                 await asyncio.sleep(max(rest_s, 0.0) + NOTICE_S)
             for model in (*self.others, self.actor):
-                await model._ranks.repeated(_nothing)  # as when the model is written
+                await model.ranks.repeated(_nothing)  # as when the model is written
             staying = [state.member for state in self.rollout._workers.set.staying]
             for controller, members in (
                 *((model, model.fleet.members) for model in (*self.others, self.actor)),
@@ -403,7 +403,7 @@ class FaultyScript(TrainingRun):
                 self._check_newest()
                 self.saved[step] = state
                 self._noted_step = step
-                self.actor._ranks.state.note_durable(step)
+                self.actor.ranks.state.note_durable(step)
 
         self._snapshot = asyncio.create_task(complete(), name=f"snapshot of step {step}")
 

@@ -141,12 +141,12 @@ class NetworkConnection:
         node_id: str,
         incarnation: str,
         keeps_trying: bool,
+        count: Callable[[int], None],
         term: int = 0,
     ) -> None:
         self.node_id = node_id
         self.address = address
-        self.bytes_sent = 0
-        self.bytes_received = 0
+        self._count = count
         peer = network.peer_at(address)
         self.node = peer.node if peer is not None else ""
         self.process = PROCESS.get()
@@ -165,7 +165,7 @@ class NetworkConnection:
         frame = encode(Request(request_id, self._incarnation, method.name, pack(args), self._term))
         if self._is_closed:
             raise self._peer_lost()
-        self.bytes_sent += len(frame)
+        self._count(len(frame))
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[request_id] = method, frame, answer
         self._send(request_id)
@@ -331,7 +331,7 @@ class NetworkConnection:
         self._later(Direction.to_controller, arrive, after_s=delay_s)
 
     def _take(self, request_id: str, frame: bytes) -> None:
-        self.bytes_received += len(frame)
+        self._count(len(frame))
         if request_id not in self._pending:
             return
         method, _, answer = self._pending[request_id]

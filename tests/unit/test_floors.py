@@ -62,7 +62,6 @@ FLOORS = {
     "weights.updates": 9,
     "weights.tree": 9,
     "weights.channel": 9,
-    "weights.publisher": 9,
 }
 """Of a package, or of a module of one."""
 
@@ -72,7 +71,7 @@ LAZY_IMPORTS = {
     ("areal_sc.controller.dry_run", "areal_sc.algorithms.loss_trial"): "only a dry run loads torch",
     **{
         (f"areal_sc.controller.{user}", "areal_sc.controller.dry_run"): "only a dry run loads HTTP"
-        for user in ("base", "rollout.source_registration", "train.train_controller")
+        for user in ("base", "rollout.rollout_controller", "train.train_controller")
     },
     ("areal_sc.controller.dry_run", "areal_sc.engines.tokenizer"): "only a dry run loads torch",
     (

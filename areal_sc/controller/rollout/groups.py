@@ -18,13 +18,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from areal_sc.config.schema import RolloutConfig
-from areal_sc.controller.background import Background
-from areal_sc.controller.events import Hear
 from areal_sc.controller.ledger.group import Group, MakeReadable, RolloutSource
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
-from areal_sc.controller.rollout.worker_state import RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import RolloutWorkerState
 from areal_sc.controller.step_life import StepLife
 from areal_sc.errors import StoreFull, WorkerLost
 from areal_sc.metadata import PromptReference
@@ -49,11 +46,8 @@ class GroupTools:
         new_id: names batches.
     """
 
-    config: RolloutConfig
     workers: RolloutWorkers
     rejections: Rejections
-    background: Background
-    hear: Hear
     make_readable: MakeReadable
     new_id: Callable[[], str]
 
@@ -69,11 +63,10 @@ class Groups(ABC):
     def __init__(self, tools: GroupTools) -> None:
         self.step = StepLife()
         self.num_finished = 0
-        self._config = tools.config
         self._workers = tools.workers
+        self._config = tools.workers.config
+        self._background = tools.workers.background
         self._rejections = tools.rejections
-        self._background = tools.background
-        self._hear = tools.hear
         self._make_readable = tools.make_readable
         self._new_id = tools.new_id
         self._suspects = asyncio.Lock()  # held by the one that runs

@@ -19,7 +19,7 @@ from areal_sc.controller.events import RoomFreed
 from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.rollout.evaluation import Keep, Known
 from areal_sc.controller.rollout.groups import Groups, GroupTools
-from areal_sc.controller.rollout.worker_state import RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import RolloutWorkerState
 from areal_sc.controller.shared_card import Side
 from areal_sc.errors import StepsLost, StoreFull, WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
@@ -92,7 +92,7 @@ class OutsideGroups(Groups):
             reply = await self._reply(group, source, lambda: self._workers.set.take_worker(version))
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
-                self._hear(RoomFreed())
+                self._workers.hear(RoomFreed())
             else:
                 self.num_finished += 1
             return reply.batch
@@ -141,7 +141,7 @@ class OutsideGroups(Groups):
             self._needed.pop(group_id)
         self._lost -= group_ids
         if group_ids:
-            self._workers.sweeps.begin()
+            self._workers.begin_sweeps()
 
     def _begin(self, group: Group, worker: RolloutWorkerState) -> None:
         group.worker = worker.name

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from areal_sc.controller.background import Standstill
 from areal_sc.controller.rollout.groups import Groups
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.shared_card import Side
-from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import TooManyRejections
 from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport
 

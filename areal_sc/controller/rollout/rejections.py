@@ -1,4 +1,12 @@
-"""What a run throws away, by cause, and when that is too much of it."""
+"""What a run throws away, by cause, and when that is too much of it.
+
+    finished ──► has signal ──► stays, to be trained
+                 has none ────► rejected by name, refunded; the next prompt is drawn
+
+Groups without signal are those whose rewards, before shaping, are all equal: they teach nothing. A
+group is judged when it ends, whatever its length, and keeps its place in the order of admission
+until then; so slow prompts stay as likely to be trained as fast ones. Pure state.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +18,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from areal_sc.config.schema import KeepGroups, RolloutConfig
 from areal_sc.controller.ledger.group import UNUSABLE, Group, GroupState
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.errors import TooManyRejections, WorkflowError
@@ -29,11 +38,26 @@ _BEFORE_GENERATION: Final = (
 )
 
 
+EQUAL_REWARDS: Final = "equal_rewards"
+ONE_EPISODE: Final = "one_episode"
+"""Rejections have left a single episode, which has nothing to be compared with."""
+
+MAX_BATCHES: Final = 10
+"""Batches of groups in a row without signal, after which nothing is to be expected of more."""
+
+
 def main_cause(rejected: Sequence[RejectedEpisodes]) -> str:
     """Why most episodes of a group were rejected; "empty" where none was, and none gave rows."""
     if not rejected:
         return "empty"
     return max(rejected, key=lambda same: same.num_episodes).first.cause
+
+
+def lack_of_signal(batch: BatchMetadata) -> str | None:
+    """Why the rows of one group teach nothing; None where its episodes differ in rewards."""
+    if len(batch.episodes) == 1:
+        return ONE_EPISODE
+    return None if batch.groups_with_signal else EQUAL_REWARDS
 
 
 class RejectionCounts(Struct, frozen=True):
@@ -46,12 +70,8 @@ class RejectionCounts(Struct, frozen=True):
 class Rejections:
     """Episodes that were never trained; counts since the start of the run.
 
-    Args:
-        window: the share of rejected episodes is that of the last so many groups.
-        max_rate: share of rejected episodes above which the run ends; stale ones do not count.
-
     Attributes:
-        on_warning: told at once of the first rejection of each cause, and when nothing finishes;
+        warn: is told at once of the first rejection of each cause, and when nothing finishes;
             in the log, unless somebody else listens.
         episodes: those rejected by their workflow or reward, by cause.
         firsts: the first rejection of each cause, since the start of this process.
@@ -60,15 +80,18 @@ class Rejections:
         left_out: rows of prompts that leave no room for an answer; they are no rejections.
     """
 
-    def __init__(self, window: int, max_rate: float) -> None:
-        self.on_warning: Callable[[str], None] = partial(logger.warning, "%s")
+    def __init__(self, config: RolloutConfig) -> None:
+        self.warn: Callable[[str], None] = partial(logger.warning, "%s")
         self.episodes: Counter[str] = Counter()
         self.firsts: dict[str, Rejection] = {}
         self.num_stale_episodes = 0
         self.wasted_tokens = 0
-        self._max_rate = max_rate
-        self._window = window
-        self._recent: deque[tuple[int, int]] = deque(maxlen=window)
+        self._max_rate = config.max_rejection_rate
+        self._window = config.rejection_window
+        self._recent: deque[tuple[int, int]] = deque(maxlen=self._window)
+        self._keeps_all = config.keep_groups is KeepGroups.all
+        self._most_without_signal = max(MAX_BATCHES * config.train_batch_groups, self._window)
+        self._num_without_signal = 0  # groups in a row
         self.left_out: set[int] = set()
         self._has_asked = False  # a model, with any prompt
 
@@ -81,10 +104,6 @@ class Rejections:
         """Number of episodes by cause, stale ones included; nothing is 0."""
         stale = {STALE: self.num_stale_episodes} if self.num_stale_episodes else {}
         return {**self.episodes, **stale}
-
-    def warn(self, text: str) -> None:
-        """Tells what the user should know at once."""
-        self.on_warning(text)
 
     def note_rejection(self, rejection: Rejection) -> None:
         """Tells of a rejection if it is the first of its cause; it is counted with its group."""
@@ -130,17 +149,31 @@ class Rejections:
             self.num_stale_episodes += len(group.batch.episodes)
             self.wasted_tokens += sum(row.num_loss_tokens for row in group.batch.rows)
 
-    def add_without_signal(self, batch: BatchMetadata, reason: str) -> None:
-        """Counts the kept episodes of a group that has no signal; they say nothing of failures."""
-        self.episodes[reason] += len(batch.episodes)
-        self.wasted_tokens += sum(row.num_loss_tokens for row in batch.rows)
+    def refuse_without_signal(self, batch: BatchMetadata) -> str | None:
+        """Why the group with these rows is not trained, by `rollout.keep_groups`; None: it is.
+
+        Its kept episodes are counted; they say nothing of failures.
+        """
+        reason = None if self._keeps_all else lack_of_signal(batch)
+        self._num_without_signal = self._num_without_signal + 1 if reason else 0
+        if reason:
+            self.episodes[reason] += len(batch.episodes)
+            self.wasted_tokens += sum(row.num_loss_tokens for row in batch.rows)
+        return reason
 
     def check_rate(self, num_prompts: int | None = None) -> None:
         """Args: num_prompts: of the dataset; None: that is not known.
 
-        Raises: TooManyRejections: more than `max_rate` of the window's were rejected, or the model
-            was asked nothing so far. WorkflowError: all prompts are too long.
+        Raises: TooManyRejections: more than `rollout.max_rejection_rate` of the window's were
+            rejected, which stale ones are not; or nothing has signal; or the model was asked
+            nothing so far. WorkflowError: all prompts are too long.
         """
+        if self._num_without_signal >= self._most_without_signal:
+            raise TooManyRejections(
+                f"nothing has signal: in each of the last {self._num_without_signal} groups all "
+                "rewards are equal, and rollout.keep_groups=with_signal trains none of them. If no "
+                "answer is right, give partial credit or easier prompts; if all are, harder ones"
+            )
         if not self._has_asked:
             self._check_begin(min(num_prompts or self._window, self._window))
         if len(self._recent) < self._window:

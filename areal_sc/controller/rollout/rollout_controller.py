@@ -21,23 +21,23 @@ from types import MappingProxyType
 from typing import Any
 
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.events import BatchFormed, RoomFreed, RowsLost, StepEvent
-from areal_sc.controller.ledger.group import RolloutSource
+from areal_sc.controller.ledger.group import RolloutSource, check_fields, check_first_rows
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState, Split
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet, Keep, Known
 from areal_sc.controller.rollout.groups import GroupTools
-from areal_sc.controller.rollout.outside_groups import OutsideGroups
+from areal_sc.controller.rollout.outside_groups import OutsideGroups, RegisteredSet
 from areal_sc.controller.rollout.progress import ProgressWatch
 from areal_sc.controller.rollout.rejections import INITIAL_STATE, Rejections, RolloutState
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.run_address import RunAddress
 from areal_sc.controller.rollout.scaling import Scaling
-from areal_sc.controller.rollout.source_registration import SourceRegistration
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.shared_card import Side
 from areal_sc.controller.step_life import StepLife
@@ -49,13 +49,13 @@ from areal_sc.hub import cached_model
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_lineage import newest_lineage
 from areal_sc.run.run_status import RoleStatus
 from areal_sc.run.wishes import RunWishes
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.durable import write_atomic
 from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.sandbox.opening import check_sandbox
 from areal_sc.weights.channel import YieldMemory
 from areal_sc.weights.published import WeightsReference
 from areal_sc.weights.tree import RPC_MARGIN_S
@@ -96,29 +96,25 @@ class RolloutController(Controller):
         needs, durable = self._needs, self._journal.durable
         own = engine, self.fleet, self._background, needs, durable, self._hear, card
         self._workers = RolloutWorkers(*own)
-        self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
+        self.rejections = Rejections(self.config)
         tools = GroupTools(
-            self.config,
-            self._workers,
-            self.rejections,
-            self._background,
-            self._hear,
-            self._sources.make_readable,
-            self._runtime.new_id,
+            self._workers, self.rejections, self._sources.make_readable, self._runtime.new_id
         )
-        self.groups = TrainingGroups(tools, self._journal.durable)
+        self.groups = TrainingGroups(tools)
         self._outside = OutsideGroups(tools)
-        self._address = RunAddress(self.config.agents, scheduler, self._workers, self._background)
-        self._registration = SourceRegistration(
-            self.config, scheduler, self._sources, self._address, self._workers.set.reserve
-        )
+        self._address = RunAddress(scheduler, self._workers)
+        self._waits_outside = False  # some workflow that was named does
+        self._field_bytes = 0  # a token of the fields that workflows add
+        self._checked: set[RolloutSource] = set()
+        if self.is_dry_run:
+            from areal_sc.controller.dry_run import TaskLook
+
+            self._task_look = TaskLook(self.config, self._folder.path)
         self._tell_more = self._tell
         self._scaling = Scaling(
-            self.config,
             self._recovery,
             self._workers,
             self.groups,
-            self._background,
             self._runtime.disk,
             engine.check_scaling,
             scheduler.status.answer,
@@ -272,7 +268,7 @@ class RolloutController(Controller):
         """
         self._check_loop()
         registered = [
-            await self._registration.register_set(one, name, self.version)
+            await self._register_set(one, name)
             for one, name in zip(sets, names or [""] * len(sets), strict=True)
         ]
         with self._workers.card.wanted_when_idle():
@@ -302,7 +298,7 @@ class RolloutController(Controller):
         self.groups.go_on(found)
         await self._journal.durable()
         if goes_on:  # else once `go_back` has said so
-            self._workers.sweeps.begin()
+            self._workers.begin_sweeps()
         return found
 
     async def state_async(self) -> RolloutState:
@@ -323,7 +319,7 @@ class RolloutController(Controller):
         if self.groups.ledger.journal is None:
             self.rejections.restore(state.rejections)
             self._begin_journal(state.training)
-        self.groups.go_back(newest_lineage(self._folder), state.training)
+        self.groups.go_back(self._folder.newest_lineage(), state.training)
         await self._journal.durable()
 
     def follow(self, step: StepLife, yield_memory: YieldMemory) -> None:
@@ -402,7 +398,7 @@ class RolloutController(Controller):
 
     def _begin_journal(self, state: LedgerState) -> None:
         """Goes back to `state` from what earlier starts have left; a new journal begins with it."""
-        lineage = newest_lineage(self._folder)
+        lineage = self._folder.newest_lineage()
         self.groups.ledger.go_back(lineage, state)
         self.groups.ledger = self._journal.take_up(self.groups.ledger)
         self.groups.ledger.go_back(lineage, state)
@@ -410,7 +406,7 @@ class RolloutController(Controller):
     def _tell(self, status: RoleStatus) -> None:
         self.groups.tell(status)
         status.agents_url = self._address.url
-        status.waits_outside = self._registration.waits_outside
+        status.waits_outside = self._waits_outside
 
     def _hear(self, event: FleetEvent | StepEvent) -> None:
         self._address.note_event(event)
@@ -451,7 +447,19 @@ class RolloutController(Controller):
             SandboxError: the workflow runs code, and this machine, whose workers would, has no
             sandbox.
         """
-        return self._registration.register(prompts, workflow)
+        dataset = self._sources.register_prompts(prompts)
+        number = self._sources.register_workflow(workflow)
+        source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
+        if source not in self._checked:
+            check_first_rows(prompts, workflow)
+            self._field_bytes = max(self._field_bytes, check_fields(workflow))
+            workflow.check_settings(self.config)
+            if workflow.runs_code() and self.scheduler.config.type == SchedulerType.local:
+                check_sandbox(self.config.sandbox)
+            self._checked.add(source)
+            if self.is_dry_run:
+                self._task_look.look(source, self._sources.make_readable)
+        return source
 
     def _register(self, prompts: PromptSource, workflow: Workflow, *_: Any, **__: Any) -> None:
         self.register(prompts, workflow)
@@ -462,8 +470,31 @@ class RolloutController(Controller):
             self.register(one.prompts, one.workflow)
 
     async def _register_async(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
+        """Names both, which are to be used now: agents outside find the address of the run."""
         self._check_loop()
-        return await self._registration.register_async(prompts, workflow)
+        await self._sources.register_prompts_async(prompts)
+        source = self.register(prompts, workflow)
+        self._workers.set.reserve(self._field_bytes)
+        self._waits_outside |= workflow.waits_outside
+        if workflow.waits_outside or self.config.agents.bind:
+            await self._address.open()
+        return source
+
+    async def _register_set(self, one: EvaluationSet, evaluation: str) -> RegisteredSet:
+        """Names a set, which has a workflow, to be evaluated now by this name.
+
+        Raises: ValueError: a number is below 1. And what `register` raises.
+        """
+        num_samples = 1 if one.num_samples is None else one.num_samples
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples}: expected >= 1")
+        assert one.workflow is not None
+        source = await self._register_async(one.prompts, one.workflow)
+        num_wanted = source.num_wanted(one.num_prompts, "num_prompts")
+        num_prompts = min(num_wanted, source.num_prompts or num_wanted)
+        return RegisteredSet(
+            source, num_prompts, num_samples, one.temperature, evaluation, self.version
+        )
 
     prepare_batch = blocking(prepare_batch_async, before=_register)
     rollout_batch = blocking(rollout_batch_async, before=_register)

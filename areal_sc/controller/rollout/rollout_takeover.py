@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from areal_sc.controller.ledger.group import Group, GroupState
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.kept_episodes import KeptEpisodes
-from areal_sc.controller.rollout.worker_state import NO_VERSION, RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import NO_VERSION, RolloutWorkerState
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.workers import calls

@@ -7,7 +7,8 @@ groups       each is one run on the worker that was chosen for it, and awaited b
              then nothing more can be sealed in its room
 stores       a group reserves its worst-case bytes in a worker's store and in its node's memory
              until nothing of it is left there (`worker_store`): a full store means that admission
-             waits, not that a put fails. For shards that nobody needs any more see `store_sweeps`
+             waits, not that a put fails. Shards that nobody needs any more are swept, one sweep a
+             worker at a time, beside everything else, once the journal says that nobody does
 weights      see `weights/updates.py`
 deaths       a worker that is lost, or of no use any more, is left out of everything until it has
              been started again: with the shards that outlived it, a new engine and the newest
@@ -30,9 +31,7 @@ from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.kept_episodes import KeptEpisodes
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
-from areal_sc.controller.rollout.store_sweeps import StoreSweeps
-from areal_sc.controller.rollout.worker_set import WorkerSet
-from areal_sc.controller.rollout.worker_state import RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import RolloutWorkerState, WorkerSet, goes_on
 from areal_sc.controller.shared_card import SharedCard, Side
 from areal_sc.controller.worker_store import Needs
 from areal_sc.engines.handle_base import GeneratorHandle
@@ -44,7 +43,7 @@ from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.weights.channel import YieldMemory
 from areal_sc.weights.tree import RPC_MARGIN_S
-from areal_sc.weights.updates import WeightUpdates
+from areal_sc.weights.updates import WeightUpdates, begin_in_turns
 from areal_sc.workers import calls
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 
@@ -63,15 +62,16 @@ class RolloutWorkers:
 
     Args:
         needs: whose shards stay.
-        durable: see `TrainingGroups`.
-        hear: takes what becomes of rows, and of their room.
         card: that the workers may share with training.
 
     Attributes:
+        config: of each of them.
+        background: work that nobody awaits.
+        durable: returns when all changes of the ledger until now are on the disk; see `Journal`.
+        hear: takes what becomes of rows, and of their room.
         set: the workers.
         kept: episodes of groups that have to run again.
         updates: their weights.
-        sweeps: of their stores.
         card: as given.
         is_tracked: the first workers are known; before that none was started.
         yield_memory: of the model whose weights the workers get.
@@ -92,14 +92,14 @@ class RolloutWorkers:
         self.is_tracked.set()
         self.kept = KeptEpisodes()
         self._engine = engine
-        self._config = engine.config
+        self.config = engine.config
         self._fleet = fleet
-        self._background = background
-        self._hear = hear
+        self.background = background
+        self.hear = hear
         self.set = WorkerSet(engine.config, background, needs, fleet.tell)
         self.updates = WeightUpdates(engine, fleet, background, self.set.recount)
         self.updates.states = self.set.states
-        self.sweeps = StoreSweeps(self.set, self.call, background, durable, hear)
+        self.durable = durable
         self.card = card
         if engine.config.placement is Placement.turns:
             card.share()
@@ -161,7 +161,7 @@ class RolloutWorkers:
             finally:
                 for state in states:
                     state.is_building = False
-                self._background.notify()
+                self.background.notify()
 
     def _enter(self) -> None:
         for state in self._states:
@@ -179,8 +179,8 @@ class RolloutWorkers:
             able = [it for it in self._states if it.has_memory and not it.is_building]
             await asyncio.gather(*map(self._take_memory, able))
             if any(state.has_memory for state in self._states):
-                await self._background.wait("rollout workers to give the card's memory up")
-                self._background.raise_failure()
+                await self.background.wait("rollout workers to give the card's memory up")
+                self.background.raise_failure()
 
     async def _take_memory(self, state: RolloutWorkerState) -> None:
         """The worker sleeps; one that is lost is killed before its next life begins."""
@@ -205,8 +205,8 @@ class RolloutWorkers:
                 state.are_rows_known = False
                 self.updates.leave_out(state)
                 self.set.recount(state)
-                self._background.start(self._give_up_rows(state), f"rows of {state.name}")
-        self._background.notify()
+                self.background.start(self._give_up_rows(state), f"rows of {state.name}")
+        self.background.notify()
 
     async def _give_up_rows(self, state: RolloutWorkerState) -> None:
         life = state.member.worker
@@ -222,8 +222,8 @@ class RolloutWorkers:
         self._limit_kept(state)
         state.are_rows_known = True
         self.set.recount(state)
-        self._hear(RowsLost(lost))
-        self._background.notify()
+        self.hear(RowsLost(lost))
+        self.background.notify()
 
     def _limit_kept(self, state: RolloutWorkerState) -> None:
         """A store may have less room than in its worker's life before."""
@@ -235,9 +235,9 @@ class RolloutWorkers:
         """A worker that was started again does its work again when this returns."""
         state = next(state for state in self._states if state.name == unit)
         member, state.has_memory = state.member, False  # the life before is killed by now
-        self._background.notify()
+        self.background.notify()
         what = "the start to read what an earlier one has left, and which rows it needs"
-        await self._background.wait_until(lambda: self._is_ledger_known, what)
+        await self.background.wait_until(lambda: self._is_ledger_known, what)
         groups = self.kept.open_groups()
         self._note_rows(state, await self._fleet.call(member, calls.ADOPTED_SHARDS, groups))
         async with self._building([state]):
@@ -250,7 +250,7 @@ class RolloutWorkers:
             await self._fleet.call(member, calls.PAUSE if is_paused else calls.RESUME, None)
         self._fleet.tell(Built(unit))
         self.set.renew()
-        self.sweeps.begin_one(state)
+        self.begin_sweep(state)
         await self.updates.bring_to_newest(state)
 
     @property
@@ -263,7 +263,7 @@ class RolloutWorkers:
 
     @property
     def _group_limit_s(self) -> float:
-        return self._config.group_timeout_s + RPC_MARGIN_S
+        return self.config.group_timeout_s + RPC_MARGIN_S
 
     @property
     def up_members(self) -> list[Member]:
@@ -283,7 +283,7 @@ class RolloutWorkers:
         lost_with = self.kept.lost_with(group.group_id)
         if lost_with is not None:
             what = f"{lost_with} to tell which episodes it still holds"
-            await self._background.wait_until(lambda: self.are_rows_known(lost_with), what)
+            await self.background.wait_until(lambda: self.are_rows_known(lost_with), what)
         return await self.set.take_worker(
             group.admitted_version, lambda: self.kept.homes(group.group_id)
         )
@@ -355,6 +355,38 @@ class RolloutWorkers:
                 raise
             raise loss from error
 
+    def begin_sweeps(self) -> None:
+        """Workers begin to forget the shards that nobody needs any more."""
+        self.background.start(begin_in_turns(list(self._states), self.begin_sweep), "sweeps")
+
+    def begin_sweep(self, state: RolloutWorkerState) -> bool:
+        """One worker begins to, unless it is at it, or has no such shard; tells whether it did."""
+        if not state.life.is_up or goes_on(state.sweep) or not state.store.has_dead:
+            return False
+        state.sweep = self.background.start(self._sweep(state), f"sweep {state.name}")
+        return True
+
+    @property
+    def are_sweeps_due(self) -> bool:
+        """Whether a store is about to have more room."""
+        return any(goes_on(it.sweep) or it.store.has_dead for it in self._states)
+
+    async def _sweep(self, state: RolloutWorkerState) -> None:
+        while state.store.has_dead:
+            incarnation = state.member.worker.incarnation
+            sweep, dead_ids = state.store.plan_sweep(incarnation)
+            await self.durable()  # else a later start would look for these rows
+            if state.member.worker.incarnation != incarnation:
+                continue
+            try:
+                last_sequence = await self.call(state, calls.SWEEP, sweep)
+            except WorkerLost:
+                return  # its next life is told anew
+            state.store.confirm_sweep(incarnation, dead_ids, last_sequence)
+            self.set.recount(state)
+            self.hear(RoomFreed())
+            self.background.notify()
+
     async def episode_reports(self) -> dict[str, calls.EpisodesReport | None]:
         """What the episodes of each worker do, by its name; None: it does not answer in time.
 
@@ -397,30 +429,30 @@ class RolloutWorkers:
             group.admitted_version,
             group.prompt,
             source.workflow if source is not None else 0,
-            self._config.group_size,
+            self.config.group_size,
             kept,
         )
         try:
             while True:
-                call = self._background.hold(
+                call = self.background.hold(
                     self.call(state, calls.RUN_GROUP, request, self._group_limit_s),
                     f"run of group {run.group_id}",
                 )
                 reply = await asyncio.shield(call)
                 if not reply.goes_on:
                     break
-                self._background.notify()  # who waits for a batch waits for agents outside
+                self.background.notify()  # who waits for a batch waits for agents outside
             if reply.run != run:
                 cause = f"answered for {reply.run}, asked for {run}"
                 raise self._fleet.lose(state.member, incarnation, cause)
         except asyncio.CancelledError:
-            if not self._background.is_closing:
+            if not self.background.is_closing:
                 end = self._give_up(state, run, call)
-                self._background.start(end, f"end of group {run.group_id}")
+                self.background.start(end, f"end of group {run.group_id}")
             raise
         except ArealError:
             self._end_run(state, run, None)
-            self.sweeps.begin_one(state)
+            self.begin_sweep(state)
             raise
         self._end_run(state, run, reply.batch)
         if reply.batch is not None:
@@ -450,8 +482,8 @@ class RolloutWorkers:
             elif outcome is not None:
                 batch = outcome.batch
         self._end_run(state, run, batch)
-        self.sweeps.begin_one(state)
-        self._hear(RoomFreed())
+        self.begin_sweep(state)
+        self.hear(RoomFreed())
 
     def _end_run(
         self, state: RolloutWorkerState, run: GroupAttempt, batch: BatchMetadata | None
@@ -460,7 +492,7 @@ class RolloutWorkers:
         state.store.end(run, [] if batch is None else [s.shard_id for s in batch.shards])
         self.set.recount(state)
         if batch is None:
-            self._background.notify()
+            self.background.notify()
 
 
 async def _has_nothing_to_spare(error: StoreFull) -> bool:

@@ -13,33 +13,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import re
 import socket
-import sys
 import time
-from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Struct
 
 from areal_sc.agents.keys import SessionKeys
 from areal_sc.agents.routes import AgentsAt, RouterStart, RouterStarted, Routes
-from areal_sc.config.agent_settings import AgentsConfig
-from areal_sc.controller.background import Background
 from areal_sc.controller.events import StepEvent
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
-from areal_sc.errors import ArealError, ConfigError, WorkerStartError
+from areal_sc.errors import ArealError, ConfigError, RunFolderError, WorkerStartError
 from areal_sc.fleet.events import FleetEvent, UnitLeft, UnitLost, UnitServes
 from areal_sc.fleet.member import Member
-from areal_sc.log import log_tail
-from areal_sc.run.agents_file import AgentsFile
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.agent_process import agent_environment
+from areal_sc.schedulers.agent_process import ProcessBeside
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.system.deaths import Deaths
-from areal_sc.system.durable import own_file
-from areal_sc.system.process import SAYS, exit_text
+from areal_sc.system.durable import replace_file
+from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.waiting import first_of
 from areal_sc.transport.sockets.interface import EVERYWHERE, bracketed
 from areal_sc.workers.calls import AGENTS_AT
@@ -55,6 +51,38 @@ _ASK_AGAIN_S: Final = 1.0
 _LOG: Final = "agents"
 
 
+class AgentsFile(Struct, frozen=True):
+    """What `agents.json` of the run folder says, which is for its owner alone.
+
+    Attributes:
+        url: of the run's address, as clients of OpenAI take it.
+        key: whoever has it claims episodes there.
+    """
+
+    url: str
+    key: str
+
+    @classmethod
+    def read(cls, path: Path) -> AgentsFile | None:
+        """None: there is none that can be read."""
+        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        return None
+
+    @property
+    def port(self) -> int:
+        """0: it says none."""
+        with suppress(ValueError):
+            return urlsplit(self.url).port or 0
+        return 0
+
+    def write(self, path: Path) -> None:
+        """Raises: RunFolderError: it cannot be written."""
+        cannot = os_errors_as(RunFolderError, f"cannot write {path}")
+        with cannot, replace_file(path, mode=0o600) as file:
+            file.write(msgspec.json.encode(self))
+
+
 class RunAddress:
     """The address, and the process that has it.
 
@@ -64,23 +92,22 @@ class RunAddress:
 
     def __init__(
         self,
-        config: AgentsConfig,
         scheduler: Scheduler,
         workers: RolloutWorkers,
-        background: Background,
     ) -> None:
         self.url = ""
         self._bound = 0
-        self._host, self._port = config.bound()
+        self._host, self._port = workers.config.agents.bound()
         self._scheduler = scheduler
         self._folder = RunFolder(scheduler.config.run_dir)
         self._workers = workers
-        self._background = background
+        self._background = workers.background
         self._at = dict[str, AgentsAt]()
         self._lost = dict[str, str]()
         self._changed = asyncio.Event()
         self._opening: asyncio.Task[None] | None = None
-        self._process: Process | None = None
+        self._process: ProcessBeside | None = None
+        self._ended: asyncio.Task[str]
 
     async def open(self) -> None:
         """Returns once it is open.
@@ -112,14 +139,7 @@ class RunAddress:
         if (process := self._process) is None:
             return
         self._process, self.url = None, ""
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            async with asyncio.timeout(END_LIMIT_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await asyncio.to_thread(process.end, END_LIMIT_S)
 
     async def _open(self) -> None:
         before = AgentsFile.read(self._folder.agents_path)
@@ -130,29 +150,18 @@ class RunAddress:
     async def _start(self, port: int) -> None:
         keys = self._scheduler.keys
         assert keys is not None
-        path = self._folder.log_path(_LOG)
-        log = own_file(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "areal_sc.agents.router",
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=log,
-                env=os.environ | agent_environment(os.environ),
-                start_new_session=True,
-            )
-        finally:
-            os.close(log)
+        process = ProcessBeside(self._folder.log_path(_LOG), "areal_sc.agents.router")
         self._process = process
+        self._ended = self._background.hold(
+            asyncio.to_thread(process.how_it_ended), "the end of the run's address"
+        )
         secret = keys.sessions_secret
         routes = Routes(self._at, self._lost)
-        await self._tell(RouterStart(secret.hex(), self._host, port, not self._port, routes))
-        if (opened := await _heard(process)) is None:
-            what = f"the process of the run's address did not come up in {START_LIMIT_S:g} s"
-            raise WorkerStartError.with_log(what, path, log_tail(path))
+        start = RouterStart(secret.hex(), self._host, port, not self._port, routes)
+        process.tell(msgspec.json.encode(start))
+        what = "the process of the run's address"
+        told = await asyncio.to_thread(process.heard, what, START_LIMIT_S)
+        opened = msgspec.json.decode(told, type=RouterStarted)
         if opened.problem:
             where = f"{self._host}, port {port}"
             raise ConfigError(f"agents.bind: {where}, cannot be listened on: {opened.problem}")
@@ -168,9 +177,9 @@ class RunAddress:
         """Tells the process where workers are, and starts it again if it dies."""
         deaths, began_s = Deaths(MAX_DEATHS), time.monotonic()
         while (process := self._process) is not None:
-            await first_of(process.wait(), self._changed.wait())
-            if process.returncode is not None:
-                how = exit_text(process.returncode)
+            await first_of(asyncio.wait([self._ended]), self._changed.wait())
+            if self._ended.done():
+                how = self._ended.result()
                 logger.error("the process of the run's address ended with %s", how)
                 if time.monotonic() - began_s >= LONG_LIFE_S:
                     deaths.number = 0
@@ -184,7 +193,7 @@ class RunAddress:
                 continue
             self._changed.clear()
             await self._look()
-            await self._tell(Routes(self._at, self._lost))
+            process.tell(msgspec.json.encode(Routes(self._at, self._lost)))
 
     async def _look(self) -> None:
         """Asks the workers that are not known."""
@@ -199,25 +208,3 @@ class RunAddress:
         except ArealError as error:  # it may still live
             logger.warning("worker=%s does not say where its sessions are: %s", member.name, error)
             asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._changed.set)
-
-    async def _tell(self, words: RouterStart | Routes) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(msgspec.json.encode(words) + b"\n")
-            await self._process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it has ended: who looks after it notices
-
-
-async def _heard(process: Process) -> RouterStarted | None:
-    """What the process says when it listens; None: nothing in time."""
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(START_LIMIT_S):
-            while line := await process.stdout.readline():
-                if found := re.search(re.escape(SAYS) + rb"(.*)\n", line):
-                    return msgspec.json.decode(found[1], type=RouterStarted)
-    except TimeoutError:
-        process.kill()
-    return None

@@ -27,13 +27,11 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Final
 
-from areal_sc.config.schema import RolloutConfig
-from areal_sc.controller.background import Background
 from areal_sc.controller.ledger.group import GroupState
 from areal_sc.controller.rollout.autoscale import Autoscaler, SeenStep, SizeChange
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.training_groups import TrainingGroups
-from areal_sc.controller.rollout.worker_state import RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import RolloutWorkerState
 from areal_sc.errors import ArealError, ConfigError, RunFolderError, SchedulerSilent
 from areal_sc.fleet.bounded import bounded
 from areal_sc.fleet.events import RunFailed, Scaled
@@ -65,11 +63,9 @@ class Scaling:
         before_end: is awaited with each worker that leaves, while it still answers.
     """
 
-    config: RolloutConfig
     recovery: Recovery
     workers: RolloutWorkers
     groups: TrainingGroups
-    background: Background
     disk: Disk
     check: Callable[[], None]
     answer: Callable[[ScaleWish, str], None]
@@ -83,7 +79,7 @@ class Scaling:
         self._followed: ScaleWish | None = None
         self._one_change = asyncio.Lock()
         self._leaving: asyncio.Task[None] | None = None
-        autoscale = self.config.autoscale
+        autoscale = self.workers.config.autoscale
         self._autoscaler = Autoscaler(autoscale) if autoscale.max else None
         self._seen_restarts = 0
 
@@ -97,7 +93,7 @@ class Scaling:
         """
         found = await self._fleet.found(ROLLOUT_ROLE) if adopts else []
         kept = self._read()
-        number = kept if found and kept else self.config.num_workers
+        number = kept if found and kept else self.workers.config.num_workers
         if kept not in (None, number):
             await self._record(number)
         free = (index for index in count() if index not in found)
@@ -120,7 +116,7 @@ class Scaling:
             before = len(workers.staying)
             if num_workers < before:
                 surplus = self._dispensable(before - num_workers)
-                workers.check_retiring(surplus)
+                workers.check_room_of([s for s in workers.staying if s not in surplus])
                 await self._record(num_workers)
                 self._retire(surplus)
             elif num_workers > before:
@@ -140,7 +136,7 @@ class Scaling:
         wish, is_begun = self._wish, self.groups.ledger.journal is not None
         if wish is not None and wish != self._followed and is_begun:
             self._followed = wish
-            self.background.start(self._fulfil(wish), "a wish for workers")
+            self.workers.background.start(self._fulfil(wish), "a wish for workers")
 
     async def _fulfil(self, wish: ScaleWish) -> None:
         refusal = ""
@@ -158,7 +154,7 @@ class Scaling:
         """
         workers = self.workers.set
         while not workers.holds_batch and not all(s.life.has_served for s in workers.staying):
-            self.background.raise_failure()
+            self.workers.background.raise_failure()
             await asyncio.sleep(LOOK_S)
         workers.check_room()
 
@@ -182,7 +178,7 @@ class Scaling:
             len(self.workers.set.staying) - num_workers,
         )
         if change := self._autoscaler.note_step(seen):
-            self.background.start(self._follow(change), "autoscaling")
+            self.workers.background.start(self._follow(change), "autoscaling")
 
     async def _follow(self, change: SizeChange) -> None:
         assert self._autoscaler is not None
@@ -223,7 +219,7 @@ class Scaling:
         for state in states:
             self.workers.set.retire(state)
         if states and (self._leaving is None or self._leaving.done()):
-            self._leaving = self.background.start(self._see_off(), "workers that leave")
+            self._leaving = self.workers.background.start(self._see_off(), "workers that leave")
 
     async def _see_off(self) -> None:
         """Looks at workers that leave, until there are none."""
@@ -231,7 +227,7 @@ class Scaling:
             for state in leaving:
                 if self.workers.may_leave(state, self.groups.ledger.num(GroupState.queued)):
                     self.workers.let_go(state)
-                    self.background.start(self._end(state.member), f"end of {state.name}")
+                    self.workers.background.start(self._end(state.member), f"end of {state.name}")
             await asyncio.sleep(LOOK_S)
 
     async def _end(self, member: Member) -> None:

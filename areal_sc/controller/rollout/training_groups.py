@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Final
 
 from areal_sc.controller.events import BatchFormed
@@ -31,12 +31,11 @@ from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import LedgerState, Split
 from areal_sc.controller.rollout.admission import Admission
 from areal_sc.controller.rollout.evaluation import mean_metrics
-from areal_sc.controller.rollout.group_signal import GroupSignal
 from areal_sc.controller.rollout.groups import Groups, GroupTools
 from areal_sc.controller.rollout.rejections import STALE, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.staleness import StalenessPolicy, by_deadline
-from areal_sc.controller.rollout.worker_state import RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import RolloutWorkerState
 from areal_sc.controller.shared_card import Side
 from areal_sc.errors import ConfigError, StoreFull, WorkerLost
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
@@ -58,9 +57,6 @@ MAX_PASSED: Final = 1000
 class TrainingGroups(Groups):
     """Admits groups, runs them, and forms the batch of each policy version.
 
-    Args:
-        durable: returns when all changes of the ledger until now are on the disk; see `Journal`.
-
     Attributes:
         admission: how many groups may begin.
         run_again: times that groups had to run again, by the worker that was lost.
@@ -68,21 +64,19 @@ class TrainingGroups(Groups):
         batch_metrics: means of the workflow's own metrics over the newest batch.
     """
 
-    def __init__(self, tools: GroupTools, durable: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, tools: GroupTools) -> None:
         super().__init__(tools)
-        config = tools.config
+        config = self._config
         self._choice = PromptChoice(config.choose_prompts, config.seed)
         self.ledger = Ledger(remembers_prompts=not self._choice.takes_all)
         self.run_again = Counter[str]()
         self.episodes_again = Counter[str]()
         self._why_again: dict[int, str] = {}
         self.batch_metrics: dict[str, float] = {}
-        self._durable = durable
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
         self.admission = Admission(config, self._policy, lambda: asyncio.get_running_loop().time())
-        self._signal = GroupSignal(config)
         self._kept = tools.workers.kept
         self._kept.is_open, self._kept.open_groups = self._is_open, self._open_groups
         self._source: RolloutSource | None = None
@@ -155,14 +149,14 @@ class TrainingGroups(Groups):
             self.admit()
             if (batch := self.step.batch) is not None:
                 if self._workers.are_rows_known(*{shard.node_id for shard in batch.shards}):
-                    await self._durable()
+                    await self._workers.durable()
                     return batch
                 await self._background.wait("workers to tell what they still hold of the batch")
                 continue
             decision = self._policy.form_batch(self.ledger.unconsumed(), self.version)
             if decision.stale:
                 self._reject_stale(decision.stale)
-                self._workers.sweeps.begin()
+                self._workers.begin_sweeps()
                 continue
             if decision.groups is not None:
                 unknown = [g for g in decision.groups if not self._workers.are_rows_known(g.worker)]
@@ -210,10 +204,10 @@ class TrainingGroups(Groups):
 
         The step before is complete: nobody reads its rows any more.
         """
-        self.step.tell_weights()
+        self.step.are_weights_told = True
         self.ledger.release(version - 1)
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
-        self._workers.sweeps.begin()
+        self._workers.begin_sweeps()
 
     def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
         """The rows of these runs are gone: groups that wait to be trained run again.
@@ -337,12 +331,12 @@ class TrainingGroups(Groups):
         self.step.go_back(state.version)
         self.admission.forget()
         self._workers.updates.forget()
-        self._workers.sweeps.begin()
+        self._workers.begin_sweeps()
 
     def _make_room(self) -> None:
         """Queued groups, or the next one, have no room: while a batch is waited for, groups that
         are finished too early give theirs up."""
-        if self._workers.sweeps.are_due:
+        if self._workers.are_sweeps_due:
             return
         full, groups = self._workers.set.full_workers, self.ledger.unconsumed()
         too_early = self._policy.too_early(groups, full, self.version)
@@ -350,7 +344,7 @@ class TrainingGroups(Groups):
             # those that wait for room have all the slots, and these, which have room, have none
             for group_id in [it for it in self._kept.group_ids if it in self._restored]:
                 self._kept.forget(group_id)
-                self._workers.sweeps.begin()
+                self._workers.begin_sweeps()
         if not too_early or self.step.batch is not None:
             return
         logger.warning(
@@ -362,7 +356,7 @@ class TrainingGroups(Groups):
         for group in too_early:
             self._requeue(group, "older groups need its room")
             self._why_again[group.group_id] = NO_ROOM
-        self._workers.sweeps.begin()
+        self._workers.begin_sweeps()
 
     @property
     def _has_slot(self) -> bool:
@@ -380,7 +374,9 @@ class TrainingGroups(Groups):
         """From queued to finished or rejected."""
 
         async def take() -> RolloutWorkerState:
-            await self._durable()  # its admission, or new attempt, before a worker hears of it
+            await (
+                self._workers.durable()
+            )  # its admission, or new attempt, before a worker hears of it
             return await self._workers.take_worker(group)
 
         self._end(group, await self._reply(group, source, take))
@@ -424,24 +420,22 @@ class TrainingGroups(Groups):
             self.ledger.reject(group.group_id, main_cause(reply.rejected))
         elif self.ledger.finish(group.group_id, reply.run.attempt, reply.batch, reply.metrics):
             self.num_finished += 1
-            if reason := self._signal.refusal(reply.batch):
-                self._rejections.add_without_signal(reply.batch, reason)
+            if reason := self._rejections.refuse_without_signal(reply.batch):
                 self.ledger.reject(group.group_id, reason)
-                self._workers.sweeps.begin()
+                self._workers.begin_sweeps()
             self.admission.note_finished(self.ledger.num(GroupState.finished))
         else:
-            self._workers.sweeps.begin()
+            self._workers.begin_sweeps()
         if group.attempt:  # of earlier attempts there may be shards that it did not take over
             self._kept.forget(group.group_id)
-            self._workers.sweeps.begin()
-        self._signal.check()
+            self._workers.begin_sweeps()
         self._rejections.check_rate(self._source.num_prompts if self._source else None)
         self.admit()
 
     def _consume(self, groups: Sequence[Group]) -> None:
         self._form_batch(groups, self.ledger.consume([g.group_id for g in groups], self.version))
         self.admission.note_batch(self.ledger.num(GroupState.finished))
-        self._hear(BatchFormed())
+        self._workers.hear(BatchFormed())
         self.admit()
 
     def _form_batch(self, groups: Sequence[Group], batches: Sequence[BatchMetadata]) -> None:

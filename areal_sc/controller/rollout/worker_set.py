@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -36,15 +36,67 @@ from numpy.typing import NDArray
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
-from areal_sc.controller.rollout.worker_state import NO_VERSION, RolloutWorkerState
 from areal_sc.controller.worker_store import Needs, WorkerStore
 from areal_sc.errors import ConfigError
 from areal_sc.fleet.member import Member
-from areal_sc.fleet.worker_life import Closed, Kept, Retired, Tell
+from areal_sc.fleet.worker_life import Closed, Kept, Life, Retired, Tell
 from areal_sc.nodes.spec import WorkerReport
 from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
 from areal_sc.transport.shards.arena import block_span
 from areal_sc.workers.calls import GroupAttempt
+
+NO_VERSION: Final = -1
+"""Version of a worker that can get no groups: it is below the version of every group."""
+
+
+@dataclass(eq=False)
+class RolloutWorkerState:
+    """One rollout worker, through all its lives.
+
+    Attributes:
+        number: its index within its role; no other worker has it as long as this one is there.
+        store: the groups that take room in its store.
+        built_with: the policy version of its engine as it was built, or NO_VERSION.
+        version: the policy version that its engine holds; NO_VERSION: it must get one first.
+        are_rows_known: it is known which shards its present life holds.
+        num_calls: of groups and evaluations, that it has not answered.
+        holds: evaluations that it skips publications for.
+        update: the weight update that goes on, or the last one.
+        sweep: the sweep of its store that goes on, or the last one.
+        has_memory: it has memory of its device, or takes some, as far as is known.
+        is_building: it builds its engine.
+    """
+
+    member: Member
+    number: int
+    store: WorkerStore[GroupAttempt]
+    built_with: int = 0
+    version: int = 0
+    are_rows_known: bool = True
+    num_calls: int = 0
+    holds: set[object] = field(default_factory=set)
+    update: asyncio.Task[None] | None = None
+    sweep: asyncio.Task[None] | None = None
+    has_memory: bool = False
+    is_building: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    @property
+    def life(self) -> Life:
+        """Whether it is up, and whether it leaves."""
+        return self.member.life
+
+    @property
+    def is_updating(self) -> bool:
+        return goes_on(self.update)
+
+
+def goes_on(task: asyncio.Task[None] | None) -> bool:
+    return task is not None and not task.done()
+
 
 GROUPS_PER_TURN: Final = 32
 """Most groups that get a worker in one turn of the event loop; that takes some milliseconds."""
@@ -298,7 +350,7 @@ class WorkerSet:
         """
         self.states[:] = [self._state_of(member) for member in members]
         if all(member.has_lived for member in members):
-            self._check_room_of(self.staying)
+            self.check_room_of(self.staying)
         self.renew()
 
     def reserve(self, field_bytes: int) -> None:
@@ -337,15 +389,11 @@ class WorkerSet:
         """Whether the stores of the workers that came, and stay, have room for a batch."""
         return self._max_groups >= self.config.train_batch_groups
 
-    def check_retiring(self, states: Sequence[RolloutWorkerState]) -> None:
-        """Raises: ConfigError: see `check_room`; of the workers that would be left."""
-        self._check_room_of([s for s in self.staying if s not in states])
-
     def check_room(self) -> None:
         """Raises: ConfigError: all workers have come, and their stores do not hold a batch (any
         more, where a worker found a fuller memory when it was started again)."""
         if not self.holds_batch and all(state.life.has_served for state in self.staying):
-            self._check_room_of(self.staying)
+            self.check_room_of(self.staying)
 
     @property
     def full_workers(self) -> set[str]:
@@ -444,7 +492,8 @@ class WorkerSet:
         workers = [state.member.worker for state in states]
         return store_room(workers, self.config, self._field_bytes)
 
-    def _check_room_of(self, states: Sequence[RolloutWorkerState]) -> None:
+    def check_room_of(self, states: Sequence[RolloutWorkerState]) -> None:
+        """Raises: ConfigError: the stores of these workers do not hold a batch."""
         check_room(self._room(states), self.config, self._field_bytes)
 
 

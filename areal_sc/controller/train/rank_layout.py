@@ -15,7 +15,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from areal_sc.engines.base import RankPosition
-from areal_sc.errors import ConfigError, WorkerStartError
+from areal_sc.errors import ConfigError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
 from areal_sc.weights.published import ShardReference
@@ -38,18 +38,12 @@ class RankLayout:
 
     @classmethod
     def of(cls, places: Sequence[RankPosition]) -> RankLayout:
-        """The layout of ranks that were asked where they stand.
-
-        Raises: WorkerStartError: their answers do not go together.
-        """
+        """The layout of ranks that were asked where they stand."""
         data_ranks = tuple(place.data_rank for place in places)
         heads = {place.data_rank: worker for worker, place in enumerate(places) if place.is_head}
         num_heads = sum(place.is_head for place in places)
-        if not sorted(set(data_ranks)) == sorted(heads) == list(range(num_heads)):
-            raise WorkerStartError(
-                "expected model groups of data ranks 0, 1, … with one head each, got "
-                + ", ".join(f"{p.data_rank}{' (head)' if p.is_head else ''}" for p in places)
-            )
+        are_whole = sorted(set(data_ranks)) == sorted(heads) == list(range(num_heads))
+        assert are_whole, f"model groups of data ranks 0, 1, … with one head each: {places}"
         return cls(data_ranks, tuple(heads[data_rank] for data_rank in range(num_heads)))
 
     @property

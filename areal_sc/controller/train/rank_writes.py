@@ -19,7 +19,6 @@ from areal_sc.controller.train.rank_state import Asked
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.errors import CheckpointError, StaleCall, WaitTimeout, WorkerLost
 from areal_sc.fleet.bounded import bounded
-from areal_sc.fleet.fleet import Fleet
 from areal_sc.ids import random_id
 from areal_sc.system.durable import commit_folder
 from areal_sc.workers import rank_methods
@@ -33,7 +32,6 @@ class RankWrites:
     """Writes of the ranks of one model."""
 
     ranks: Ranks
-    fleet: Fleet
 
     async def snapshot(self) -> Finish:
         """Returns when every rank has copied its state; the rest is written by what it returns."""
@@ -49,7 +47,7 @@ class RankWrites:
             await finish_write()
             try:
                 moved = asyncio.to_thread(commit_folder, Path(exported), target)
-                limit_s = self.fleet.config.transport.write_timeout_s
+                limit_s = self.ranks.fleet.config.transport.write_timeout_s
                 await bounded(moved, limit_s, f"the disk of {target}", "transport.write_timeout_s")
             except (OSError, WaitTimeout) as error:
                 raise CheckpointError(f"cannot write {target}: {error}") from error
@@ -72,7 +70,7 @@ class RankWrites:
             try:
                 # a write that hangs is not begun again: the disk does not answer
                 await ranks.repeated(
-                    lambda: self.fleet.call_all(rank_methods.FINISH_WRITE, wanted),
+                    lambda: ranks.fleet.call_all(rank_methods.FINISH_WRITE, wanted),
                     repeats_hangs=False,
                     needs_card=False,
                 )

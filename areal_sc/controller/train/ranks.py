@@ -97,7 +97,7 @@ class Ranks:
         self.reader: WeightsReader | None = None
         self.channel = channel
         self._recovery = recovery
-        self._fleet = fleet = recovery.fleet
+        self.fleet = fleet = recovery.fleet
         self.state = RankState()
         self.layout = RankLayout((0,), (0,))
         self._fields = ComputedFields(fleet, needs)
@@ -113,14 +113,14 @@ class Ranks:
         Args:
             loss: number of a loss that they try first.
         """
-        members = self._fleet.members
+        members = self.fleet.members
         self._on_card.note_memory()
         if any(member.is_adopted for member in members):
-            await self._fleet.kill(members)
-            await self._fleet.restart(members)
+            await self.fleet.kill(members)
+            await self.fleet.restart(members)
         if loss is not None:  # the call, unlike the start of a process, fails by its own name
-            await try_loss(self._fleet, loss)
-        self.layout = await meet(self._fleet, lineage)
+            await try_loss(self.fleet, loss)
+        self.layout = await meet(self.fleet, lineage)
         self._begin(lineage, StartingPoint(0, SnapshotPlace.initial))
         self._recovery.begin(self._bring_back)
 
@@ -180,7 +180,7 @@ class Ranks:
     ) -> T:
         was_full = False
         while True:
-            await self._recovery.wait_until_ready(self._fleet.members[0])
+            await self._recovery.wait_until_ready(self.fleet.members[0])
             if not is_load:
                 self.step.check()
             num_restarts = self._recovery.num_restarts
@@ -191,7 +191,7 @@ class Ranks:
                     try:
                         result = await body()
                         if self._config.is_frozen:  # it makes no versions: this is its progress
-                            self._fleet.tell(Progressed(self._fleet.members[0].life.unit))
+                            self.fleet.tell(Progressed(self.fleet.members[0].life.unit))
                         return result
                     finally:
                         self._bodies.pop(scope, None)
@@ -201,8 +201,8 @@ class Ranks:
                 was_full = True
                 continue
             except _OF_A_DEATH as error:  # first: a call that took too long is a TimeoutError, too
-                members = self._fleet.members
-                if hung := await self._fleet.lose_hung(error, members, HUNG_SETTING):
+                members = self.fleet.members
+                if hung := await self.fleet.lose_hung(error, members, HUNG_SETTING):
                     if not repeats_hangs:
                         raise hung from error
                 elif isinstance(error, StaleCall) or not await self._has_died_since(num_restarts):
@@ -219,13 +219,13 @@ class Ranks:
         """
         if source.place is SnapshotPlace.initial and not self._are_as_built:
             self.step.lose("the initial model is to be loaded")
-            first = self._fleet.members[0]
-            self._fleet.lose(first, first.worker.incarnation, "goes back to its first model")
+            first = self.fleet.members[0]
+            self.fleet.lose(first, first.worker.incarnation, "goes back to its first model")
         operation = Operation(lineage, source.version, Kind.load)
 
         async def load() -> None:
             self._are_as_built = False
-            await self._fleet.call_all(
+            await self.fleet.call_all(
                 rank_methods.LOAD_SNAPSHOT, rank_methods.Load(operation, source.place)
             )
 
@@ -252,7 +252,7 @@ class Ranks:
         """
         self.step.publish(version)
         self.state.advance(version)
-        self._fleet.tell(Progressed(self._fleet.members[0].life.unit))
+        self.fleet.tell(Progressed(self.fleet.members[0].life.unit))
 
     def tell(self, status: RoleStatus) -> None:
         """Adds which history of weights this is."""
@@ -270,7 +270,7 @@ class Ranks:
     async def _ask_once(self, asked: Asked) -> list[Any]:
         """The same by one call of each rank, which reads the rows where they are now."""
         shares = [share.on(self.state.current) for share in asked.shares]
-        replies = await self._fleet.call_each(asked.method, self.layout.spread(shares))
+        replies = await self.fleet.call_each(asked.method, self.layout.spread(shares))
         return self.layout.of_heads(replies)
 
     async def compute(self, asked: Asked) -> Asked:
@@ -339,19 +339,19 @@ class Ranks:
     def begin_step_anew(self) -> None:
         """New lives go to where the step began, whose rows are gone."""
         self.step.begin_anew("its ranks have begun it")
-        first = self._fleet.members[0]
+        first = self.fleet.members[0]
         cause = "has begun a step whose rows are gone, and goes back to its beginning"
-        self._fleet.lose(first, first.worker.incarnation, cause)
+        self.fleet.lose(first, first.worker.incarnation, cause)
 
     async def _has_died_since(self, num_restarts: int) -> bool:
         """Whether an error may be due to a death, which the others notice first."""
         recovery = self._recovery
         give_up_s = asyncio.get_running_loop().time() + LOSS_NOTICE_S
-        while len(self._fleet.members) > 1 and recovery.num_restarts == num_restarts:
+        while len(self.fleet.members) > 1 and recovery.num_restarts == num_restarts:
             if asyncio.get_running_loop().time() > give_up_s:
                 break
             await asyncio.sleep(0.05)
-        is_ready = self._fleet.members[0].life.is_ready
+        is_ready = self.fleet.members[0].life.is_ready
         return recovery.num_restarts != num_restarts or not is_ready
 
     async def _bring_back(self, _: str) -> None:
@@ -366,7 +366,7 @@ class Ranks:
 
     async def _bring_back_now(self) -> None:
         self.channel.note_new_ranks()
-        self.layout = await meet(self._fleet, lineage=0)
+        self.layout = await meet(self.fleet, lineage=0)
         self._are_as_built = bool(self.step.why_lost)
         if self._are_as_built:
             return
@@ -403,12 +403,12 @@ class Ranks:
             which = str(source.place)
             operation = Operation(self.state.lineage, source.version, Kind.load, which)
             try:
-                await self._fleet.call_all(
+                await self.fleet.call_all(
                     rank_methods.LOAD_SNAPSHOT, rank_methods.Load(operation, source.place)
                 )
                 return source
             except CheckpointError as error:
-                if len(self._fleet.members) > 1:  # another one's death may explain it, and end this
+                if len(self.fleet.members) > 1:  # another one's death may explain it, and end this
                     await asyncio.sleep(LOSS_NOTICE_S)
                 tried += 1
                 logger.error("a snapshot (%s) cannot be read: %s", source.place, error)

@@ -4,7 +4,7 @@
     per step       advantages (scalars of the rows' metadata, computed here)
                    -> proximal log-probabilities (recomputed by the ranks, sealed as new shards)
                    -> PPO minibatches, each split over the model groups by tokens
-    publishes      policy version i+1, by pull, broadcast or disk; see `weights/publisher.py`
+    publishes      policy version i+1, by pull, broadcast or disk; see `TrainStep.publish`
 
 Minibatches are cut from the whole batch before the split over ranks, so what one optimizer update
 trains on does not depend on the number of ranks.
@@ -37,7 +37,6 @@ from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_step import (
     POLICY_ADVANCES,
     PPO_FIELDS,
-    RankWork,
     TrainStep,
     trained_content,
 )
@@ -53,7 +52,6 @@ from areal_sc.schedulers.base import Scheduler
 from areal_sc.sizing.model_folder import check_replaceable
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.weights.channel import CHANNELS, WeightsReader
-from areal_sc.weights.publisher import Publisher
 from areal_sc.workers.rank_methods import SnapshotPlace
 
 
@@ -68,6 +66,7 @@ class TrainController(Controller):
 
     Attributes:
         version: policy version = number of published training steps.
+        ranks: see there.
         place: where the model is, and where an earlier start has left it.
         found: the ranks of an earlier start, if they go on; None: they were started.
     Raises: ConfigError: the role is `rollout`, or no lower-case word.
@@ -91,26 +90,24 @@ class TrainController(Controller):
         path = self._folder.histories / f"{role}.json"
         self.place = PlaceFile(path, self._runtime.disk)
         channel = CHANNELS[self.config.weight_update.method]
-        self._ranks = Ranks(
+        self.ranks = Ranks(
             self.config,
             self._recovery,
             channel(self.config, self.fleet, self._runtime.new_id),
             self._common.needs,
             self._common.card,
         )
-        self._tell_more = self._ranks.tell
-        self._writes = RankWrites(self._ranks, self.fleet)
+        self._tell_more = self.ranks.tell
+        self._writes = RankWrites(self.ranks)
         self.found: FoundRanks | None = None
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
-        self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
-        self._work = RankWork(self._ranks, self.fleet, self._step, self._sources, self.place)
-        self._publisher = Publisher(self._ranks, self._step, self.place)
+        self._step = TrainStep(self.ranks, self.config.ppo, self._loss, self._sources, self.place)
 
     @property
     def version(self) -> int:
         """Number of published training steps."""
-        return self._ranks.state.version
+        return self.ranks.state.version
 
     def look(self) -> None:
         from areal_sc.controller.dry_run import look_at_model
@@ -131,17 +128,17 @@ class TrainController(Controller):
         await self._launch([self._order(rank, self.config) for rank in ranks])
         left, ledger = self.place.read(), ledger_on_disk(self._folder.ledger, self._runtime.disk)
         version = left.newest_version(ledger) if left else None
-        loss = self._work.begin_losses(self._loss) if is_tried(self.config) else None
+        loss = self._step.begin_losses(self._loss) if is_tried(self.config) else None
         self.found = None
         if left is not None and version is not None:
             self.found = await find_ranks(self.fleet, left.lineage, version)
         if self.found is not None:
-            self._ranks.take_over(self.found)
+            self.ranks.take_over(self.found)
         else:
             shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
             lineage = self._common.enter_lineage(self.role, self._folder)
             await self.place.begin(lineage, 0)
-            await self._ranks.start(lineage, loss)
+            await self.ranks.start(lineage, loss)
 
     async def close_async(self) -> None:
         """Ends the workers."""
@@ -174,7 +171,7 @@ class TrainController(Controller):
             output = TokenFunction(output)
         if isinstance(output, str):
             column_of(output, self.config)
-        return await self._work.compute(batch, output, field)
+        return await self._step.compute(batch, output, field)
 
     async def compute_logprobs_async(
         self, batch: BatchMetadata, *, field: str = "logprobs"
@@ -204,7 +201,7 @@ class TrainController(Controller):
             whole: also the first minibatch; for a batch that several updates train on.
         Raises: BatchLost: as `ppo_update`.
         """
-        return await self._work.compute_proximal(batch, whole=whole)
+        return await self._step.compute_proximal(batch, whole=whole)
 
     def compute_advantages(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with one advantage per row, from the rows' rewards, groups and episodes.
@@ -255,10 +252,10 @@ class TrainController(Controller):
         loss = loss if isinstance(loss, NamedLoss) else NamedLoss(loss)
         self._step.check_fields(batch, loss, num_minibatches)
         self._step.check_first(batch, num_minibatches)
-        shares, split = await self._work.shares(batch, loss, num_minibatches)
+        shares, split = await self._step.shares(batch, loss, num_minibatches)
         content = trained_content(batch)
         try:
-            return await self._work.update(
+            return await self._step.update(
                 shares, loss, content, batch.rows, split, advances=advances
             )
         except ROWS_GONE as error:
@@ -284,13 +281,13 @@ class TrainController(Controller):
     ) -> dict[str, float]:
         """`sft_update` by any loss; an item may also be a pair of such, `chosen` and `rejected`."""
         self._check_trains()
-        if advances and (self._ranks.reader or (self.role == TRAIN_ROLE and self._common.needs)):
+        if advances and (self.ranks.reader or (self.role == TRAIN_ROLE and self._common.needs)):
             raise ConfigError(POLICY_ADVANCES)
         if advances:  # else it is part of a step that goes on
             await self.standstill.hold(self._check_lives)
-        named = await self._work.readable(rows, indices)
-        shares = self._work.named(*named)
-        return await self._work.update(shares, loss, list(named), (), (), advances=advances)
+        named = await self._step.readable(rows, indices)
+        shares = self._step.named(*named)
+        return await self._step.update(shares, loss, list(named), (), (), advances=advances)
 
     def _check_trains(self) -> None:
         """Raises: ConfigError: the model only computes."""
@@ -304,13 +301,13 @@ class TrainController(Controller):
         """Raises: WorkerError, RunFolderError: the run cannot go on. StepsLost: a step is lost."""
         if self.worker_lost is not None:
             raise self.worker_lost
-        self._ranks.step.check()
+        self.ranks.step.check()
 
     async def score_rows_async(
         self, rows: PromptSource, indices: Sequence[int], output: str = "logprobs"
     ) -> list[tuple[float, ...]]:
         """One number of each row, two of a pair: what `rank_methods.ScoreRows` says of `output`."""
-        return await self._work.score(rows, indices, output)
+        return await self._step.score(rows, indices, output)
 
     async def score_async(self, batch: BatchMetadata, output: str | TokenFunction) -> list[float]:
         """A number of each row of a batch, for its reward: see `BatchMetadata.add_rewards`.
@@ -325,7 +322,7 @@ class TrainController(Controller):
             raise ValueError("output: expected scores, of a model with a value head, got values")
         if isinstance(output, str):
             column_of(output, self.config)
-        return await self._work.score_batch(batch, output)
+        return await self._step.score_batch(batch, output)
 
     async def publish_weights_async(self, rollout: WeightsReader) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
@@ -338,11 +335,11 @@ class TrainController(Controller):
             ConfigError: the model is frozen.
         """
         self._check_trains()
-        await self._publisher.publish(rollout, self.version + 1)
+        await self._step.publish(rollout, self.version + 1)
 
     async def share_weights_async(self, rollout: WeightsReader) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
-        await self._publisher.publish(rollout, self.version)
+        await self._step.publish(rollout, self.version)
 
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces a model there.
@@ -383,7 +380,7 @@ class TrainController(Controller):
         place = SnapshotPlace.disk if has_snapshot else SnapshotPlace.initial
         lineage = self._common.enter_lineage(self.role, self._folder)
         await self.place.begin(lineage, step)
-        await self._ranks.load(lineage, StartingPoint(step, place))
+        await self.ranks.load(lineage, StartingPoint(step, place))
 
     def note_snapshot(self, step: int) -> None:
         """The snapshot that was begun after so many steps has got its final name.
@@ -392,27 +389,19 @@ class TrainController(Controller):
         """
 
         async def note() -> None:
-            self._ranks.state.note_durable(step)
+            self.ranks.state.note_durable(step)
 
         self._run(note())
 
     @property
     def publication_stats(self) -> dict[str, float]:
         """Where the time of publications went; see `PublicationTimes`."""
-        return asdict(self._ranks.channel.times)
-
-    def note_reader(self, rollout: WeightsReader) -> None:
-        """Workers of this controller get the weights, now or from an earlier start."""
-        self._ranks.note_reader(rollout)
-
-    def begin_step_anew(self) -> None:
-        """Rows of the step that goes on are gone: the ranks go back to its beginning."""
-        self._ranks.begin_step_anew()
+        return asdict(self.ranks.channel.times)
 
     def _hear(self, event: FleetEvent) -> None:
         match event:
             case UnitLost():
-                self._ranks.end_calls()
+                self.ranks.end_calls()
             case RunFailed(cause):
                 self._give_up(cause)
 

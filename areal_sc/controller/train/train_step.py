@@ -1,7 +1,8 @@
-"""The training step that goes on: what the ranks compute from its rows, and which they train.
+"""The training step that goes on: what the ranks make of its rows, up to the version published.
 
-TrainStep    cuts a batch into minibatches and shares, and says what if rows are gone; pure state
-RankWork     has each model group compute a field of its share, or make an update on it
+Consumes: a batch, which it cuts into minibatches and shares; each model group computes a field of
+its share, or makes an update on it. Waits for: the ranks; to publish, for the updates of workers to
+the version before, the journal of the reader, and the channel. Unblocked by: those, see `ranks`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from areal_sc.controller.train.rank_layout import try_loss, with_sealed_field
 from areal_sc.controller.train.rank_state import Asked
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.errors import ROWS_GONE, ArealError, BatchLost, ConfigError, MetadataError
-from areal_sc.fleet.fleet import Fleet
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.weights.channel import WeightsReader
@@ -50,10 +50,23 @@ POLICY_ADVANCES: Final = (
 
 
 class TrainStep:
-    """What the ranks of a model make of the batch of a step."""
+    """What the ranks of a model make of the batch of a step.
 
-    def __init__(self, ranks: Ranks, ppo: PPOConfig, loss: NamedLoss) -> None:
+    Workers read a loss from a file of the run folder; what arrives on a socket is its number.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        ppo: PPOConfig,
+        loss: NamedLoss,
+        sources: SourceRegistry,
+        place: PlaceFile,
+    ) -> None:
         self._ranks = ranks
+        self._sources = sources
+        self._place = place
+        self._losses: list[tuple[NamedLoss, int]] = []  # that the ranks have tried, by number
         self._ppo = ppo
         self._loss = loss
         self._advantages_of = None if ppo.advantage == GAE else advantage_of(ppo)
@@ -181,99 +194,6 @@ class TrainStep:
         self._lost_batch = batch.batch_id
         return lost
 
-    def check(self, rollout: WeightsReader) -> None:
-        """Before the next version is published.
-
-        Raises: BatchLost: the ranks could not make the updates again after a death; or the batch
-            was formed anew after they were made.
-        """
-        step = self._ranks.step
-        if step.state is StepState.undone:
-            cause = "train workers died, and could not read them again"
-        elif rollout.has_taken_back(step.trained_rows):
-            cause = "prepare_batch has formed another batch since"
-        else:
-            return
-        rollout.updates.end_hold()
-        raise self._begin_anew(cause)
-
-    def _begin_anew(self, cause: str) -> BatchLost:
-        lost = self._ranks.step.begin_anew(cause)
-        self._ranks.undo_step()
-        return lost
-
-
-_Part = tuple[RowMetadata, float, int]
-"""A row with one of its `parts`."""
-
-
-def _of_reward_parts(
-    parts: list[_Part], place: int, missing: float
-) -> dict[str, npt.NDArray[np.float64]]:
-    """By name of the part of the reward, [R] the value (place 0) or the weight (1) of each row."""
-    found: dict[str, npt.NDArray[np.float64]] = {}
-    for number, (row, _, _) in enumerate(parts):
-        for name, *numbers in row.reward_parts:
-            column = found.setdefault(name, np.full(len(parts), missing))
-            column[number] = numbers[place]
-    return found
-
-
-def _episode_of(row: RowMetadata) -> tuple[int, int, int]:
-    return row.group_id, row.attempt, row.episode
-
-
-def _proximal_shards(batch: BatchMetadata) -> frozenset[str]:
-    """Ids of the shards where the batch's proximal log-probabilities are."""
-    found = (columns.shards for columns in batch.columns if "proximal_logprobs" in columns.dtypes)
-    return frozenset(shard.shard_id for shards in found for shard in shards)
-
-
-def seen_by_loss(batch: BatchMetadata, loss: NamedLoss) -> BatchMetadata:
-    """The batch without advantages, where tokens without one go through the model as well."""
-    if loss.is_zero_without_advantage:
-        return batch
-    fields = [name for name in batch.fields if name != "advantages"]
-    return batch.select(fields).without_advantages()
-
-
-def trained_content(batch: BatchMetadata) -> list[Any]:
-    """All that decides what an update on a batch does, but for what models compute from it.
-
-    Shards never change, so their ids stand for their values. Computed fields lie in other shards
-    each time that they are computed, and computed rewards may differ by rounding.
-    """
-    rows = batch.rows
-    if batch.has_model_rewards:
-        rows = tuple(
-            replace(row, reward=0.0, returns=(), shaping=0.0, advantage=None) for row in rows
-        )
-    given = [columns for columns in batch.columns if not columns.is_computed]
-    shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
-    return [rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]
-
-
-class RankWork:
-    """Computes fields, and makes updates.
-
-    Workers read a loss from a file of the run folder; what arrives on a socket is its number.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        fleet: Fleet,
-        step: TrainStep,
-        sources: SourceRegistry,
-        place: PlaceFile,
-    ) -> None:
-        self._ranks = ranks
-        self._fleet = fleet
-        self._place = place
-        self._sources = sources
-        self._step = step
-        self._losses: list[tuple[NamedLoss, int]] = []  # that the ranks have tried, by number
-
     def begin_losses(self, own: NamedLoss) -> int:
         """Number of the loss of the settings, which the ranks try when they start.
 
@@ -289,7 +209,7 @@ class RankWork:
             if known == loss:
                 return number
         number = self._sources.register_function(loss)
-        await self._ranks.repeated(lambda: try_loss(self._fleet, number))
+        await self._ranks.repeated(lambda: try_loss(self._ranks.fleet, number))
         self._losses.append((loss, number))
         return number
 
@@ -322,7 +242,7 @@ class RankWork:
         try:
             computed = await self._ranks.compute(Asked(rank_methods.COMPUTE, shares))
         except ROWS_GONE as error:
-            raise self._step.lose_rows(batch, error) from error
+            raise self.lose_rows(batch, error) from error
         await asyncio.sleep(0)
         return with_sealed_field(batch, wanted.field, share_rows, computed.shards)
 
@@ -332,13 +252,13 @@ class RankWork:
         Args:
             whole: in any case, and for the first minibatch, too.
         """
-        if not (whole or self._step.needs_proximal_logprobs):
+        if not (whole or self.needs_proximal_logprobs):
             return batch
-        selected = self._step.read_of_proximal(batch)
+        selected = self.read_of_proximal(batch)
         wanted = rank_methods.Compute(selected, "logprobs", "proximal_logprobs")
         computed = await self._computed(batch, wanted, skips_first=not whole)
         if not whole:  # NaN stands in the first minibatch
-            self._step.note_without_first(computed)
+            self.note_without_first(computed)
         return computed
 
     async def _computed_shares(
@@ -346,7 +266,7 @@ class RankWork:
     ) -> tuple[list[rank_methods.Compute], list[list[int]]]:
         """What each model group computes, and which rows of the batch these are."""
         shares, share_rows = list[rank_methods.Compute](), list[list[int]]()
-        for minibatches in self._step.split(batch):
+        for minibatches in self.split(batch):
             rows = list(chain.from_iterable(minibatches))
             share_rows.append(rows)  # there may be none, and then the share has no fields
             await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
@@ -363,7 +283,7 @@ class RankWork:
         try:
             replies = await self._ranks.ask(Asked(rank_methods.SCORE_BATCH, shares))
         except ROWS_GONE as error:
-            raise self._step.lose_rows(batch, error) from error
+            raise self.lose_rows(batch, error) from error
         places, scores = map(chain.from_iterable, (share_rows, replies))
         return [score for _, score in sorted(zip(places, scores, strict=True))]
 
@@ -372,7 +292,7 @@ class RankWork:
     ) -> tuple[list[rank_methods.Rows], Split]:
         """The minibatches of each model group, and which rows of the batch are in them."""
         shares = list[rank_methods.Rows]()
-        split = self._step.split(batch, loss, num_minibatches)
+        split = self.split(batch, loss, num_minibatches)
         for share_rows in split:
             minibatches = []
             for rows in share_rows:
@@ -445,3 +365,106 @@ class RankWork:
             metrics |= weight_spread(metrics)
             del metrics["behavior_weight_square"]
         return metrics
+
+    async def publish(self, reader: WeightsReader, version: int) -> None:
+        """Gives the reader the present version, or the next one, which it makes.
+
+            hold ──► seal ──► snapshot ──► record ──► advance ──► send ──► reader.adopt_weights
+            no worker  the ranks'   of the   in the     the ranks   by the channel
+            updates    weights      ranks    journal    are at it
+
+        Returns once the weights are sealed, broadcast or written; generation goes on. A death of
+        ranks repeats the sequence, see `Ranks.repeated`.
+        """
+        await self._place.begin_to_publish()
+        is_next = version > self._ranks.state.version
+        await self._ranks.repeated(lambda: self._publish(reader, version, is_next=is_next))
+
+    async def _publish(self, reader: WeightsReader, version: int, *, is_next: bool) -> None:
+        ranks, step = self._ranks, self._ranks.step
+        if is_next and ranks.state.version == version:
+            return  # a repeat
+        if is_next:
+            self._check_publishable(reader)
+        operation = ranks.operation(Kind.publish, str(version))
+        with ranks.channel.times.adding_to("publish_hold_s"):
+            oldest = await reader.updates.hold()
+        weights = await ranks.channel.seal(operation, version, reader, oldest)
+        if is_next:
+            await ranks.take_snapshot(version)  # ranks that broadcast do nothing else meanwhile
+        ranks.note_reader(reader)
+        if is_next:
+            await reader.record_version_async(version, step.trained_rows, step.splits)
+            ranks.advance(version)  # a repeat is one from here on: `send` tells the reader at once
+        await ranks.channel.send(weights, reader)
+
+    def _check_publishable(self, rollout: WeightsReader) -> None:
+        """Before the next version is published.
+
+        Raises: BatchLost: the ranks could not make the updates again after a death; or the batch
+            was formed anew after they were made.
+        """
+        step = self._ranks.step
+        if step.state is StepState.undone:
+            cause = "train workers died, and could not read them again"
+        elif rollout.has_taken_back(step.trained_rows):
+            cause = "prepare_batch has formed another batch since"
+        else:
+            return
+        rollout.updates.end_hold()
+        raise self._begin_anew(cause)
+
+    def _begin_anew(self, cause: str) -> BatchLost:
+        lost = self._ranks.step.begin_anew(cause)
+        self._ranks.undo_step()
+        return lost
+
+
+_Part = tuple[RowMetadata, float, int]
+"""A row with one of its `parts`."""
+
+
+def _of_reward_parts(
+    parts: list[_Part], place: int, missing: float
+) -> dict[str, npt.NDArray[np.float64]]:
+    """By name of the part of the reward, [R] the value (place 0) or the weight (1) of each row."""
+    found: dict[str, npt.NDArray[np.float64]] = {}
+    for number, (row, _, _) in enumerate(parts):
+        for name, *numbers in row.reward_parts:
+            column = found.setdefault(name, np.full(len(parts), missing))
+            column[number] = numbers[place]
+    return found
+
+
+def _episode_of(row: RowMetadata) -> tuple[int, int, int]:
+    return row.group_id, row.attempt, row.episode
+
+
+def _proximal_shards(batch: BatchMetadata) -> frozenset[str]:
+    """Ids of the shards where the batch's proximal log-probabilities are."""
+    found = (columns.shards for columns in batch.columns if "proximal_logprobs" in columns.dtypes)
+    return frozenset(shard.shard_id for shards in found for shard in shards)
+
+
+def seen_by_loss(batch: BatchMetadata, loss: NamedLoss) -> BatchMetadata:
+    """The batch without advantages, where tokens without one go through the model as well."""
+    if loss.is_zero_without_advantage:
+        return batch
+    fields = [name for name in batch.fields if name != "advantages"]
+    return batch.select(fields).without_advantages()
+
+
+def trained_content(batch: BatchMetadata) -> list[Any]:
+    """All that decides what an update on a batch does, but for what models compute from it.
+
+    Shards never change, so their ids stand for their values. Computed fields lie in other shards
+    each time that they are computed, and computed rewards may differ by rounding.
+    """
+    rows = batch.rows
+    if batch.has_model_rewards:
+        rows = tuple(
+            replace(row, reward=0.0, returns=(), shaping=0.0, advantage=None) for row in rows
+        )
+    given = [columns for columns in batch.columns if not columns.is_computed]
+    shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
+    return [rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]

@@ -80,7 +80,8 @@ class _ClusterSilence:
 _silence: Final = _ClusterSilence()
 
 _UNKNOWN_JOB: Final = "Invalid job id"
-_FORGOTTEN: Final = "SLURM has forgotten it"
+FORGOTTEN: Final = "SLURM has forgotten it"
+"""Reason of a job that SLURM does not know: it ended long ago, or slurmctld has lost it."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,6 @@ class JobState:
     @property
     def has_ended(self) -> bool:
         return self.state in ENDED_STATES
-
-    @property
-    def is_forgotten(self) -> bool:
-        """SLURM knows no such job: it ended long ago, or slurmctld has lost it."""
-        return self.reason == _FORGOTTEN
 
 
 def environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -277,7 +273,7 @@ def look_at(jobs: Sequence[str], *, is_patient: bool = False) -> dict[str, JobSt
     Raises: SchedulerSilent: nothing is known now.
     """
     ask = run_patiently if is_patient else run_command
-    states = dict.fromkeys(jobs, JobState("COMPLETED", reason=_FORGOTTEN))
+    states = dict.fromkeys(jobs, JobState("COMPLETED", reason=FORGOTTEN))
     words = ["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%A|%T|%r|%S|%N"]
     for job, state, reason, start, nodes in _rows(ask(words) if jobs else "", 5):
         states[job] = JobState(state, frozenset(host_names(nodes)), reason, start)

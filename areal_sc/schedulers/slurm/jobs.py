@@ -39,6 +39,7 @@ from areal_sc.schedulers.agent_process import start_beside, wait_or_kill
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.commands import (
+    FORGOTTEN,
     HOPELESS_REASONS,
     JobState,
     end_jobs,
@@ -48,7 +49,6 @@ from areal_sc.schedulers.slurm.jobs_file import (
     NAME_PREFIX,
     JobRecord,
     JobsFile,
-    LentRecord,
     RunJobs,
 )
 from areal_sc.system.process import exit_text
@@ -129,6 +129,7 @@ class Jobs:
 
     Attributes:
         config, folder: of the run.
+        file: what the next start of the script knows of them.
         joins: invites agents.
     """
 
@@ -143,7 +144,7 @@ class Jobs:
         self.config = config
         self.folder = folder
         self._run_id = known.run_id
-        self._file = JobsFile(folder, known)
+        self.file = JobsFile(folder, known)
         self._variables = variables
         self.joins = joins
         self._steps: list[Step] = []
@@ -181,10 +182,6 @@ class Jobs:
         if job is not None:
             job.is_taken = True
         return job
-
-    def note_lent(self, lent: Sequence[LentRecord]) -> None:
-        """The nodes of the run, for its next start. Raises: RunFolderError: a file has failed."""
-        self._file.note(lent=list(lent))
 
     def _begin_step(self, around: str, plan: JobPlan) -> Job:
         """Raises: ConfigError: the job around the script lacks nodes, or has several kinds."""
@@ -314,7 +311,7 @@ class Jobs:
         """
         missing = f"{job.plan.num_nodes - num_joined} agents have not joined"
         state = self._starting_state(job)
-        is_lost = not job.job_id or (state.is_forgotten and not job.was_lost)
+        is_lost = not job.job_id or (state.reason == FORGOTTEN and not job.was_lost)
         if is_lost and job.is_own and not num_joined:
             self._submit_lost(job)
             return
@@ -399,7 +396,7 @@ class Jobs:
             steps = [(job.job_id, job.name) for job in self._jobs if not job.is_own]
         have_ended = end_jobs(names, steps, grace_s, are_told=are_told)
         if have_ended:
-            self._file.delete()
+            self.file.delete()
         else:
             limit_s = self.config.orphan_timeout_s
             logger.error("jobs of the run are left; their agents end in %g s", limit_s)
@@ -426,9 +423,9 @@ class Jobs:
 
     def _note(self) -> None:
         """Raises: RunFolderError: it cannot be written. StaleTerm."""
-        lending = self._file.lending
+        lending = self.file.lending
         jobs = [it for it in self._jobs if it.job_id in lending or not self._known(it).has_ended]
-        self._file.note(jobs=[JobRecord(it.name, it.plan, it.is_own, it.job_id) for it in jobs])
+        self.file.note(jobs=[JobRecord(it.name, it.plan, it.is_own, it.job_id) for it in jobs])
 
     def _new_name(self, plan: JobPlan) -> str:
         return f"{NAME_PREFIX}{self._run_id}-{plan.kind}-{random_id()}"

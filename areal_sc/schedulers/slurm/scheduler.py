@@ -28,7 +28,6 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
 
@@ -44,7 +43,7 @@ from areal_sc.run.agent_files import delete_files_of_dead_agents, end_agents
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_calls import AgentAddress, FoundAgent, call_agents
 from areal_sc.schedulers.base import Node
-from areal_sc.schedulers.open_run import OpenRun, keys_of
+from areal_sc.schedulers.open_run import OpenRun
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.guard import JobsGuard
 from areal_sc.schedulers.slurm.jobs import Job, Jobs, log_of
@@ -58,8 +57,6 @@ from areal_sc.schedulers.slurm.lent_node import (
     usable_facts,
 )
 from areal_sc.schedulers.slurm.taken_jobs import EarlierStart, find_earlier
-from areal_sc.system import interrupts
-from areal_sc.system.process import allow_open_files
 from areal_sc.transport.sockets.interface import Interface, host_of
 
 JOIN_LOOK_S: Final = 0.1
@@ -84,17 +81,13 @@ class SlurmScheduler(OpenRun):
     """
 
     def __init__(self, config: SchedulerConfig, folder: RunFolder | None = None) -> None:
-        self.config = config
         self._lent: dict[Node, LentNode] = {}
         self._first_jobs: list[Job] = []  # whose agents have not all joined yet
         self._has_begun = False
         self._one_looks = threading.Lock()
         self._one_takes = threading.Lock()
         self._one_comes = threading.Lock()
-        allow_open_files()
-        with interrupts.deferred(), ExitStack() as undo:
-            self._folder = folder = self._take(config, folder, undo)
-            self._use_keys(keys_of(folder))
+        with self._opened(config, folder) as (folder, undo):
             end_agents(folder.path, config.shutdown_timeout_s, but_of_jobs=True)
             earlier = find_earlier(folder, self.keys, digest_of(self._config_of_agents))
             delete_files_of_dead_agents(folder.path)
@@ -108,7 +101,6 @@ class SlurmScheduler(OpenRun):
                     self._add(coming_node(job, folder))
                 else:
                     self._first_jobs.append(job)
-            self._keep(undo)
 
     async def nodes(self) -> list[Node]:
         while True:
@@ -157,7 +149,7 @@ class SlurmScheduler(OpenRun):
 
     @property
     def _config_of_agents(self) -> SchedulerConfig:
-        return replace(self.config, run_dir=str(self._folder.path))
+        return replace(self.config, run_dir=str(self.folder.path))
 
     def _take_over(self, earlier: EarlierStart) -> None:
         """Agents that live have joined; the nodes are those of the earlier start, if it had any."""
@@ -165,13 +157,13 @@ class SlurmScheduler(OpenRun):
         for record in earlier.known.lent:
             if record.agent is None:
                 plan = single_plan(self.config.slurm)
-                self._add(coming_node(self._jobs.submit(plan), self._folder))
+                self._add(coming_node(self._jobs.submit(plan), self.folder))
                 continue
             if (job := self._jobs.of(record.agent.job)) is None:
                 continue  # it was being given back
             place = record.agent.job, record.agent.node
             agent = living[place].joining if place in living else record.agent
-            log_path = log_of(agent, self._folder)
+            log_path = log_of(agent, self.folder)
             node = Node(usable_facts(agent), log_path, purpose=record.purpose)
             lent = LentNode(node, agent.node, job, agent)
             if place in living:
@@ -188,7 +180,7 @@ class SlurmScheduler(OpenRun):
     def _note_lent(self) -> None:
         if self._has_begun:
             lent = list(self._lent.values())
-            self._jobs.note_lent([LentRecord(it.node.purpose, it.agent) for it in lent])
+            self._jobs.file.note(lent=[LentRecord(it.node.purpose, it.agent) for it in lent])
 
     def _come_closer(self) -> list[Node] | None:
         """The nodes, once the run can begin with them; None: not yet, and nothing is wrong.
@@ -213,7 +205,7 @@ class SlurmScheduler(OpenRun):
         if len(agents) < job.plan.num_nodes:
             self._jobs.check_start(job, len(agents))
             return False
-        for lent in lent_nodes(job, agents, self._folder):
+        for lent in lent_nodes(job, agents, self.folder):
             self._add(lent)
         return True
 
@@ -225,7 +217,7 @@ class SlurmScheduler(OpenRun):
 
         def add(job: Job) -> None:
             """A later start of the script knows the node, whatever becomes of this one."""
-            named.append(coming_node(job, self._folder))
+            named.append(coming_node(job, self.folder))
             self._add(named[0])
             self._note_lent()
 
@@ -276,7 +268,7 @@ class SlurmScheduler(OpenRun):
             if lent.renewal is None:
                 self.term.check()
                 # an agent that nobody needs has deleted them
-                self.keys.write(self._folder.keys_path)
+                self.keys.write(self.folder.keys_path)
                 lent.renewal = Renewal(lent, self._jobs)
             past, others = lent.job, list(self._lent.values())
             try:
@@ -312,7 +304,7 @@ class SlurmScheduler(OpenRun):
         are_told = bool(told) and all(node.facts.incarnation in told for node in there)
         if self._jobs.end(2 * self.config.shutdown_timeout_s, are_told=are_told):
             self._guard.close()
-            self._folder.join_path.unlink(missing_ok=True)
+            self.folder.join_path.unlink(missing_ok=True)
         else:
             self._guard.leave()
 

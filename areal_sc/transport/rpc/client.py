@@ -110,7 +110,6 @@ class RpcClient:
         term: of the controller that calls; 0: a worker does.
 
     Attributes:
-        bytes_sent, bytes_received: of all frames.
         malformed: messages dropped because no correct server sends them.
     """
 
@@ -131,8 +130,6 @@ class RpcClient:
         self.address = address
         self.incarnation = incarnation
         self.new_request_id = new_request_id
-        self.bytes_sent = 0
-        self.bytes_received = 0
         self.malformed = Refusals(logger, "malformed_reply", node_id)
         self._keeps_trying = keeps_trying
         self._term = term
@@ -197,7 +194,7 @@ class RpcClient:
         """Requests that wait are sent again when there is a connection. Raises: PeerLost."""
         if self._route.is_open:
             self._route.send(frame)
-            self.bytes_sent += len(frame)
+            self._route.hub.num_bytes += len(frame)
 
     def abandon(self, call: _Call) -> None:
         """Nobody waits any more: tells the server, as far as it can be reached at once."""
@@ -207,7 +204,7 @@ class RpcClient:
 
     def on_message(self, frames: Sequence[Frame]) -> None:
         """One reply; what no correct server sends is counted and dropped."""
-        self.bytes_received += sum(map(len, frames))
+        self._route.hub.num_bytes += sum(map(len, frames))
         try:
             message = decode(frames)
             if not isinstance(message, Reply | Failure):

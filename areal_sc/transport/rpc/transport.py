@@ -26,8 +26,6 @@ class Connection(Protocol):
     """What a controller may do with one peer."""
 
     node_id: str
-    bytes_sent: int
-    bytes_received: int
 
     async def call(self, method: Method[A, R], args: A, *, timeout_s: float) -> R: ...
 
@@ -38,6 +36,10 @@ class Connection(Protocol):
 
 class Transport(Protocol):
     """Where connections come from; a simulated one takes its place in virtual time."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Sent and received on all connections so far."""
 
     def connect(
         self,
@@ -116,6 +118,10 @@ class ZmqTransport:
         )
         self._connections.add(connection)
         return connection
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._hub is None else self._hub.num_bytes
 
     call_all = staticmethod(call_all)
 

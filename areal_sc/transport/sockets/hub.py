@@ -112,6 +112,9 @@ class PeerHub:
     Args:
         max_frames: frames of one message; of a longer one, one more is handed over.
         client: who calls, for servers that want to know it.
+
+    Attributes:
+        num_bytes: sent and received, of all frames that its peers have counted.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class PeerHub:
         max_frames: int,
         client: CurveClient | None = None,
     ) -> None:
+        self.num_bytes = 0
         context = self._context = zmq.Context()
         raw = context.socket(zmq.ROUTER)
         configure_socket(raw)

@@ -121,7 +121,7 @@ async def test_each_trained_token_has_the_advantage_of_its_answer(
         assert not any(row.returns for row in sealed_rows)
 
     ppo = PPOConfig(advantage=mean, advantage_std=std)  # type: ignore[arg-type]
-    step = TrainStep(None, ppo, loss_of(ppo))  # type: ignore[arg-type]
+    step = TrainStep(None, ppo, loss_of(ppo), None, None)  # type: ignore[arg-type]
     batch = step.with_advantages(BatchMetadata("b", 0, (), tuple(sealed_rows)))
     known = with_token_advantages(packed(batch.rows, trajectories))
     mask = known.fields["loss_mask"]

@@ -34,7 +34,7 @@ def bytes_a_row(tokens: int, group_size: int, num_ranks: int, num_rollout_worker
         async with run.started():
             for _ in range(settings.num_steps):
                 await run.step()
-            return run.actor.num_bytes + run.rollout.num_bytes
+            return run.runtime.transport.num_bytes
 
     num_bytes = run_virtual(count())
     lengths = [row.num_loss_tokens for batch in run.batches for row in batch.rows]

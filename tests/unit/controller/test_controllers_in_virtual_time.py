@@ -17,7 +17,7 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun, play
 
 from areal_sc.config.schema import KeepGroups, OverBound
-from areal_sc.controller.rollout.group_signal import EQUAL_REWARDS, ONE_EPISODE
+from areal_sc.controller.rollout.rejections import EQUAL_REWARDS, ONE_EPISODE
 
 MAX_GENERATION_S = 300.0
 NOT_STALE = {"reward_error", EQUAL_REWARDS, ONE_EPISODE}

@@ -13,7 +13,7 @@ from simulation.virtual_loop import in_virtual_time, run_virtual
 from waiting import until
 
 from areal_sc.config.parallel_settings import Placement
-from areal_sc.controller.standstill import Standstill
+from areal_sc.controller.background import Standstill
 from areal_sc.errors import StepLost, WorkerLost
 from areal_sc.run.run_status import PAUSE_END, SCRIPT
 from areal_sc.run.wishes import PauseWish, RunWishes, ScaleWish
@@ -34,7 +34,7 @@ def test_a_paused_run_computes_nothing_and_no_limit_passes() -> None:
 
     async def play() -> None:
         async with run.started():
-            run.rollout.rejections.on_warning = told.append
+            run.rollout.rejections.warn = told.append
             assert run.rollout._background._limit_s < LONG_S / 4
             await run.step()
             steps = asyncio.create_task(rest())

@@ -19,7 +19,6 @@ from builders import OPENS_RUN, running_python
 from areal_sc.errors import NoRunFolder, RunFolderError
 from areal_sc.run.agent_files import AgentFile
 from areal_sc.run.run_folder import FORMAT_VERSION, Opening, RunFolder
-from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.system.durable import commit_folder, partial_of
 from areal_sc.system.process import END_SIGNAL
 
@@ -167,15 +166,15 @@ def test_a_run_of_another_format_is_left_alone(path: Path, found: int | None) ->
 
 def test_the_number_of_a_lineage_never_comes_again(path: Path) -> None:
     folder = RunFolder(path)
-    numbers = [begin_lineage(folder)]  # before it is a run's, as in a loop of one's own
+    numbers = [folder.begin_lineage()]  # before it is a run's, as in a loop of one's own
     for overwrite in (False, False, True):  # start, restart, overwrite
         with RunFolder(path) as folder:
             folder.open(config_text=CONFIG, overwrite=overwrite)
-            numbers += [begin_lineage(folder), begin_lineage(RunFolder(path))]
+            numbers += [folder.begin_lineage(), RunFolder(path).begin_lineage()]
     assert numbers == [1, 2, 3, 4, 5, 6, 7]
     (path / ".lineage").write_text("")
     with pytest.raises(RunFolderError, match=r"\.lineage is damaged \(invalid literal.*9999 say"):
-        begin_lineage(folder)
+        folder.begin_lineage()
 
 
 def test_must_resume_creates_nothing(path: Path) -> None:

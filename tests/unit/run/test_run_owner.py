@@ -12,7 +12,6 @@ import pytest
 from areal_sc.errors import RunFolderError, StaleTerm
 from areal_sc.run import run_owner
 from areal_sc.run.run_folder import Opening, RunFolder
-from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.run.run_owner import FolderPlace, Owner, RunTerm
 from areal_sc.run.status_board import StatusBoard
 from areal_sc.system.durable import write_atomic
@@ -33,7 +32,7 @@ def test_nothing_is_written_to_another_folder_of_the_name(tmp_path: Path, how: s
     path, moved, board = tmp_path / "run", tmp_path / "moved", StatusBoard()
     with RunFolder(path) as folder:
         folder.open(config_text=CONFIG)
-        begin_lineage(folder)
+        folder.begin_lineage()
         folder.snapshot_path(1).mkdir()
         path.rename(moved)
         if how == "copied":
@@ -45,7 +44,7 @@ def test_nothing_is_written_to_another_folder_of_the_name(tmp_path: Path, how: s
         before = sorted(tmp_path.rglob("*"))
         for write in (
             lambda: folder.write_atomic("a.bin", b"one"),
-            lambda: begin_lineage(folder),
+            lambda: folder.begin_lineage(),
             folder.check_term,
         ):
             with pytest.raises(RunFolderError, match=r"moved or deleted .* Move it back"):
@@ -57,7 +56,7 @@ def test_nothing_is_written_to_another_folder_of_the_name(tmp_path: Path, how: s
     if how == "moved":  # once nothing runs, a folder may be moved
         with RunFolder(moved) as folder:
             assert folder.open(config_text=CONFIG) is Opening.resume
-            begin_lineage(folder)
+            folder.begin_lineage()
 
 
 def test_a_file_server_that_does_not_answer_has_moved_nothing(

@@ -53,7 +53,7 @@ def test_what_prompts_explain_of_the_rewards(
     """Chances that are uniform have a variance of 1/12, of the 1/4 of all answers."""
     rng = np.random.default_rng(1)
     runs = [follow(make_step, rng, 30, prompts_matter=prompts_matter) for _ in range(60)]
-    found = [run.prompts_share() for run in runs]
+    found = [run.variance.prompts_share() for run in runs]
     assert np.mean([it.value for it in found]) == pytest.approx(share, abs=0.02)
     if not prompts_matter:
         spread = np.std([it.value for it in found])

@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Standstill
 from areal_sc.controller.rollout.rejections import Rejections
-from areal_sc.controller.standstill import Standstill
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.rejection import Rejection, RejectionKind
@@ -42,7 +43,7 @@ def sides(stats: list[dict[str, float]]) -> tuple[Any, Any]:
         begin_worker_stats=lambda: ranks,
     )
     rollout = SimpleNamespace(
-        rejections=Rejections(window=9, max_rate=1.0),
+        rejections=Rejections(RolloutConfig(rejection_window=9, max_rejection_rate=1.0)),
         groups=SimpleNamespace(admission=SimpleNamespace(lead=1.0, slack=None), episodes_again={}),
         num_workers=2,
         config=SimpleNamespace(max_staleness=4),

@@ -18,7 +18,7 @@ from areal_sc.config.schema import (
 from areal_sc.config.server_settings import ServersConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
-from areal_sc.controller.rollout.worker_state import NO_VERSION
+from areal_sc.controller.rollout.worker_set import NO_VERSION
 from areal_sc.controller.shared_card import SharedCard
 from areal_sc.engines.handles import make_generator
 from areal_sc.fleet.worker_life import Tell
@@ -174,7 +174,7 @@ async def test_nobody_begins_while_updates_are_held() -> None:
     workers.updates.adopt(WeightsReference(1))
     await turn()
     assert len(fleet.updating) == 2
-    await workers._background.close()
+    await workers.background.close()
 
 
 @pytest.mark.parametrize(
@@ -191,4 +191,4 @@ async def test_a_broadcast_needs_the_worker_that_evaluates(
         assert (state.name not in fleet.updating) == is_held
     await turn()
     assert len(fleet.updating) == NUM_WORKERS
-    await workers._background.close()
+    await workers.background.close()

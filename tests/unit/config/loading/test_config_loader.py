@@ -23,7 +23,6 @@ from areal_sc.engines.training.snapshot_index import INDEX_NAME, SnapshotIndex
 from areal_sc.errors import ConfigError, ModelError, RunFolderError
 from areal_sc.preflight.load import load_config
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.trainer.snapshots import CONTROLLERS, sealed
 
 Load = Callable[..., GRPOConfig]
@@ -177,7 +176,7 @@ def test_dry_run_says_what_each_kind_of_loop_would_do(
         (folder.snapshot_path(10) / CONTROLLERS).write_bytes(sealed(state))
         index = SnapshotIndex(architecture="", num_updates=0, shapes={}, files=())
         (folder.snapshot_path(10) / "engine" / INDEX_NAME).write_bytes(index.encode())
-        begin_lineage(folder)
+        folder.begin_lineage()
         folder.metrics_path.touch()
     for flags, said in (
         ((), "a loop without a `Run` would start again from nothing"),

@@ -42,7 +42,7 @@ async def test_the_prompt_that_kills_its_workers_is_rejected_and_no_other(
         behavior=Behavior(generation_s=lambda rng: rng.uniform(0.5, 3.0)),
     )
     run = TrainingRun(settings, Poisoned)
-    run.rollout.rejections.on_warning = warnings.append
+    run.rollout.rejections.warn = warnings.append
     async with run.started():
         for _ in range(8):
             await run.step(checks_business=False)

@@ -10,7 +10,7 @@ from simulation.training_run import play
 
 from areal_sc.config.schema import KeepGroups, OverBound, RolloutConfig, SoftLengthConfig
 from areal_sc.controller.ledger.group import past_of
-from areal_sc.controller.rollout.group_signal import MAX_BATCHES, lack_of_signal
+from areal_sc.controller.rollout.rejections import MAX_BATCHES, lack_of_signal
 from areal_sc.errors import TooManyRejections
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 from areal_sc.sources.prompt_choice import PromptPast

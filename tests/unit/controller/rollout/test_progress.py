@@ -15,11 +15,12 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import in_virtual_time, run_virtual
 
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Standstill
 from areal_sc.controller.rollout import progress
 from areal_sc.controller.rollout.progress import FIRST_NOTICE_S, LOOK_S, ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.shared_card import SharedCard
-from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import TooManyRejections
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport, Waiting
@@ -32,7 +33,7 @@ def notices_of(generation_s: Any, duration_s: float, **changes: Any) -> list[tup
     async def scenario() -> None:
         settings = Settings(behavior=Behavior(generation_s=generation_s), **changes)
         async with TrainingRun(settings).started() as run:
-            run.rollout.rejections.on_warning = lambda text: told.append((run.cluster.now_s, text))
+            run.rollout.rejections.warn = lambda text: told.append((run.cluster.now_s, text))
             step = asyncio.create_task(run.step(checks_business=False))
             await asyncio.wait([step], timeout=duration_s)
             step.cancel()
@@ -64,7 +65,7 @@ async def test_a_pause_is_no_news() -> None:
     told: list[str] = []
     behavior = Behavior(generation_s=10_000.0)
     async with TrainingRun(Settings(behavior=behavior)).started() as run:
-        run.rollout.rejections.on_warning = told.append
+        run.rollout.rejections.warn = told.append
         step = asyncio.create_task(run.step())
         await asyncio.sleep(1.0)
         await run.rollout.pause_async()
@@ -94,8 +95,8 @@ HUNG = Rejection(RejectionKind.reward_timeout, "took longer", place="task.py:3")
 
 
 def watched(reports: list[EpisodesReport | None], told: list[str]) -> ProgressWatch:
-    rejections = Rejections(window=100, max_rate=0.5)
-    rejections.on_warning = told.append
+    rejections = Rejections(RolloutConfig(rejection_window=100, max_rejection_rate=0.5))
+    rejections.warn = told.append
     workers: Any = Workers(reports)
     groups: Any = SimpleNamespace(num_awaited=1, num_finished=0)
     return ProgressWatch(workers, rejections, [groups], Standstill())

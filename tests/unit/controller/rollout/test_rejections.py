@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.ledger.group import Group, GroupState
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.errors import TooManyRejections, WorkflowError
@@ -22,7 +23,7 @@ def rejected(**causes: tuple[int, str]) -> list[RejectedEpisodes]:
 
 
 def test_the_rate_is_that_of_a_whole_window() -> None:
-    rejections = Rejections(window=2, max_rate=0.5)
+    rejections = Rejections(RolloutConfig(rejection_window=2, max_rejection_rate=0.5))
     rejections.add_group(rejected(reward_error=(4, "boom")), 4)
     rejections.check_rate()  # one group says nothing yet
     rejections.add_group((), 4)
@@ -35,10 +36,10 @@ def test_the_rate_is_that_of_a_whole_window() -> None:
 
 
 def test_causes_come_by_their_number_and_keep_their_first_message() -> None:
-    rejections = Rejections(window=1, max_rate=1.0)
+    rejections = Rejections(RolloutConfig(rejection_window=1, max_rejection_rate=1.0))
     assert describe_counts(rejections.by_cause()) == "none"
     told: list[str] = []
-    rejections.on_warning = told.append
+    rejections.warn = told.append
     rejections.add_group(rejected(timeout=(1, "slow"), reward_error=(2, "boom")), 4)
     rejections.add_group(rejected(reward_error=(1, "again")), 4)
     assert describe_counts(rejections.by_cause()) == "reward_error x3, timeout x1"
@@ -51,7 +52,7 @@ def test_causes_come_by_their_number_and_keep_their_first_message() -> None:
 
 
 def test_stale_groups_waste_the_tokens_that_they_have_and_are_no_rejections() -> None:
-    rejections = Rejections(window=1, max_rate=0.1)
+    rejections = Rejections(RolloutConfig(rejection_window=1, max_rejection_rate=0.1))
     rejections.add_stale(group(GroupState.queued), 8)
     assert rejections.num_stale_episodes == 0
     rejections.add_stale(group(GroupState.running), 8)
@@ -69,10 +70,10 @@ def test_stale_groups_waste_the_tokens_that_they_have_and_are_no_rejections() ->
 
 
 def test_counts_go_on_from_a_snapshot() -> None:
-    before = Rejections(window=1, max_rate=1.0)
+    before = Rejections(RolloutConfig(rejection_window=1, max_rejection_rate=1.0))
     before.add_group(rejected(timeout=(3, "slow")), 4)
     before.add_stale(group(GroupState.running), 2)
-    after = Rejections(window=1, max_rate=1.0)
+    after = Rejections(RolloutConfig(rejection_window=1, max_rejection_rate=1.0))
     after.restore(before.snapshot())
     after.add_group(rejected(timeout=(1, "slow")), 4)
     assert (after.episodes["timeout"], after.num_stale_episodes) == (4, 2)
@@ -80,8 +81,11 @@ def test_counts_go_on_from_a_snapshot() -> None:
 
 
 def test_prompts_that_are_too_long_are_left_out_and_are_no_rejections() -> None:
-    rejections, told = Rejections(window=8, max_rate=0.5), list[str]()
-    rejections.on_warning = told.append
+    rejections, told = (
+        Rejections(RolloutConfig(rejection_window=8, max_rejection_rate=0.5)),
+        list[str](),
+    )
+    rejections.warn = told.append
     for index in (*range(6), 3):
         rejections.add_group(unanswered(RejectionKind.prompt_too_long, index), 4)
         rejections.check_rate(num_prompts=7)
@@ -95,7 +99,7 @@ def test_prompts_that_are_too_long_are_left_out_and_are_no_rejections() -> None:
 
 @pytest.mark.parametrize(("num_prompts", "number"), [(3, 3), (100, 8), (None, 8)])
 def test_a_dataset_of_which_no_prompt_is_left(num_prompts: int | None, number: int) -> None:
-    rejections = Rejections(window=8, max_rate=0.5)
+    rejections = Rejections(RolloutConfig(rejection_window=8, max_rejection_rate=0.5))
     for index in range(number - 1):
         rejections.add_group(unanswered(RejectionKind.prompt_too_long, index), 4)
         rejections.check_rate(num_prompts)
@@ -106,7 +110,7 @@ def test_a_dataset_of_which_no_prompt_is_left(num_prompts: int | None, number: i
 
 @pytest.mark.parametrize("kind", [RejectionKind.prompt_error, RejectionKind.agent_no_call])
 def test_where_no_model_was_asked_anything_the_run_ends_soon(kind: RejectionKind) -> None:
-    rejections = Rejections(window=128, max_rate=1.0)
+    rejections = Rejections(RolloutConfig(rejection_window=128, max_rejection_rate=1.0))
     for index in range(8):
         rejections.check_rate(1000)
         rejections.add_group(unanswered(kind, index), 4)

@@ -18,7 +18,7 @@ from areal_sc.controller.ledger.group import GroupState
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.kept_episodes import KEPT, NOBODYS, KeptEpisodes
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
-from areal_sc.controller.rollout.worker_state import NO_VERSION, RolloutWorkerState
+from areal_sc.controller.rollout.worker_set import NO_VERSION, RolloutWorkerState
 from areal_sc.controller.worker_store import WorkerStore
 from areal_sc.fleet.worker_life import Life, LifeState
 from areal_sc.metadata import (

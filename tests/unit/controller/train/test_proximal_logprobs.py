@@ -93,7 +93,7 @@ def test_a_loss_that_does_not_read_them_needs_none(
 ) -> None:
     ppo = PPOConfig(**changes)
     ranks: Any = SimpleNamespace(step=SimpleNamespace(num_updates=0))
-    step = TrainStep(ranks, ppo, loss_of(ppo))
+    step = TrainStep(ranks, ppo, loss_of(ppo), ranks, ranks)
     assert step.needs_proximal_logprobs is is_needed
 
 

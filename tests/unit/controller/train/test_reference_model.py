@@ -35,7 +35,7 @@ async def test_a_field_goes_with_its_rows_and_survives_a_death_of_its_ranks() ->
             assert batch.dtypes["reference_logprobs"] == "float32"
             ranks = [run.cluster.workers[f"ref/{rank}"] for rank in range(2)]
             held.append([len(rank.store.sizes) for rank in ranks])
-        kept = run.actor._ranks._fields._stores.values()
+        kept = run.actor.ranks._fields._stores.values()
         assert sum(store.num_held for store in kept) <= 2, "a publication forgets all of them"
         with pytest.raises(MetadataError, match="has the field 'reference_logprobs' already"):
             await reference.compute_logprobs_async(batch, field="reference_logprobs")

@@ -42,6 +42,6 @@ async def test_an_update_with_other_token_advantages_is_no_repeat() -> None:
             )
             == [{"loss": 0.0}] * 3
         )
-        run.actor._ranks.step.num_updates = 0  # as in a controller that has not heard of it
+        run.actor.ranks.step.num_updates = 0  # as in a controller that has not heard of it
         (refused,) = await asyncio.gather(run.actor.ppo_update_async(other), return_exceptions=True)
         assert isinstance(refused, StaleCall), refused

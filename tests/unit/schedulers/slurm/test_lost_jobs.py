@@ -20,7 +20,7 @@ from areal_sc.schedulers.slurm.commands import JobState
 from areal_sc.schedulers.slurm.jobs import Job, Jobs
 from areal_sc.schedulers.slurm.jobs_file import JobRecord, JobsFile, RunJobs
 
-FORGOTTEN = JobState("COMPLETED", reason=commands._FORGOTTEN)
+FORGOTTEN = JobState("COMPLETED", reason=commands.FORGOTTEN)
 
 
 @pytest.fixture

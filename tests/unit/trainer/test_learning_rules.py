@@ -11,8 +11,7 @@ from areal_sc.config.schema import Dtype
 from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import History
 from areal_sc.trainer.learning_course import NUM_STEPS, Course
-from areal_sc.trainer.learning_health import LearningHealth
-from areal_sc.trainer.learning_rules import RULES, falling_evaluation
+from areal_sc.trainer.learning_rules import RULES, LearningHealth, falling_evaluation
 
 NUM_GROUPS = 32
 GROUP_SIZE = 8
