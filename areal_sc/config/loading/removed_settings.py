@@ -37,6 +37,10 @@ _BY_ADVICE: Final[Mapping[str, list[str]]] = {
         "transport.pull_timeout_s",
     ],
     "it follows from weights and a batch: leave it out": ["transport.shared_memory_bytes"],
+    "it is what is free there: leave it out; rollout.store_bytes is for each rollout worker": [
+        *_each(("actor", *LIKE_ACTOR), "store_bytes"),
+        "rollout.node_store_bytes",
+    ],
     "it follows from the room of the device: leave it out; actor.max_tokens_per_micro_batch bounds "
     "what a pass takes": ["actor.logprob_chunk_tokens"],
     "it follows from actor.parallel: leave it out": ["scheduler.slurm.train.role_workers"],
@@ -93,6 +97,7 @@ FORMER_DEFAULTS: Final[Mapping[str, object]] = MappingProxyType(
         "actor.ppo.advantage_eps": 1e-6,
         **dict.fromkeys((f"{role}.revision" for role in ("actor", "rollout", *LIKE_ACTOR)), ""),
         "rollout.max_lost_s": 300.0,
+        "rollout.node_store_bytes": 0,
         "rollout.sandbox.num_processes": 0,
         "rollout.sandbox.environment": ["PATH", "LANG"],
     }
