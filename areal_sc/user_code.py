@@ -165,6 +165,22 @@ def user_code(what: str) -> Iterator[None]:
         raise WorkflowError(f"{what} raised {blame(error)}") from error
 
 
+def named(name: str, expected: str) -> Any:
+    """What `package.module:name` means to the caller, also beside a script.
+
+    Args: expected: how a message begins.
+    Raises: ConfigError: there is nothing of that name.
+    """
+    if ":" not in name:
+        raise ConfigError(f"{expected}, got {name!r}")
+    try:
+        return resolve_name(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's code may raise anything
+        raise ConfigError(f"{expected}, got {name!r}: {blame(error)}") from error
+
+
 def user_function(
     name: str, argument: str, settings: Mapping[str, Any], *, what: str, expected: str
 ) -> Callable[[Any], Any]:

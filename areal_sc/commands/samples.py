@@ -130,21 +130,9 @@ def _best_and_worst(group: Sequence[dict[str, Any]]) -> list[Sample]:
 
 
 def _sample(row: dict[str, Any], place: Place) -> Sample:
-    return Sample(
-        step=row["step"],
-        group=row["group"],
-        place=place,
-        reward=row["reward"],
-        group_reward=row["group_reward"],
-        metrics=row["metrics"],
-        num_tokens=row["num_tokens"],
-        first_version=row["first_version"],
-        last_version=row["last_version"],
-        staleness=row["staleness"],
-        prompt=recorded_text(row["prompt"]),
-        answer=recorded_text(row["answer"]),
-        output=row["output"],
-    )
+    told = {name: row[name] for name in Sample.__struct_fields__ if name in row}
+    texts = {name: recorded_text(row[name]) for name in ("prompt", "answer")}
+    return Sample(**{**told, **texts, "place": place})
 
 
 def _why_none(run: FollowedRun, run_dir: Path, step: int | None) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
 from typing import Any, Final
 
 from areal_sc.config.slurm_settings import SchedulerType
-from areal_sc.errors import ConfigError
-from areal_sc.user_code import blame
+from areal_sc.user_code import named
 
 _BUILT_IN: Final = [kind.value for kind in SchedulerType]
 
@@ -22,19 +20,3 @@ def own_scheduler(name: str) -> Any:
     if name in _BUILT_IN:
         return None
     return named(name, f"scheduler.type: expected {', '.join(_BUILT_IN)} or package.module:Class")
-
-
-def named(name: str, expected: str) -> Any:
-    """What `package.module:name` means to the caller, also beside a script.
-
-    Args: expected: how a message begins.
-    Raises: ConfigError: there is nothing of that name.
-    """
-    if ":" not in name:
-        raise ConfigError(f"{expected}, got {name!r}")
-    try:
-        return resolve_name(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # the user's code may raise anything
-        raise ConfigError(f"{expected}, got {name!r}: {blame(error)}") from error

@@ -216,7 +216,7 @@ class ActorConfig(Section):
     num_threads: int = setting(
         0, "CPU threads a rank; 0: one, with a GPU its share of the cores", ge=0
     )
-    store_bytes: int = setting(0, "limit of one rank's tensor store; 0: what is free there", ge=0)
+    store_bytes: int = in_code(0)
     seed: int = shared("${seed}", 0, "seed of initial weights and shuffles", ge=0)
     memory_snapshots: bool = shared(
         "${checkpoint.memory_snapshots}", True, "each step has a snapshot in memory"
@@ -337,7 +337,6 @@ class RolloutConfig(Section):
     admission: AdmissionMode = setting(AdmissionMode.just_in_time, idle=("max_staleness=0",))
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
     store_bytes: int = setting(0, "limit of one worker's tensor store; 0: what is free there", ge=0)
-    node_store_bytes: int = setting(0, "limit of a node's stores; 0: its shared memory", ge=0)
     group_timeout_s: float = setting(3600.0, "limit of a group, from its start to its end", gt=0)
     step_timeout_s: float = in_code(300.0)
     reward_timeout_s: float = setting(30.0, "limit of one reward", gt=0)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from areal_sc.config.placement import Purpose
 from areal_sc.config.slurm_settings import RoleNodes, SlurmConfig
@@ -31,15 +31,10 @@ class NodeRequest:
     extra_flags: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, settings: SlurmConfig | RoleNodes, num_workers: int) -> NodeRequest:
-        """Args: num_workers: most of a node."""
+    def of(cls, settings: SlurmConfig | RoleNodes) -> NodeRequest:
+        """What the settings say of each node."""
         values = {it.name: getattr(settings, it.name) for it in fields(cls)}
-        cpus = max(settings.cpus_per_node, num_workers * settings.cpus_per_worker)
-        by_workers = num_workers * (memory_bytes(settings.memory_per_worker) or 0)
-        changes: dict[str, Any] = {"extra_flags": tuple(settings.extra_flags)}
-        if by_workers > (memory_bytes(settings.memory_per_node) or 0):
-            changes["memory_per_node"] = f"{-(-by_workers >> 20)}M"
-        return cls(**values | {"cpus_per_node": cpus} | changes)
+        return cls(**values | {"extra_flags": tuple(settings.extra_flags)})
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ def single_plan(slurm: SlurmConfig) -> JobPlan:
 def workers_of_single(slurm: SlurmConfig) -> int:
     """Rollout workers that a node is for which joins singly, if it has no GPUs."""
     num_nodes, _ = nodes_for(slurm, Purpose.rollout)
-    return _workers_of_node(slurm.rollout, num_nodes)
+    return -(-slurm.rollout.role_workers // num_nodes)
 
 
 def merged_plan(plans: Sequence[JobPlan]) -> JobPlan:
@@ -125,14 +120,8 @@ def merged_plan(plans: Sequence[JobPlan]) -> JobPlan:
 def _wanted(slurm: SlurmConfig) -> Iterator[tuple[Purpose, int, NodeRequest]]:
     own: dict[Purpose, RoleNodes] = {Purpose.train: slurm.train, Purpose.rollout: slurm.rollout}
     if slurm.gang and not any(role.nodes for role in own.values()):
-        num_workers = sum(_workers_of_node(role, slurm.nodes) for role in own.values())
-        yield Purpose.any, slurm.nodes, NodeRequest.of(slurm, num_workers)
+        yield Purpose.any, slurm.nodes, NodeRequest.of(slurm)
         return
     for purpose, role in own.items():
-        num_nodes = role.nodes or slurm.nodes
-        request = NodeRequest.of(role if role.nodes else slurm, _workers_of_node(role, num_nodes))
-        yield purpose, num_nodes, request
-
-
-def _workers_of_node(role: RoleNodes, num_nodes: int) -> int:
-    return -(-role.num_workers // num_nodes)
+        nodes = role if role.nodes else slurm
+        yield purpose, nodes.nodes, NodeRequest.of(nodes)

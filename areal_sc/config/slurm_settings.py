@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from areal_sc.config.fields import apart, setting, shared
-from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.config.sharing import Section
 
 
@@ -31,40 +30,18 @@ class RoleNodes(Section):
     gpus_per_node: int = apart("${scheduler.slurm.gpus_per_node}", 0, "GPUs of each node", ge=0)
     cpus_per_node: int = apart("${scheduler.slurm.cpus_per_node}", 0, "CPUs of each node", ge=0)
     memory_per_node: str = apart("${scheduler.slurm.memory_per_node}", "", "memory of each: 64G")
-    cpus_per_worker: int = apart("${scheduler.slurm.cpus_per_worker}", 0, "of its nodes", ge=0)
-    memory_per_worker: str = apart("${scheduler.slurm.memory_per_worker}", "", "of its nodes")
     time_limit: str = apart("${scheduler.slurm.time_limit}", "", "most time of the job")
     partition: str = apart("${scheduler.slurm.partition}", "", "partition of the nodes")
     account: str = shared("${scheduler.slurm.account}", "", "who pays")
     constraint: str = apart("${scheduler.slurm.constraint}", "", "features that nodes need")
     extra_flags: list[str] = apart("${scheduler.slurm.extra_flags}", list, "flags of sbatch")
 
-    @property
-    def num_workers(self) -> int:
-        """Workers of the role; `cpus_per_worker` and `memory_per_worker` are for each of them."""
-        raise NotImplementedError
-
-
-@dataclass
-class TrainNodes(RoleNodes):
-    """Nodes for trainers alone; what is not given is as for the others."""
-
-    role_ranks: ParallelConfig = shared("${actor.parallel}", ParallelConfig)
-
-    @property
-    def num_workers(self) -> int:
-        return self.role_ranks.num_ranks
-
 
 @dataclass
 class RolloutNodes(RoleNodes):
     """Nodes for generation alone; what is not given is as for the others."""
 
-    role_workers: int = apart("${rollout.num_workers}", 0, "rollout workers", ge=0)
-
-    @property
-    def num_workers(self) -> int:
-        return self.role_workers
+    role_workers: int = shared("${rollout.num_workers}", 0, "rollout workers", ge=0)
 
 
 @dataclass
@@ -80,8 +57,6 @@ class SlurmConfig(Section):
     gpus_per_node: int = setting(0, "GPUs of each node", ge=0)
     cpus_per_node: int = setting(0, "CPUs of each node", ge=0)
     memory_per_node: str = setting("", "memory of each node: 64G")
-    cpus_per_worker: int = setting(0, "as many CPUs of a node as its workers need", ge=0)
-    memory_per_worker: str = setting("", "as much memory of a node as its workers need: 16G")
     time_limit: str = setting("", "most time of a job: 12:00:00")
     partition: str = setting("", "partition that the nodes are of")
     account: str = setting("", "who pays")
@@ -100,5 +75,5 @@ class SlurmConfig(Section):
         list, "around agents: [apptainer, exec, x.sif]; or flags of srun, for pyxis"
     )
     python: str = setting("", "interpreter on the nodes; empty: where this one is")
-    train: TrainNodes = setting(TrainNodes, idle=("train.nodes=0",))
+    train: RoleNodes = setting(RoleNodes, idle=("train.nodes=0",))
     rollout: RolloutNodes = setting(RolloutNodes, idle=("rollout.nodes=0",))

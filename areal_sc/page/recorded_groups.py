@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from msgspec.structs import asdict
@@ -18,16 +18,10 @@ from areal_sc.errors import RunFolderError
 from areal_sc.page.row_index import PlacedGroup, RowIndex, group_of
 from areal_sc.page.row_texts import decoded
 from areal_sc.page.trained_numbers import TrainedNumbers
-from areal_sc.records.blocks import RecordBlock, opened_block, read_body
-from areal_sc.records.evaluated_answers import EvaluatedAnswer, unpack_answers, unpack_contents
-from areal_sc.records.recorded_calls import RecordedCall, unpack_calls
-from areal_sc.records.recorded_rows import (
-    RecordedGroup,
-    RecordedRow,
-    RecordedTokens,
-    unpack_group,
-    unpack_tokens,
-)
+from areal_sc.records.blocks import read_block
+from areal_sc.records.reading import answers_of, rows_of
+from areal_sc.records.recorded_calls import RecordedCall
+from areal_sc.records.recorded_rows import RecordedGroup, RecordedRow, RecordedTokens
 
 MAX_TOKENS: Final = 10_000
 """Tokens of one answer: a page shows so many at once."""
@@ -51,8 +45,8 @@ class RecordedGroups:
         """
         attempts = list[dict[str, Any]]()
         for placed in self._index.places(number).values():
-            with suppress(FileNotFoundError), _opened(placed) as opened:
-                group = opened.group
+            with suppress(FileNotFoundError):
+                group, _, _ = _read(placed)
                 attempts.append({**asdict(group), "rows": [_told(row) for row in group.rows]})
         return attempts
 
@@ -80,16 +74,14 @@ class RecordedGroups:
         if placed is None:
             return None
         try:
-            with _opened(placed) as opened:
-                group = opened.group
-                names = [(it.episode, it.row) for it in group.rows]
-                if (episode, row) not in names:
-                    return None
-                of_rows, of_calls = opened.contents()
+            group, of_rows, of_calls = _read(placed)
         except FileNotFoundError:
             raise RunFolderError(
                 f"{placed.path.name} is gone: records.max_bytes has room for newer rows alone"
             ) from None
+        names = [(it.episode, it.row) for it in group.rows]
+        if (episode, row) not in names:
+            return None
         place = names.index((episode, row))
         tokens = of_rows[place]
         branches = [
@@ -167,50 +159,23 @@ def _num_shared(first: np.ndarray, second: np.ndarray) -> int:
     return int(different[0]) if len(different) else length
 
 
-class _Opened(NamedTuple):
-    """A group, and the block that it is in.
+def _read(
+    placed: PlacedGroup,
+) -> tuple[RecordedGroup, list[RecordedTokens], list[tuple[RecordedCall, ...]]]:
+    """What is at a place: the group, and tokens and calls of each of its rows.
 
-    Attributes:
-        file: a descriptor.
-        answers: of the block, if it is one of evaluated answers.
-    """
-
-    file: int
-    block: RecordBlock
-    group: RecordedGroup
-    answers: list[EvaluatedAnswer]
-    nth: int | None
-
-    def contents(self) -> tuple[list[RecordedTokens], list[tuple[RecordedCall, ...]]]:
-        """Tokens and calls of each row.
-
-        Raises: ValueError: the body is damaged. OSError: it cannot be read.
-        """
-        body, group = read_body(self.file, self.block), self.group
-        if self.nth is not None:
-            content = [*unpack_contents(body, self.answers)][self.nth]
-            return content.tokens, content.calls
-        calls = body[len(body) - group.num_call_bytes :]
-        return unpack_tokens(body, group.rows), unpack_calls(calls, len(group.rows))
-
-
-@contextmanager
-def _opened(placed: PlacedGroup) -> Iterator[_Opened]:
-    """What is at a place.
-
-    Raises: FileNotFoundError: it is gone. RunFolderError: it cannot be read any more; also for what
-        the caller reads of it.
+    Raises: FileNotFoundError: it is gone. RunFolderError: it cannot be read any more.
     """
     try:
-        with opened_block(placed.path, placed.begin, placed.end) as (descriptor, found):
-            nth = placed.nth
-            answers = [] if nth is None else unpack_answers(found.head)
-            group = unpack_group(found.head) if nth is None else group_of(answers[nth])
-            yield _Opened(descriptor, found, group, answers, nth)
+        head, body = read_block(placed.path, placed.begin, placed.end)
+        if placed.nth is None:
+            return rows_of(head, body)
+        content = answers_of(head, body)[placed.nth]
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{placed.path.name} cannot be read: {error}") from error
+    return group_of(content.answer), content.tokens, content.calls
 
 
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

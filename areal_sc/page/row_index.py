@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Lock
@@ -27,15 +27,10 @@ from areal_sc.page.followed_blocks import FollowedBlocks, Progress
 from areal_sc.page.row_texts import TextReader, Texts
 from areal_sc.page.stamps import Stamp
 from areal_sc.records.blocks import RecordBlock, read_body
-from areal_sc.records.evaluated_answers import EvaluatedAnswer, unpack_answers, unpack_contents
+from areal_sc.records.evaluated_answers import EvaluatedAnswer
+from areal_sc.records.reading import answers_of, rows_of
 from areal_sc.records.record_files import RecordFile, Series
-from areal_sc.records.recorded_rows import (
-    RecordedGroup,
-    RecordedRow,
-    RecordedTokens,
-    unpack_group,
-    unpack_tokens,
-)
+from areal_sc.records.recorded_rows import RecordedGroup, RecordedRow, RecordedTokens
 
 REJECTED: Final = -1
 """Instead of an episode's number: of episodes that have no rows, for the same cause."""
@@ -129,14 +124,14 @@ class _NewGroup(NamedTuple):
     """A group, or an evaluated answer as one, that is new.
 
     Attributes:
-        tokens: of its rows; None: these are damaged.
+        tokens: of its rows.
         answer: what it was made of, and its number in the block; None: it is a group.
     """
 
     file: RecordFile
     block: RecordBlock
     group: RecordedGroup
-    tokens: list[RecordedTokens] | None
+    tokens: list[RecordedTokens]
     answer: tuple[EvaluatedAnswer, int] | None = None
 
 
@@ -282,36 +277,19 @@ class RowIndex:
         database.execute("UPDATE state SET json = ?", [msgspec.json.encode(state)])
         return is_whole
 
-    def _read(self, file: RecordFile, descriptor: int, found: RecordBlock) -> Sequence[_NewGroup]:
+    def _read(self, file: RecordFile, descriptor: int, found: RecordBlock) -> list[_NewGroup]:
         try:
+            body = read_body(descriptor, found)
             if file.series is Series.evaluated:
-                return self._read_answers(file, descriptor, found)
-            group = unpack_group(found.head)
+                return [
+                    _NewGroup(file, found, group_of(it.answer), it.tokens, (it.answer, nth))
+                    for nth, it in enumerate(answers_of(found.head, body))
+                ]
+            group, tokens, _ = rows_of(found.head, body)
         except ValueError as error:
             self._blocks.note_bad(file, str(error))
             return []
-        tokens: list[RecordedTokens] | None = None
-        try:
-            tokens = unpack_tokens(read_body(descriptor, found), group.rows) if group.rows else []
-        except ValueError as error:
-            self._blocks.note_bad(file, str(error))
         return [_NewGroup(file, found, group, tokens)]
-
-    def _read_answers(
-        self, file: RecordFile, descriptor: int, found: RecordBlock
-    ) -> list[_NewGroup]:
-        """Raises: ValueError: the block is none of answers."""
-        answers = unpack_answers(found.head)
-        tokens: list[list[RecordedTokens] | None] = [None] * len(answers)
-        try:
-            body = read_body(descriptor, found)
-            tokens = [it.tokens for it in unpack_contents(body, answers)]
-        except ValueError as error:
-            self._blocks.note_bad(file, str(error))
-        return [
-            _NewGroup(file, found, group_of(answer), its, (answer, nth))
-            for nth, (answer, its) in enumerate(zip(answers, tokens, strict=True))
-        ]
 
     def _insert(self, database: sqlite3.Connection, new: _NewGroup, texts: list[Texts]) -> None:
         group = new.group

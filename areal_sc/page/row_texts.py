@@ -25,18 +25,18 @@ class TextReader:
         self._bytes_of = None if tokenizer is None else _bytes_of_tokens(tokenizer)
 
     def texts(
-        self, new: Sequence[tuple[RecordedGroup, list[RecordedTokens] | None]]
+        self, new: Sequence[tuple[RecordedGroup, Sequence[RecordedTokens]]]
     ) -> Iterator[list[Texts]]:
         """The texts of each group's rows, then of its episodes that have none.
 
         Args:
-            new: groups, and the tokens of their rows; None: these are damaged.
+            new: groups, and the tokens of their rows.
         """
         wanted: dict[bytes, np.ndarray] = {}  # each prompt of a group once
         parts = list[list[tuple[bytes, bytes]]]()
         for _, tokens in new:
             of_group = []
-            for row in tokens or () if self.tokenizer is not None else ():
+            for row in tokens if self.tokenizer is not None else ():
                 trained = row.loss_mask.nonzero()[0]
                 begin = int(trained[0]) if len(trained) else len(row.loss_mask)
                 pair = row.input_ids[:begin], row.input_ids[begin:]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from areal_sc.page.followed_blocks import FollowedBlocks
-from areal_sc.records.blocks import opened_block, read_body
+from areal_sc.records.blocks import read_block
 from areal_sc.records.record_files import Series
 from areal_sc.records.trained_rows import unpack_trained, unpack_trained_tokens
 
@@ -54,9 +54,9 @@ class TrainedNumbers:
             at, path, begin, end = self._places.get(name, (-math.inf, Path(), 0, 0))
         if at < began:
             return None
-        with suppress(OSError, ValueError), opened_block(path, begin, end) as (descriptor, found):
-            row = unpack_trained(found.head)
-            tokens = unpack_trained_tokens(read_body(descriptor, found))
+        with suppress(OSError, ValueError):
+            head, body = read_block(path, begin, end)
+            row, tokens = unpack_trained(head), unpack_trained_tokens(body)
             numbers = {of: _spread(its, mask)[told] for of, its in tokens._asdict().items()}
             return {"step": row.step, "minibatch": row.minibatch, **numbers}
         return None

@@ -20,6 +20,7 @@ from areal_sc.config.fields import check_ranges, value_at
 from areal_sc.config.follow_settings import EvaluationSetConfig
 from areal_sc.config.further_models import further_models
 from areal_sc.config.named_scheduler import own_scheduler
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.placement import Purpose
 from areal_sc.config.ppo_settings import ppo_requirements
 from areal_sc.config.schema import (
@@ -41,8 +42,8 @@ from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
-from areal_sc.preflight.generation_checks import check_generation
 from areal_sc.preflight.idle_settings import ScriptFacts
+from areal_sc.preflight.placement import check_turns
 from areal_sc.preflight.settings_warnings import settings_warnings
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
@@ -53,7 +54,8 @@ from areal_sc.sizing.model_folder import (
     read_stored_shapes,
     tokens_of,
 )
-from areal_sc.sources.prompt_choice import WITH_SIGNAL
+from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
+from areal_sc.sources.prompt_choice import WITH_SIGNAL, PromptChoice
 from areal_sc.transport.sockets.interface import Interface
 
 OF_GENERATION = ("rollout.", "generation.", "weight_update.", "actor.ppo.", "actor.head")
@@ -104,7 +106,7 @@ def check_config(
         if generates:
             loss_of(model.ppo).search_path(f"{role}.ppo.loss")  # raises where there is none
     if generates:
-        check_generation(config, count_devices)
+        _check_generation(config, count_devices)
     facts = ScriptFacts(generates, has_agents=may_have_more, evaluates=may_have_more)
     return [
         *settings_warnings(config, facts),
@@ -234,6 +236,15 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         rollout.episode_tokens >= context,
         f"0 or at least {named}={context}, the longest row",
     )
+    num_groups = -(-rollout.train_batch_groups // rollout.fewest_workers)
+    least = num_groups * max_group_bytes(rollout)
+    yield (
+        "rollout.store_bytes",
+        not 0 < rollout.store_bytes < least,
+        f"0, or at least {least} (room for {num_groups} of the rollout.train_batch_groups="
+        f"{rollout.train_batch_groups} groups of a batch; {describe_largest_group(rollout)}: "
+        "smaller batches, or a smaller rollout.max_context_tokens, need less)",
+    )
     soft = rollout.soft_length
     if soft.limit_tokens:
         yield (
@@ -256,6 +267,17 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     for path in _model_paths(config):
         limit = known_context(path) or context
         yield named, context <= limit, f"at most {limit} (the context of the model in {path})"
+
+
+def _check_generation(config: GRPOConfig, count_devices: Callable[[], int]) -> None:
+    """Raises: ConfigError: the engine, or the choice of prompts, cannot be as it is set."""
+    PromptChoice(config.rollout.choose_prompts, config.rollout.seed)  # raises where there is none
+    generator = make_generator(config.rollout)
+    generator.check(config)
+    if config.rollout.placement is Placement.turns:
+        check_turns(config, count_devices)
+    elif config.rollout.autoscale.max:
+        generator.check_scaling()
 
 
 def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
 from typing import Final, NamedTuple
@@ -79,17 +78,16 @@ def read_blocks(file: int, begin: int, size: int) -> Iterator[RecordBlock | Gap]
         at = following
 
 
-@contextmanager
-def opened_block(path: Path, begin: int, end: int) -> Iterator[tuple[int, RecordBlock]]:
-    """The descriptor of a file, and the block that is known to be there.
+def read_block(path: Path, begin: int, end: int) -> tuple[bytes, bytes]:
+    """Head and body of the record in these bytes of a file.
 
-    Raises: OSError: the file cannot be read. ValueError: the block is damaged.
+    Raises: OSError: it cannot be read. ValueError: there is none.
     """
     with path.open("rb") as file:
         found = next(read_blocks(file.fileno(), begin, end), None)
         if not isinstance(found, RecordBlock):
             raise ValueError(f"the record at byte {begin} is damaged")
-        yield file.fileno(), found
+        return found.head, read_body(file.fileno(), found)
 
 
 def read_body(file: int, found: RecordBlock) -> bytes:

@@ -101,7 +101,7 @@ def rows(run: str | Path) -> Iterator[Row]:
     for file in _files(run):
         if file.series not in (Series.rows, Series.kept):
             continue
-        for group, of_rows, of_calls in _read(file, _rows_of):
+        for group, of_rows, of_calls in _read(file, rows_of):
             for row, tokens, calls in zip(group.rows, of_rows, of_calls, strict=True):
                 yield Row(
                     **vars(tokens),
@@ -140,7 +140,7 @@ def evaluated_answers(run: str | Path) -> Iterator[AnswerContent]:
     """
     for file in _files(run):
         if file.series is Series.evaluated:
-            for answers in _read(file, _answers_of):
+            for answers in _read(file, answers_of):
                 yield from answers
 
 
@@ -217,7 +217,7 @@ def _files(run: str | Path) -> list[RecordFile]:
         return record_files(folder.records)
 
 
-def _rows_of(
+def rows_of(
     head: bytes, body: bytes
 ) -> tuple[RecordedGroup, list[RecordedTokens], list[tuple[RecordedCall, ...]]]:
     group = unpack_group(head)
@@ -231,7 +231,7 @@ def _trained_of(head: bytes, body: bytes) -> tuple[TrainedRow, TrainedTokens]:
     return unpack_trained(head), unpack_trained_tokens(body)
 
 
-def _answers_of(head: bytes, body: bytes) -> list[AnswerContent]:
+def answers_of(head: bytes, body: bytes) -> list[AnswerContent]:
     return [*unpack_contents(body, unpack_answers(head))]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from statistics import fmean
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack
 
 import aiohttp
 
@@ -68,29 +68,49 @@ Question:
 Reply with the numbers of all answers, the best one first, as a list: [2, 1, 3]"""
 
 
-class JudgeEndpoint:
+class Asking(TypedDict, total=False):
+    """How a judge is asked; see `JudgeReward`."""
+
+    api_key_variable: str
+    max_tokens: int
+    timeout_s: float
+    tries: int
+    at_once: int
+
+
+class _Judge(Referable):
     """A model behind an OpenAI-compatible endpoint, which is asked until it gives a verdict.
 
-    Args: those of `JudgeReward`.
-    Raises: ValueError: one is out of bounds.
+    Args:
+        question: into which columns of the row are filled, and what is to be judged.
+        judged: the name of the latter in the question.
+        others: see `JudgeReward`.
+    Raises: ValueError: one is out of bounds, or the question does not hold what is to be judged.
     """
 
     def __init__(
         self,
         url: str,
         model: str,
+        question: str,
+        judged: str,
         *,
-        api_key_variable: str,
-        max_tokens: int,
-        timeout_s: float,
-        tries: int,
-        at_once: int,
+        api_key_variable: str = "",
+        max_tokens: int = 512,
+        timeout_s: float = 60.0,
+        tries: int = 4,
+        at_once: int = 32,
     ) -> None:
         if timeout_s <= 0 or min(tries, at_once, max_tokens) < 1:
             raise ValueError(
                 f"timeout_s={timeout_s}, tries={tries}, at_once={at_once}, "
                 f"max_tokens={max_tokens}: expected them above 0"
             )
+        self._columns = {name for _, name, _, _ in Formatter().parse(question) if name is not None}
+        if judged not in self._columns:
+            raise ValueError(f"question: expected {{{judged}}} in it")
+        self._question = question
+        self._judged = judged
         self._address = f"{url.rstrip('/')}/chat/completions"
         self._model = model
         self._key_variable = api_key_variable
@@ -100,16 +120,28 @@ class JudgeEndpoint:
         self._places = asyncio.Semaphore(at_once)
         self._has_served = False
 
-    async def ask(self, question: str, read: Callable[[str], Verdict]) -> Verdict:
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises: WorkflowError: it has nothing in a column that the question names."""
+        for name in sorted(self._columns - {self._judged}):
+            if is_missing(row.get(name)):
+                raise WorkflowError(
+                    f"question of the judge: the row has nothing in its column {name!r}, only in "
+                    f"{', '.join(sorted(row))}"
+                )
+
+    async def _ask(
+        self, row: Mapping[str, Any], judged: str, read: Callable[[str], Verdict]
+    ) -> Verdict:
         """The verdict that `read` finds in the reply.
 
         Args:
+            judged: what is to be judged.
             read: raises `NoVerdict` where there is none.
         Raises: RewardError, NeverWorks: as `JudgeReward` says.
         """
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": question}],
+            "messages": [{"role": "user", "content": self._filled(row, judged)}],
             "max_tokens": self._max_tokens,
             "temperature": 0,
         }
@@ -155,8 +187,19 @@ class JudgeEndpoint:
             raise NoVerdict(f"no chat completion: {text:.200}") from error
         return content if isinstance(content, str) else ""
 
+    def _filled(self, row: Mapping[str, Any], judged: str) -> str:
+        """The question. Raises: RewardError: the row lacks a column."""
+        columns = {name: row[name] for name in self._columns if name in row}
+        asked = columns.get("prompt")
+        if isinstance(asked, list) and asked and isinstance(asked[-1], Mapping):
+            columns["prompt"] = asked[-1].get("content")
+        try:
+            return self._question.format(**{**columns, self._judged: judged})
+        except (KeyError, IndexError) as error:
+            raise RewardError(f"question of the judge: the row has no column {error}") from error
 
-class JudgeReward(Referable):
+
+class JudgeReward(_Judge):
     """The number that a judge model gives a completion; an async reward.
 
     `rollout.reward_timeout_s` limits a whole call, all its tries and pauses; it has to be longer
@@ -189,33 +232,16 @@ class JudgeReward(Referable):
         lowest: float = 0.0,
         highest: float = 1.0,
         tag: str = "",
-        api_key_variable: str = "",
-        max_tokens: int = 512,
-        timeout_s: float = 60.0,
-        tries: int = 4,
-        at_once: int = 32,
+        **asking: Unpack[Asking],
     ) -> None:
         if lowest >= highest:
             raise ValueError(f"lowest={lowest}, highest={highest}: expected lowest < highest")
-        self._question = _Question(question, "completion")
+        super().__init__(url, model, question, "completion", **asking)
         self._bounds = (lowest, highest)
         self._tag = tag
-        self._judge = JudgeEndpoint(
-            url,
-            model,
-            api_key_variable=api_key_variable,
-            max_tokens=max_tokens,
-            timeout_s=timeout_s,
-            tries=tries,
-            at_once=at_once,
-        )
 
     async def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
-        return await self._judge.ask(self._question.filled(prompt, completion), self._verdict)
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises: WorkflowError: it has nothing in a column that the question names."""
-        self._question.check_row(row)
+        return await self._ask(prompt, completion, self._verdict)
 
     def _verdict(self, reply: str) -> float:
         numbers = [float(it) for it in _NUMBER.findall(given_answer(reply, self._tag) or "")]
@@ -225,7 +251,7 @@ class JudgeReward(Referable):
         return numbers[-1]
 
 
-class RankingJudge(Referable):
+class RankingJudge(_Judge):
     """A judge model puts the answers of a group in order; a `group_reward`.
 
     The best answer gets 1.0, the worst 0.0, the others lie evenly between. Answers of the same text
@@ -248,25 +274,12 @@ class RankingJudge(Referable):
         *,
         question: str = RANKING_QUESTION,
         num_orders: int = 1,
-        api_key_variable: str = "",
-        max_tokens: int = 512,
-        timeout_s: float = 60.0,
-        tries: int = 4,
-        at_once: int = 32,
+        **asking: Unpack[Asking],
     ) -> None:
         if num_orders < 1:
             raise ValueError(f"num_orders={num_orders}: expected at least 1")
-        self._question = _Question(question, "answers")
+        super().__init__(url, model, question, "answers", **asking)
         self._num_orders = num_orders
-        self._judge = JudgeEndpoint(
-            url,
-            model,
-            api_key_variable=api_key_variable,
-            max_tokens=max_tokens,
-            timeout_s=timeout_s,
-            tries=tries,
-            at_once=at_once,
-        )
 
     async def __call__(
         self, prompt: Mapping[str, Any], trajectories: Sequence[Trajectory]
@@ -284,10 +297,6 @@ class RankingJudge(Referable):
         places = {it: fmean(one.index(it) for one in ranked) for it in answers}
         return [1.0 - places[it.answer] / (len(answers) - 1) for it in trajectories]
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises: WorkflowError: it has nothing in a column that the question names."""
-        self._question.check_row(row)
-
     async def _ranked(self, prompt: Mapping[str, Any], answers: list[str]) -> list[str]:
         """The answers, the best one first."""
         shown = "\n\n".join(f"Answer {n}:\n{it}" for n, it in enumerate(answers, start=1))
@@ -302,43 +311,7 @@ class RankingJudge(Referable):
                 )
             return [answers[it - 1] for it in numbers]
 
-        return await self._judge.ask(self._question.filled(prompt, shown), read)
-
-
-class _Question:
-    """What a judge is asked: columns of the row are filled in, and what it is to judge.
-
-    Args:
-        judged: the name of what it is to judge.
-    Raises: ValueError: the text does not hold that.
-    """
-
-    def __init__(self, text: str, judged: str) -> None:
-        self._text = text
-        self._judged = judged
-        self._columns = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
-        if judged not in self._columns:
-            raise ValueError(f"question: expected {{{judged}}} in it")
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises: WorkflowError: it has nothing in a column that is to be filled in."""
-        for name in sorted(self._columns - {self._judged}):
-            if is_missing(row.get(name)):
-                raise WorkflowError(
-                    f"question of the judge: the row has nothing in its column {name!r}, only in "
-                    f"{', '.join(sorted(row))}"
-                )
-
-    def filled(self, row: Mapping[str, Any], judged: str) -> str:
-        """Raises: RewardError: the row lacks a column."""
-        columns = {name: row[name] for name in self._columns if name in row}
-        asked = columns.get("prompt")
-        if isinstance(asked, list) and asked and isinstance(asked[-1], Mapping):
-            columns["prompt"] = asked[-1].get("content")
-        try:
-            return self._text.format(**{**columns, self._judged: judged})
-        except (KeyError, IndexError) as error:
-            raise RewardError(f"question of the judge: the row has no column {error}") from error
+        return await self._ask(prompt, shown, read)
 
 
 class NoVerdict(Exception):

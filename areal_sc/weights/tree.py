@@ -251,8 +251,7 @@ class WeightTree:
         worker, config = member.worker, self._config
         of_store = config.store_bytes or live_row_bytes(config)
         of_stores = max(1, self._num_stores[worker.node]) * of_store
-        limits = of_stores, config.node_store_bytes, worker.store_room_bytes
-        return min(limit for limit in limits if limit)  # 0: there is none
+        return min(of_stores, worker.store_room_bytes or of_stores)  # 0: it is not known
 
     @asynccontextmanager
     async def _pulling(

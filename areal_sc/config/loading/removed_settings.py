@@ -10,6 +10,7 @@ LIKE_ACTOR: Final = ("reference", "critic", "teacher", "reward_model")
 """Sections of models that take most of their settings from the actor's."""
 
 _SERVERS: Final = ("sglang", "vllm")
+_SLURM: Final = ("scheduler.slurm", "scheduler.slurm.train", "scheduler.slurm.rollout")
 _WITH_ADAPTER: Final = ("teacher", "reward_model")
 
 
@@ -37,9 +38,17 @@ _BY_ADVICE: Final[Mapping[str, list[str]]] = {
         "transport.pull_timeout_s",
     ],
     "it follows from weights and a batch: leave it out": ["transport.shared_memory_bytes"],
+    "it is what is free there: leave it out; rollout.store_bytes is for each rollout worker": [
+        *_each(("actor", *LIKE_ACTOR), "store_bytes"),
+        "rollout.node_store_bytes",
+    ],
     "it follows from the room of the device: leave it out; actor.max_tokens_per_micro_batch bounds "
     "what a pass takes": ["actor.logprob_chunk_tokens"],
     "it follows from actor.parallel: leave it out": ["scheduler.slurm.train.role_workers"],
+    "it is rollout.num_workers: leave it out": ["scheduler.slurm.rollout.role_workers"],
+    "say what a whole node has, by cpus_per_node and memory_per_node of the same section": _each(
+        _SLURM, "cpus_per_worker memory_per_worker"
+    ),
     "it follows from what the model is for: leave it out": _each(
         ("actor", *LIKE_ACTOR), "is_frozen head"
     ),
@@ -61,7 +70,7 @@ _BY_ADVICE: Final[Mapping[str, list[str]]] = {
     "it is called actor.parallel.data now": ["actor.num_workers"],
     "nodes that differ are a job each now: leave it out": ["scheduler.slurm.heterogeneous"],
     "it is a flag of sbatch now: --qos=... in the extra_flags of the same section": _each(
-        ("scheduler.slurm", "scheduler.slurm.train", "scheduler.slurm.rollout"), "qos"
+        _SLURM, "qos"
     ),
     "it is always areal_sc: leave it out": ["scheduler.ray.namespace"],
     "servers listen on loopback, where their workers are: leave it out": _each(_SERVERS, "host"),
@@ -93,6 +102,9 @@ FORMER_DEFAULTS: Final[Mapping[str, object]] = MappingProxyType(
         "actor.ppo.advantage_eps": 1e-6,
         **dict.fromkeys((f"{role}.revision" for role in ("actor", "rollout", *LIKE_ACTOR)), ""),
         "rollout.max_lost_s": 300.0,
+        "rollout.node_store_bytes": 0,
+        **dict.fromkeys((f"{nodes}.cpus_per_worker" for nodes in _SLURM), 0),
+        **dict.fromkeys((f"{nodes}.memory_per_worker" for nodes in _SLURM), ""),
         "rollout.sandbox.num_processes": 0,
         "rollout.sandbox.environment": ["PATH", "LANG"],
     }

@@ -505,9 +505,6 @@ def store_room(
     on_worker = max(1, config.store_bytes // group_bytes) if config.store_bytes else _NO_LIMIT
     num_workers = Counter(worker.node for worker in workers)
     on_node = {node: on_worker * count for node, count in num_workers.items()}
-    if config.node_store_bytes:
-        of_node = config.node_store_bytes // group_bytes
-        on_node = {node: min(num, of_node) for node, num in on_node.items()}
     for worker in workers:
         if free := worker.store_room_bytes:  # 0: not known
             # a limit counts shards; of the memory itself their blocks take whole pages

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -48,66 +49,6 @@ class ServerInstance:
 
 
 @dataclass(frozen=True)
-class MemoryShare:
-    """The argument that sets a server's share of a GPU, for parameters and KV cache together.
-
-    Attributes:
-        section: of the settings of the servers' program.
-        argument: its name on the command line.
-        default: about what the program takes by itself.
-    """
-
-    section: str
-    argument: str
-    default: float
-
-    @property
-    def setting(self) -> str:
-        return f"{self.section}.args.{self.argument.replace('-', '_')}"
-
-    def kv_bytes(
-        self, given: Mapping[str, str], device: str, memory: int, parameter_bytes: int
-    ) -> int:
-        """What is left of it beside the parameters.
-
-        Args:
-            given: the server's arguments.
-            memory: of the device, in bytes.
-        Raises: ConfigError: it is no share, or does not even hold the parameters.
-        """
-        share = self._of(given)
-        left = int(share * memory) - parameter_bytes
-        if left >= 0:
-            return left
-        raise ConfigError(
-            f"{self.setting}: {share:g} of what is free on {device} "
-            f"({format_bytes(memory)}) does not hold the parameters of a server "
-            f"({format_bytes(parameter_bytes)}), and it has to hold the KV cache, too; "
-            "set a larger share or servers.tp_size; or let more ranks train, which need less each"
-        )
-
-    def way_out(self, plan: RunPlan) -> str | None:
-        """Which share would fit, as `GeneratorHandle.way_out`."""
-        if plan.takes_turns:  # it is not the server that has too little room
-            return None
-        shares = [_largest_share(plan, place) for place in plan.short_places]
-        known = [share for share in shares if share is not None]
-        if not known:
-            return None
-        return f"{self.setting} may be at most {min(known):g} beside all else on that device"
-
-    def _of(self, given: Mapping[str, str]) -> float:
-        text = given.get(self.argument, str(self.default))
-        try:
-            share = float(text)
-        except ValueError:
-            share = math.nan
-        if not 0 < share < 1:
-            raise ConfigError(f"{self.setting}: expected a number above 0 and below 1, got {text}")
-        return share
-
-
-@dataclass(frozen=True)
 class ServersHandle(GeneratorHandle):
     """Generation by servers of a kind, one of which each worker starts or connects to.
 
@@ -122,7 +63,9 @@ class ServersHandle(GeneratorHandle):
         session_files: pattern of the names of files in shared memory that their processes map, and
             leave when they are killed together.
         support_setting: that limits the tokens of a truncated distribution.
-        memory_share: of a GPU, that a server takes.
+        share_argument: name of the argument that sets a server's share of a GPU, for parameters and
+            KV cache together.
+        default_share: about what the program takes by itself.
     """
 
     name: ClassVar[str]
@@ -132,7 +75,8 @@ class ServersHandle(GeneratorHandle):
     scheduler_title: ClassVar[str]
     session_files: ClassVar[str]
     support_setting: ClassVar[str]
-    memory_share: ClassVar[MemoryShare]
+    share_argument: ClassVar[str]
+    default_share: ClassVar[float]
     worker_class: ClassVar[str] = "areal_sc.engines.servers.engine:ServerEngine"
 
     def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> Any:
@@ -295,7 +239,7 @@ class ServersHandle(GeneratorHandle):
             )
             if memory is None:
                 return None
-            return self.memory_share.kv_bytes(given, device, memory, parameter_bytes)
+            return self._kv_bytes_left(given, device, memory, parameter_bytes)
 
         kv_bytes = self.kv_cache_bytes(given, bytes_of_rank(shape.kv_values_per_token), left)
         return WorkerPlan(
@@ -315,7 +259,42 @@ class ServersHandle(GeneratorHandle):
         raise NotImplementedError
 
     def way_out(self, plan: RunPlan) -> str | None:
-        return self.memory_share.way_out(plan)
+        """Which share would fit, as `GeneratorHandle.way_out`."""
+        if plan.takes_turns:  # it is not the server that has too little room
+            return None
+        shares = [_largest_share(plan, place) for place in plan.short_places]
+        known = [share for share in shares if share is not None]
+        if not known:
+            return None
+        setting = self._setting_of(self.share_argument)
+        return f"{setting} may be at most {min(known):g} beside all else on that device"
+
+    def _kv_bytes_left(
+        self, given: Mapping[str, str], device: str, memory: int, parameter_bytes: int
+    ) -> int:
+        """What is left of the server's share beside the parameters.
+
+        Args: memory: of the device, in bytes.
+        Raises: ConfigError: it is no share, or does not even hold the parameters.
+        """
+        text = given.get(self.share_argument, str(self.default_share))
+        setting, share = self._setting_of(self.share_argument), math.nan
+        with suppress(ValueError):
+            share = float(text)
+        if not 0 < share < 1:
+            raise ConfigError(f"{setting}: expected a number above 0 and below 1, got {text}")
+        left = int(share * memory) - parameter_bytes
+        if left >= 0:
+            return left
+        raise ConfigError(
+            f"{setting}: {share:g} of what is free on {device} "
+            f"({format_bytes(memory)}) does not hold the parameters of a server "
+            f"({format_bytes(parameter_bytes)}), and it has to hold the KV cache, too; "
+            "set a larger share or servers.tp_size; or let more ranks train, which need less each"
+        )
+
+    def _setting_of(self, argument: str) -> str:
+        return f"{self.section}.args.{argument.replace('-', '_')}"
 
     def _count(self, given: Mapping[str, str], argument: str, least: int) -> int:
         """Raises: ConfigError: an argument of the servers is no count."""
@@ -323,8 +302,7 @@ class ServersHandle(GeneratorHandle):
         if text.isdecimal() and int(text) >= least:
             return int(text)
         above = " above 0" if least else ""
-        name = f"{self.section}.args.{argument.replace('-', '_')}"
-        raise ConfigError(f"{name}: expected a count{above}, got {text}")
+        raise ConfigError(f"{self._setting_of(argument)}: expected a count{above}, got {text}")
 
 
 def with_path(folder: Path) -> str:

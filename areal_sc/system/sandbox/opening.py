@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pkgutil import resolve_name
 from typing import Final
 
 from areal_sc.config.sandbox_settings import Isolation, SandboxConfig
-from areal_sc.errors import ConfigError, SandboxError
+from areal_sc.errors import SandboxError
 from areal_sc.system.cgroups import num_cores
 from areal_sc.system.sandbox.local import LocalSandbox
 from areal_sc.system.sandbox.program import Sandbox
+from areal_sc.user_code import named
 
 _ENVIRONMENT: Final = ("PATH", "LANG")
 """Variables of a worker that a model's programs get."""
@@ -26,14 +26,10 @@ def open_sandbox(settings: SandboxConfig) -> Sandbox:
         SandboxError: `isolation` is none: what a model wrote is not run without any.
     """
     if settings.runner:
-        try:
-            runner = resolve_name(settings.runner)
-        except (ValueError, ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"rollout.sandbox.runner: {settings.runner!r} names nothing: {error}; expected "
-                "module:name of a class or function that makes a sandbox of this section"
-            ) from error
-        sandbox: Sandbox = runner(settings)
+        expected = "module:name of a class or function that makes a sandbox of this section"
+        sandbox: Sandbox = named(settings.runner, f"rollout.sandbox.runner: expected {expected}")(
+            settings
+        )
         return sandbox
     if settings.isolation == Isolation.none:
         raise SandboxError(

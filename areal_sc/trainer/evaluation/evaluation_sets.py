@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from areal_sc.config.follow_settings import EvaluationConfig, EvaluationSetConfig
-from areal_sc.config.named_scheduler import named
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.records.metrics import EvaluationResult
 from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.sources.load_prompts import load_prompts
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.user_code import blame
+from areal_sc.user_code import blame, named
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
 

@@ -27,7 +27,7 @@ from waiting import until
 
 from areal_sc import make_scheduler
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
-from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig, TrainNodes
+from areal_sc.config.slurm_settings import RoleNodes, RolloutNodes, SlurmConfig
 from areal_sc.transport.shards.memory_folder import user_folder
 
 KINDS = ("local", "a job", "inside an allocation", "ssh")
@@ -49,7 +49,7 @@ def config_of(kind: str, run_dir: Path, cluster: Cluster) -> SchedulerConfig:
     slurm = SlurmConfig(nodes=len(NODES))
     if kind == SINGLY:
         rollout = RolloutNodes(nodes=1, role_workers=1)
-        slurm = SlurmConfig(gang=False, train=TrainNodes(nodes=1), rollout=rollout)
+        slurm = SlurmConfig(gang=False, train=RoleNodes(nodes=1), rollout=rollout)
     return replace(config, type="slurm", slurm=slurm)
 
 

@@ -17,7 +17,7 @@ from waiting import until
 
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import Device
-from areal_sc.config.slurm_settings import RolloutNodes, TrainNodes
+from areal_sc.config.slurm_settings import RoleNodes, RolloutNodes
 from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.schedulers.base import placed
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
@@ -45,7 +45,7 @@ async def test_each_role_has_nodes_of_its_own_kind_and_gpus_that_no_other_has(
     config = config_of(
         tmp_path / "run",
         setup=[with_gpus(tmp_path / "bin")],
-        train=TrainNodes(nodes=1, gpus_per_node=4, cpus_per_node=2, partition="short"),
+        train=RoleNodes(nodes=1, gpus_per_node=4, cpus_per_node=2, partition="short"),
         rollout=RolloutNodes(nodes=3, gpus_per_node=2, cpus_per_node=1),
     )
     async with opened(config) as scheduler:
@@ -80,7 +80,7 @@ async def test_another_machine_takes_the_place_of_one_that_lost_its_power(
 ) -> None:
     """Of a job of two nodes, and of another run's node that has joined singly."""
     half = {"nodes": 1, "cpus_per_node": 4}
-    roles = {"train": TrainNodes(**half), "rollout": RolloutNodes(**half)}
+    roles = {"train": RoleNodes(**half), "rollout": RolloutNodes(**half)}
     config = config_of(tmp_path / "run", setup=[with_gpus(tmp_path / "bin")], **roles)
     roles["rollout"] = RolloutNodes(**half, extra_flags=["--exclude=node1"])
     singly = config_of(tmp_path / "singly", gang=False, **roles)

@@ -23,7 +23,7 @@ def test_letter_sort_trains_on_three_hosts_over_ipv6(cluster: Cluster, tmp_path:
     words = [
         *("--config", str(REPOSITORY / "configs" / "letter_sort.yaml"), "scheduler.type=slurm"),
         *("scheduler.slurm.train.nodes=2", "scheduler.slurm.rollout.nodes=1"),
-        *("actor.parallel.data=2", "scheduler.slurm.cpus_per_worker=8", f"run_dir={run_dir}"),
+        *("actor.parallel.data=2", "scheduler.slurm.cpus_per_node=8", f"run_dir={run_dir}"),
         *(f"actor.path={tmp_path / 'warm'}", "task.warm_start.steps=5", "total_steps=3"),
         *("evaluation.num_prompts=32", f"transport.bind={cluster.network6}:/64"),
     ]
@@ -83,7 +83,7 @@ class Run:
         self._words = [
             *("--config", str(REPOSITORY / "configs" / "letter_sort.yaml"), "scheduler.type=slurm"),
             *("scheduler.slurm.nodes=2", "scheduler.slurm.partition=low", "total_steps=9999"),
-            "scheduler.slurm.cpus_per_worker=2",
+            "scheduler.slurm.cpus_per_node=4",
             *(f"run_dir={self.run_dir}", f"actor.path={folder / 'warm'}"),
             *("task.warm_start.steps=1", "evaluation.num_prompts=4", "checkpoint.every_steps=9999"),
             *("rollout.train_batch_groups=4", "generation.max_new_tokens=8"),

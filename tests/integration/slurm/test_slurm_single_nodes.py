@@ -21,7 +21,7 @@ from integration.slurm.test_slurm_takeover import busy, script, settings_of, sta
 from waiting import until
 
 from areal_sc.config.placement import Purpose
-from areal_sc.config.slurm_settings import RolloutNodes, TrainNodes
+from areal_sc.config.slurm_settings import RoleNodes, RolloutNodes
 from areal_sc.run.run_status import RoleStatus, read_status
 
 TRAIN = {"nodes": 1, "cpus_per_node": 2}
@@ -45,7 +45,7 @@ async def test_one_node_is_enough_and_others_join_are_asked_for_and_given_back(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = await busy(cluster, "-wnode2,node3")
-    nodes_of = {"train": TrainNodes(**TRAIN), "rollout": RolloutNodes(**ROLLOUT)}
+    nodes_of = {"train": RoleNodes(**TRAIN), "rollout": RolloutNodes(**ROLLOUT)}
     config = config_of(tmp_path, gang=False, **nodes_of)
     with caplog.at_level(logging.WARNING, "areal_sc.schedulers"):
         async with opened(config) as scheduler:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from areal_sc.config.fields import TEMPLATE, is_section, schema_fields
 from areal_sc.config.schema import GRPOConfig
 
-MAX_OWN = 192
+MAX_OWN = 188
 """Most settings that have a value of their own."""
-MAX_PLACES = 278
+MAX_PLACES = 269
 """Most places in a run's YAML, also those where a value is taken from elsewhere unless given."""
 
 

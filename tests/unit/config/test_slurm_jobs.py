@@ -12,7 +12,7 @@ from areal_sc.config.slurm_jobs import (
     single_plan,
     workers_of_single,
 )
-from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig, TrainNodes
+from areal_sc.config.slurm_settings import RoleNodes, RolloutNodes, SlurmConfig
 from areal_sc.preflight.load import load_config
 
 LEAST = {"run_dir": "r", "total_steps": 1, "actor": {"path": "m"}}
@@ -24,7 +24,7 @@ def test_nodes_of_all_roles_are_one_job() -> None:
 
 
 def test_nodes_that_are_alike_are_one_job_whatever_they_are_for() -> None:
-    [plan] = job_plans(SlurmConfig(train=TrainNodes(nodes=1), rollout=RolloutNodes(nodes=2)))
+    [plan] = job_plans(SlurmConfig(train=RoleNodes(nodes=1), rollout=RolloutNodes(nodes=2)))
     assert plan.shares == {Purpose.train: 1, Purpose.rollout: 2}
     assert plan.num_nodes == 3
     assert plan.of_one(Purpose.rollout).shares == {Purpose.rollout: 1}
@@ -38,7 +38,7 @@ def test_roles_that_need_different_nodes_have_a_job_each() -> None:
 
 
 def test_nodes_that_join_singly_are_a_job_each_and_trainers_one() -> None:
-    apart = {"train": TrainNodes(nodes=2), "rollout": RolloutNodes(nodes=3, role_workers=7)}
+    apart = {"train": RoleNodes(nodes=2), "rollout": RolloutNodes(nodes=3, role_workers=7)}
     slurm = SlurmConfig(gang=False, **apart)
     train, rollout = job_plans(slurm)
     assert (train.shares, train.num_jobs) == ({Purpose.train: 2}, 1)
@@ -63,20 +63,6 @@ def test_what_a_role_is_not_given_is_as_for_the_others() -> None:
     assert (train.request.partition, train.request.time_limit) == ("gpu", "60")
     assert (rollout.request.partition, rollout.request.time_limit) == ("cheap", "")
     assert (train.request.extra_flags, rollout.request.extra_flags) == (("--exclusive",), ())
-
-
-def test_a_node_has_what_all_of_its_workers_need() -> None:
-    words = ["cpus_per_worker=4", "memory_per_worker=6G", "nodes=2"]
-    workers = ["actor.parallel.tensor=2", "rollout.num_workers=3"]
-    both = load_config(LEAST, *(f"scheduler.slurm.{word}" for word in words), *workers)
-    [plan] = job_plans(both.scheduler.slurm)
-    request = plan.request  # a trainer and two that generate
-    assert (request.cpus_per_node, request.memory_per_node) == (12, f"{18 << 10}M")
-    words += ["train.nodes=1", "train.cpus_per_worker=10", "train.memory_per_node=99G"]
-    apart = load_config(LEAST, *(f"scheduler.slurm.{word}" for word in words), *workers)
-    train, rollout = (plan.request for plan in job_plans(apart.scheduler.slurm))
-    assert (train.cpus_per_node, train.memory_per_node) == (20, "99G")
-    assert (rollout.cpus_per_node, rollout.memory_per_node) == (8, f"{12 << 10}M")
 
 
 @pytest.mark.parametrize(

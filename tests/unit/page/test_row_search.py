@@ -248,8 +248,8 @@ def test_it_goes_on_where_another_page_was(tmp_path: Path, monkeypatch: pytest.M
     assert groups(index) == [1, 2]
     record(tmp_path, 3)
     read = list[int]()
-    unpack = row_index.unpack_group
-    monkeypatch.setattr(row_index, "unpack_group", lambda head: read.append(1) or unpack(head))
+    unpack = row_index.rows_of
+    monkeypatch.setattr(row_index, "rows_of", lambda *its: read.append(1) or unpack(*its))
     other = index_of(tmp_path, database)
     assert groups(other) == groups(index) == [1, 2, 3]
     assert len(read) == 1

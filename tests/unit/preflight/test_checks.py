@@ -193,7 +193,7 @@ def test_settings_at_the_edge_are_allowed(load: Load, override: str) -> None:
     assert check_config(load(*override.split(" ")), lambda: 0) == []
 
 
-# 3 groups on 2 workers: one of them holds 2, and the node all
+# 3 groups on 2 workers: one of them holds 2
 STORE_SIZES = (
     "rollout.train_batch_groups=3",
     "rollout.group_size=4",
@@ -205,18 +205,16 @@ STORE_SIZES = (
 GROUP_BYTES = 4 * (4 * 7 * 64 + 2 * 64)
 
 
-@pytest.mark.parametrize(("setting", "num_groups"), [("store_bytes", 2), ("node_store_bytes", 3)])
-def test_store_limit_under_one_batch(load: Load, setting: str, num_groups: int) -> None:
-    least = num_groups * GROUP_BYTES
-    load(*STORE_SIZES, f"rollout.{setting}={least}")
+def test_store_limit_under_one_batch(load: Load) -> None:
+    least = 2 * GROUP_BYTES
+    load(*STORE_SIZES, f"rollout.store_bytes={least}")
     with pytest.raises(ConfigError) as caught:
-        load(*STORE_SIZES, f"rollout.{setting}={least - 1}")
+        load(*STORE_SIZES, f"rollout.store_bytes={least - 1}")
     assert str(caught.value) == (
-        f"rollout.{setting}: expected at least {least} (room for {num_groups} of the "
+        f"rollout.store_bytes: expected 0, or at least {least} (room for 2 of the "
         f"rollout.train_batch_groups=3 groups of a batch; a group takes up to {GROUP_BYTES} bytes: "
-        "rollout.group_size=4 episodes of rollout.max_context_tokens=100 tokens), "
-        f"got {least - 1}; give more room, or set smaller batches, or a "
-        "smaller rollout.max_context_tokens"
+        "rollout.group_size=4 episodes of rollout.max_context_tokens=100 tokens: smaller batches, "
+        f"or a smaller rollout.max_context_tokens, need less), got {least - 1}"
     )
 
 
@@ -226,15 +224,11 @@ def test_the_fewest_workers_that_there_may_be_hold_a_batch(load: Load) -> None:
         load(*STORE_SIZES, f"rollout.store_bytes={2 * GROUP_BYTES}", "rollout.autoscale.max=2")
 
 
-def test_a_node_without_a_limit_has_room(load: Load) -> None:
-    load(*STORE_SIZES, "rollout.node_store_bytes=0")
-
-
 def test_a_dry_run_does_not_pass_what_the_run_would_refuse(
     load: Load, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.node_store_bytes: .* got 10;"):
-        load("--dry-run", "rollout.node_store_bytes=10", "rollout.max_context_tokens=999")
+    with pytest.raises(ConfigError, match=r"rollout\.store_bytes: .* got 10"):
+        load("--dry-run", "rollout.store_bytes=10", "rollout.max_context_tokens=999")
     assert capsys.readouterr().out == ""
 
 
@@ -374,8 +368,8 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
             "rollout.store_bytes=500_000_000",
         )
     message = str(caught.value)
-    assert "episodes of rollout.max_context_tokens=131072 tokens), got 500000000" in message
-    assert message.endswith("or a smaller rollout.max_context_tokens")
+    assert "episodes of rollout.max_context_tokens=131072 tokens: smaller" in message
+    assert message.endswith("or a smaller rollout.max_context_tokens, need less), got 500000000")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,6 @@ ACTING = (
     "actor.cpu_offload=true",
     "actor.compile_layers=true",
     "actor.num_threads=3",
-    "actor.store_bytes=99",
     "actor.optimizer.lr=3",
     "actor.optimizer.warmup_steps=5",
     "actor.optimizer.schedule=linear actor.optimizer.min_lr_ratio=0.1",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
-from areal_sc.engines.servers.handle import MemoryShare, ServerInstance, ServersHandle, with_path
+from areal_sc.engines.servers.handle import ServerInstance, ServersHandle, with_path
 from areal_sc.engines.servers.sglang.arguments import server_arguments
 from areal_sc.errors import ConfigError
 
@@ -35,7 +35,8 @@ class SGLangEngine(ServersHandle):
     scheduler_title: ClassVar[str] = "scheduler"
     support_setting: ClassVar[str] = "sglang.args.sampling_mask_max_tokens"
     # SGLang reserves more than that on small cards
-    memory_share: ClassVar[MemoryShare] = MemoryShare("sglang", "mem-fraction-static", 0.88)
+    share_argument: ClassVar[str] = "mem-fraction-static"
+    default_share: ClassVar[float] = 0.88
     # in which a server's processes tell each other how busy they are
     session_files: ClassVar[str] = "sglang_loads_*.shm"
     left_files: ClassVar[str] = session_files

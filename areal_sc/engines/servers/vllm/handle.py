@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from areal_sc.config.schema import Dtype, GRPOConfig, WeightUpdateMethod
-from areal_sc.engines.servers.handle import MemoryShare, ServerInstance, ServersHandle, with_path
+from areal_sc.engines.servers.handle import ServerInstance, ServersHandle, with_path
 from areal_sc.engines.servers.vllm.arguments import server_arguments
 from areal_sc.errors import ConfigError
 
@@ -25,7 +25,8 @@ class VLLMEngine(ServersHandle):
     name: ClassVar[str] = "vLLM"
     section: ClassVar[str] = "vllm"
     module: ClassVar[str] = "areal_sc_in_vllm"
-    memory_share: ClassVar[MemoryShare] = MemoryShare("vllm", "gpu-memory-utilization", 0.9)
+    share_argument: ClassVar[str] = "gpu-memory-utilization"
+    default_share: ClassVar[float] = 0.9
     client_class: ClassVar[str] = "areal_sc.engines.servers.vllm.client:VLLMClient"
     scheduler_title: ClassVar[str] = "VLLM::"  # the core, which schedules, and the workers
     # Queues between a server's processes. Other programs have files of such names, too, so only

@@ -163,12 +163,3 @@ async def test_fields_that_a_workflow_adds_take_room() -> None:
         workers.check_room()
     assert str(max_group_bytes(config, PAGE_BYTES)) in str(caught.value)
     await background.close()
-
-
-def test_a_limit_of_the_node_is_counted_in_bytes_of_shards() -> None:
-    config = rollout_config()
-    least = config.train_batch_groups * max_group_bytes(config)
-    rooms = {"a": [1 << 30, 1 << 30]}
-    room_of(replace(config, node_store_bytes=least), rooms)
-    with pytest.raises(ConfigError, match=r"leave room for 3;"):
-        room_of(replace(config, node_store_bytes=least - 1), rooms)
