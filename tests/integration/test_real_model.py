@@ -1,8 +1,9 @@
 """A user trains a model that people know, SmolLM2-135M-Instruct. Whether it learns is not tested.
 
-What the workers compute is compared with plain passes of transformers, in float32. A run takes
-up to 7 GB, so two must not run at once: all tests are in this file, and one process of pytest-xdist
-takes all tests of a file (`pytest_xdist_make_scheduler` in tests/conftest.py).
+What the workers compute is compared with plain passes of transformers, in float32: of a run with
+the whole model, and of rows, pairs and an adapter with its first layers. The run takes up to 7 GB,
+so two must not run at once: all tests are in this file, and one process of pytest-xdist takes all
+tests of a file (`pytest_xdist_make_scheduler` in tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ CLEAR: Final = 1e-2
 NUM_TOKENS: Final = 6
 
 NUM_LAYERS: Final = 5
-"""Of 30, where the numbers of a pass are compared and the whole model would show no more."""
+"""Of 30: the others are alike, and would show no more of a gradient or of an adapter."""
 
 END: Final = "<|im_end|>"
 
