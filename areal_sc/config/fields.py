@@ -103,7 +103,7 @@ def schema_fields(
         also_shared: also the settings within a section that is `apart`.
         also_without: also fields without a place in a run's YAML.
     """
-    annotations = _annotations(schema)
+    annotations = _annotations(schema)  # type: ignore[arg-type]  # a class can be hashed
     for found in fields(schema):
         path = prefix + found.name
         annotation = annotations[found.name]
