@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, get_origin, get_type_hints
 
 from areal_sc.errors import ConfigError
@@ -24,6 +24,9 @@ TEMPLATE = "template"
 ALONE = "alone"
 MAY_DIFFER = "may differ"
 IN_CODE = "in code"
+
+_annotations = cache(get_type_hints)
+"""Of a schema, which evaluates each one's text: they are asked for often while settings load."""
 
 MAX_BITS = 63
 """Most bits of an integer, its sign aside: workers get no larger ones, nor does torch take them."""
@@ -100,7 +103,7 @@ def schema_fields(
         also_shared: also the settings within a section that is `apart`.
         also_without: also fields without a place in a run's YAML.
     """
-    annotations = get_type_hints(schema)
+    annotations = _annotations(schema)  # type: ignore[arg-type]  # a class can be hashed
     for found in fields(schema):
         path = prefix + found.name
         annotation = annotations[found.name]

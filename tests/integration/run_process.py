@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.agent_forks import TINY_YAML, environment_of_scripts, start_script
+from waiting import is_running
 
 SCRIPTS = Path(__file__).with_name("scripts")
 TINY_RUN = SCRIPTS / "tiny_run.py"
@@ -130,11 +131,13 @@ class RunProcess:
         return found
 
     def wait_until_gone(self, timeout_s: float = LIMIT_S) -> None:
-        """No process is left of the run."""
+        """No process is left of the run; who was found ends before all are looked at again."""
         give_up = time.monotonic() + timeout_s
         while left := self.processes():
             assert time.monotonic() < give_up, f"left after {timeout_s:g} s: {left}\n{self.story()}"
             time.sleep(_POLL_S)
+            while any(map(is_running, left)) and time.monotonic() < give_up:
+                time.sleep(_POLL_S)
 
     def worker_pid(self, name: str) -> int:
         """Of a running worker such as `rollout/0`."""

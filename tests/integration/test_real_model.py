@@ -1,8 +1,9 @@
 """A user trains a model that people know, SmolLM2-135M-Instruct. Whether it learns is not tested.
 
-What the workers compute is compared with plain passes of transformers, in float32. A run takes
-up to 7 GB, so two must not run at once: all tests are in this file, and one process of pytest-xdist
-takes all tests of a file (`pytest_xdist_make_scheduler` in tests/conftest.py).
+What the workers compute is compared with plain passes of transformers, in float32: of a run with
+the whole model, and of rows, pairs and an adapter with its first layers. The run takes up to 7 GB,
+so two must not run at once: all tests are in this file, and one process of pytest-xdist takes all
+tests of a file (`pytest_xdist_make_scheduler` in tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ CLEAR: Final = 1e-2
 """Nats between the two likeliest tokens, so that noise leaves the likeliest one as it is."""
 
 NUM_TOKENS: Final = 6
+
+NUM_LAYERS: Final = 5
+"""Of 30: the others are alike, and would show no more of a gradient or of an adapter."""
 
 END: Final = "<|im_end|>"
 
@@ -135,6 +139,22 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def reference(real_model: Path) -> Reference:
     return Reference(real_model)
+
+
+@pytest.fixture(scope="module")
+def short_model(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Its words, and the first of its layers alone, as an export of transformers."""
+    folder = tmp_path_factory.mktemp("short") / real_model.name
+    shutil.copytree(real_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    layers = {"num_hidden_layers": NUM_LAYERS, "dtype": torch.float32}
+    AutoModelForCausalLM.from_pretrained(real_model, **layers).save_pretrained(folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def short_reference(short_model: Path) -> Reference:
+    return Reference(short_model)
 
 
 @pytest.fixture(scope="module")
@@ -232,12 +252,12 @@ def test_evaluate_answers_greedily_as_transformers(killed_run: RunProcess, tmp_p
     assert json.loads((out / "summary.json").read_text())["letters"]["accuracy"] == 1.0, found
 
 
-def test_two_ranks_train_an_adapter(real_model: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_an_adapter(short_model: Path, run_dir: Path, tmp_path: Path) -> None:
     settings = (
         *(*SETTINGS, "total_steps=2", "rollout.max_staleness=0"),
         *("actor.parallel.data=2", "actor.lora.rank=8", "actor.optimizer.lr=1e-3"),
     )
-    with tiny_run(run_dir, real_model, *settings) as run:
+    with tiny_run(run_dir, short_model, *settings) as run:
         run.finish()
         run.wait_until_gone()
     steps = [step["train"] for step in run.records("step")]
@@ -245,7 +265,7 @@ def test_two_ranks_train_an_adapter(real_model: Path, run_dir: Path, tmp_path: P
     # what is served is the adapter merged, and what is trained computes with it apart
     assert all(step["mismatch_max"] <= NOISE for step in steps)
     main(["export", str(run_dir), str(tmp_path / "adapter"), "--adapter"])
-    assert_adapter_is_merged(real_model, tmp_path / "adapter", run_dir / "model", rank=8)
+    assert_adapter_is_merged(short_model, tmp_path / "adapter", run_dir / "model", rank=8)
 
 
 CONVERSATIONS: Final = [
@@ -308,18 +328,18 @@ def dpo_loss(reference: Reference) -> torch.Tensor:
     ],
 )
 def test_a_step_on_rows_is_that_of_autograd(
-    real_model: Path,
-    reference: Reference,
+    short_model: Path,
+    short_reference: Reference,
     run_dir: Path,
     name: str,
     trainer: Any,
     dataset: Any,
     loss_of: Callable[[Reference], torch.Tensor],
 ) -> None:
-    trainer(row_config(name, real_model, run_dir)).fit(dataset, batch_size=2)
+    trainer(row_config(name, short_model, run_dir)).fit(dataset, batch_size=2)
     (step,) = History.read(RunFolder(run_dir).metrics_path).steps
-    loss = loss_of(reference)
-    gradients = torch.autograd.grad(loss, list(reference.model.parameters()))
+    loss = loss_of(short_reference)
+    gradients = torch.autograd.grad(loss, list(short_reference.model.parameters()))
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     assert step.train["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert step.train["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)

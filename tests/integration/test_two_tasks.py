@@ -9,7 +9,8 @@ from integration.run_process import run_example
 
 
 def test_both_tasks_are_learned(tmp_path: Path) -> None:
-    run_example("two_tasks", tmp_path, "total_steps=80")
+    """In two runs the first one rose by 0.65 and 0.7, the second by 0.95."""
+    run_example("two_tasks", tmp_path, "total_steps=40", "actor.optimizer.lr=2e-3")
     lines = (tmp_path / "runs" / "two_tasks" / "metrics.jsonl").read_text().splitlines()
     evaluations = [json.loads(line) for line in lines if '"kind":"evaluation"' in line]
     (before,) = (it["workflow"] for it in evaluations if it["name"] == "before")

@@ -99,7 +99,8 @@ def config_differences(old_text: str, new_text: str) -> dict[str, str]:
     Raises: RunFolderError: a text is not a YAML mapping.
     """
     old, new = settings_of(old_text), settings_of(new_text)
-    keys = [*new, *(key for key in old if key not in removed_of(old))]
+    gone = removed_of(old)
+    keys = [*new, *(key for key in old if key not in gone)]
     pairs = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in keys}
     return {
         key: f"{before} -> {after}" for key, (before, after) in pairs.items() if before != after

@@ -1,49 +1,18 @@
-"""A whole run on three hosts, and runs in jobs that SLURM sends signals, starts again or ends."""
+"""Runs in jobs that SLURM sends signals, starts again or ends."""
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
-import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from integration.agent_forks import Fork
 from integration.run_process import LETTER_SORT, REPOSITORY, open_gate, tiny_run
-from integration.slurm.conftest import NODES, Cluster, running_script
+from integration.slurm.conftest import Cluster, running_script
 from waiting import until
-
-
-@pytest.mark.slow
-def test_letter_sort_trains_on_three_hosts_over_ipv6(cluster: Cluster, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    words = [
-        *("--config", str(REPOSITORY / "configs" / "letter_sort.yaml"), "scheduler.type=slurm"),
-        *("scheduler.slurm.train.nodes=2", "scheduler.slurm.rollout.nodes=1"),
-        *("actor.parallel.data=2", "scheduler.slurm.cpus_per_node=8", f"run_dir={run_dir}"),
-        *(f"actor.path={tmp_path / 'warm'}", "task.warm_start.steps=5", "total_steps=3"),
-        *("evaluation.num_prompts=32", f"transport.bind={cluster.network6}:/64"),
-    ]
-    done = subprocess.run(
-        [sys.executable, str(LETTER_SORT), *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((run_dir / "summary.json").read_text())["num_steps"] == 3
-    log = (run_dir / "logs" / "controller.log").read_text()
-    found = re.findall(r"worker=(\S+) pid=\d+ address=tcp://\[(\S+)\]", log)
-    hosts = {name: host for name, host in found}
-    assert hosts.keys() == {"train/0", "train/1", "rollout/0"}
-    assert set(hosts.values()) == {f"{cluster.network6}:{10 + i}" for i in (1, 2, 3)}
-    assert cluster.jobs() == []
-    assert cluster.left_overs() == []
-    assert not (run_dir / "keys.json").exists()
-    assert len(list((run_dir / "logs").glob("agent-node*.log"))) == len(NODES)
 
 
 @pytest.mark.slow

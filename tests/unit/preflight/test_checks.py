@@ -23,26 +23,11 @@ Load = Callable[..., GRPOConfig]
     ("override", "message"),
     [
         (
-            "rollout.max_staleness=-1",
-            "rollout.max_staleness: expected an integer at least 0, got -1",
-        ),
-        (
             "rollout.max_episode_tokens=4095 rollout.max_context_tokens=4096",
             "rollout.max_episode_tokens: expected 0 or at least rollout.max_context_tokens=4096",
         ),
-        ("generation.temperature=0", "generation.temperature: expected a number above 0, got 0"),
-        ("generation.top_p=0", "generation.top_p: expected a number above 0 and at most 1, got 0"),
         ("generation.top_p=1.1", "generation.top_p: expected a number above 0 and at most 1"),
-        ("actor.optimizer.lr=-1", "actor.optimizer.lr: expected a number at least 0, got -1.0"),
         ("actor.optimizer.lr=nan", "actor.optimizer.lr: expected a number at least 0, got nan"),
-        (
-            "transport.call_timeout_s=inf",
-            "transport.call_timeout_s: expected a finite number above 0, got inf",
-        ),
-        (
-            "evaluation.num_samples=0",
-            "evaluation.num_samples: expected an integer at least 1 and at most 1024, got 0",
-        ),
         ("transport.bind=", "transport.bind: expected a name, got an empty one"),
         ("transport.bind=eth99", "transport.bind='eth99': Name or service not known; expected au"),
         ("transport.bind=203.0.113.7", "203.0.113.7 cannot be listened on: Cannot assign requ"),
@@ -54,8 +39,6 @@ Load = Callable[..., GRPOConfig]
         ),
         ("transport.shared_memory='~nobody_here/x'", "transport.shared_memory: expected auto, "),
         ("transport.shared_memory=true", "transport.shared_memory: expected auto, off, or the "),
-        ("actor.optimizer.beta2=1", "actor.optimizer.beta2: expected a number at least 0 and bel"),
-        ("rollout.num_workers=0", "rollout.num_workers: expected an integer at least 1, got 0"),
         (
             "generation.stop=['']",
             "generation.stop: expected at most 16 strings of 1 to 64 characte",
