@@ -45,7 +45,7 @@ def own_addresses() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def parsed_once() -> None:
-    """Each `${key}` of the schema is parsed once, which takes half of the time of a loading."""
+    """Each `${key}` of the schema is parsed once: that takes a third of the time of a loading."""
     base.parse = cache(base.parse)  # type: ignore[attr-defined]
 
 
