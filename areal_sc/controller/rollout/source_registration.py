@@ -14,6 +14,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.sandbox.opening import check_sandbox
+from areal_sc.token_fields import NO_FIELDS, FieldBytes
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.registry import SourceRegistry
 
@@ -36,11 +37,11 @@ class SourceRegistration:
         scheduler: Scheduler,
         sources: SourceRegistry,
         address: RunAddress,
-        reserve: Callable[[int], None],
+        reserve: Callable[[FieldBytes], None],
     ) -> None:
         self.waits_outside = False
         self._reserve = reserve
-        self._field_bytes = 0
+        self._field_bytes = NO_FIELDS
         self._config = config
         self._is_local = scheduler.config.type == SchedulerType.local
         self._is_dry_run = scheduler.config.dry_run
@@ -59,7 +60,8 @@ class SourceRegistration:
         source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
         if source not in self._checked:
             check_first_rows(prompts, workflow)
-            self._field_bytes = max(self._field_bytes, check_fields(workflow))
+            largest = map(max, self._field_bytes, check_fields(workflow))
+            self._field_bytes = FieldBytes(*largest)
             workflow.check_settings(self._config)
             if workflow.runs_code() and self._is_local:
                 check_sandbox(self._config.sandbox)
