@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -59,20 +58,18 @@ class FieldType(NamedTuple):
     type_name: str
 
 
-_FIELD_TYPE: Final = re.compile(r"(?:(row|group):)?(\w+)(\[\?\]|\[(\?x)?[\dx]+\])?", re.ASCII)
-
-
 @lru_cache(maxsize=1024)  # a batch names few
 def field_type(name: str) -> FieldType:
     """What metadata say of a field: `float32`, `row:float32[4]`, `group:uint8[?x3]`.
 
-    Raises: MetadataError: they say nothing that there is.
+    Raises: MetadataError: nothing has values of its own in this way.
     """
-    found = _FIELD_TYPE.fullmatch(name)
-    if found is None or ("?" in name and not found[1]):
+    per, _, values = name.rpartition(":")
+    has_own_length = "?" in values
+    if per not in ("", "row", "group") or (has_own_length and not per):
         raise MetadataError(f"the type of a field cannot be {name[:60]!r}")
-    shape = (found[3] or "").replace("[?]", "").replace("?x", "")
-    return FieldType(found[1] or "token", "?" in name, found[2] + shape)
+    stored = values.replace("[?]", "").replace("[?x", "[")
+    return FieldType(per or "token", has_own_length, stored)
 
 
 class FieldBytes(NamedTuple):

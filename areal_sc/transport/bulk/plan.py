@@ -51,8 +51,8 @@ def shard_slice(
     return ShardSlice(shard_id, dict(fields), list(rows), lengths, 0, sum(lengths) * itemsizes)
 
 
-RowLengths = Mapping[str, Mapping[str, Sequence[int]]]
-"""Shard -> field -> values in each of its rows."""
+RowLengths = Mapping[tuple[str, str], Mapping[str, Sequence[int]]]
+"""(name of the owner, shard) -> field -> values in each of its rows."""
 
 Spans = dict[str, tuple[tuple[int, int], ...]]
 """Field of rows -> (start, stop) of each row's values in what is pulled."""
@@ -92,29 +92,29 @@ def _slices_of_rows(
 ) -> tuple[list[OwnedSlice], tuple[tuple[int, int], ...]]:
     """The same of one field of rows, or of groups: what rows share is asked for once."""
     slices, spans = list[OwnedSlice](), list[tuple[int, int]]()
-    places: dict[tuple[str, int], tuple[int, int]] = {}
+    places: dict[tuple[tuple[str, str], int], tuple[int, int]] = {}
     position = 0
     runs = [(run, shard) for shard in shards for run in shard.runs]
     for (_, first, count), shard in sorted(runs, key=lambda it: it[0]):
-        shard_id = shard.shard_id
+        key = shard.node_id, shard.shard_id
         rows = [first] * count if of.per == "group" else list(range(first, first + count))
-        new = [row for row in dict.fromkeys(rows) if (shard_id, row) not in places]
+        new = [row for row in dict.fromkeys(rows) if (key, row) not in places]
         sizes = [1] * len(new)
         if of.has_own_length:
-            of_shard = held[shard_id].get(name, ())
+            of_shard = held[key].get(name, ())
             if new and new[-1] >= len(of_shard):
                 raise ProtocolError(
-                    f"shard {shard_id} on {shard.node_id}, field {name!r:.200}: expected row "
+                    f"shard {shard.shard_id} on {shard.node_id}, field {name!r:.200}: expected row "
                     f"{new[-1]}, got {len(of_shard)} rows"
                 )
             sizes = [of_shard[row] for row in new]
         if new:
-            wanted = shard_slice(shard_id, {name: of.type_name}, new, tuple(sizes))
+            wanted = shard_slice(shard.shard_id, {name: of.type_name}, new, tuple(sizes))
             slices.append(OwnedSlice(owner_of(shard), wanted, position))
         for row, size in zip(new, sizes, strict=True):
-            places[shard_id, row] = position, position + size
+            places[key, row] = position, position + size
             position += size
-        spans += [places[shard_id, row] for row in rows]
+        spans += [places[key, row] for row in rows]
     return slices, tuple(spans)
 
 

@@ -313,15 +313,15 @@ class Puller:
     async def _row_lengths(self, batch: BatchMetadata, deadline: float) -> RowLengths:
         """Of the shards that have a field whose values have lengths of their own."""
         shards = {
-            shard.shard_id: owner_of(shard)
+            (shard.node_id, shard.shard_id): owner_of(shard)
             for columns in batch.columns
             if any(field_type(it).has_own_length for it in columns.dtypes.values())
             for shard in columns.shards
         }
-        found = await all_of(self._described(shards[it], it, deadline) for it in shards)
+        asked = (self._described(owner, key[1], deadline) for key, owner in shards.items())
         return {
-            shard_id: {name: lengths for name, _, lengths in described}
-            for shard_id, described in zip(shards, found, strict=True)
+            key: {name: lengths for name, _, lengths in described}
+            for key, described in zip(shards, await all_of(asked), strict=True)
         }
 
     def _held(self, owner: ShardOwner, shard_id: str) -> Mapping[str, SealedField]:
