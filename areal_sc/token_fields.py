@@ -164,3 +164,7 @@ class TensorMetadata(Struct, frozen=True, array_like=True):
     def shape_for(self, num_tokens: int) -> tuple[int | None, ...]:
         """The shape of what a trajectory of so many tokens gives; None: any size."""
         return (num_tokens, *self.shape) if self.per_token else self.shape
+
+
+Declared = Mapping[str, TensorMetadata]
+"""The fields that a workflow adds, by name."""

@@ -29,7 +29,6 @@ _KINDS: Final = (
     torch.zeros(_NUM_TOKENS, 2, dtype=torch.int32),
 )
 """What a field of the user's own may be; the first one in most cases."""
-_VERSIONS: Final = {"versions": torch.zeros(_NUM_TOKENS, dtype=torch.int32)}
 _MOST_UNKNOWN: Final = 3
 """Fields of which all kinds are tried with each other."""
 
@@ -37,14 +36,13 @@ _MOST_UNKNOWN: Final = 3
 class _MadeUpFields(dict[str, torch.Tensor]):
     """Any field that a loss may ask for: rows have those of the user's own, too."""
 
-    def __init__(self, own: Mapping[str, torch.Tensor], made_up: torch.Tensor = _KINDS[0]) -> None:
-        super().__init__(own)
+    def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(own, versions=torch.zeros(_NUM_TOKENS, dtype=torch.int32))
         self.asked = set[str]()
-        self._made_up = made_up
 
     def __missing__(self, name: str) -> torch.Tensor:
         self.asked.add(name)
-        return self._made_up
+        return _KINDS[0]
 
 
 def try_loss(loss: NamedLoss, head: ModelHead) -> Metrics:
@@ -72,13 +70,13 @@ def try_loss(loss: NamedLoss, head: ModelHead) -> Metrics:
             rows = replace(tokens.rows, fields=of_rows)
             return compute(replace(tokens, rows=rows, values=None if is_lm else output / 2))
 
-    fields, of_rows = _MadeUpFields(_VERSIONS), _MadeUpFields({}, torch.tensor([-1.0, 1.0]))
+    fields, of_rows = _MadeUpFields({}), _MadeUpFields({})
     try:
         returned = attempt(fields)
     except WorkflowError as error:
         for own in _other_kinds(sorted(fields.asked)):
             with suppress(WorkflowError):
-                returned = attempt(_MadeUpFields(_VERSIONS | own))
+                returned = attempt(_MadeUpFields(own))
                 break
         else:
             if of_rows.asked:  # these have any shape: nothing that is made up is like them

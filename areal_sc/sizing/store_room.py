@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.token_fields import (
     FIELD_DTYPES,
     NO_FIELDS,
     TRAJECTORY_FIELDS,
+    Declared,
     FieldBytes,
-    TensorMetadata,
     aligned,
 )
 
 
-def field_bytes_of(fields: Mapping[str, TensorMetadata]) -> FieldBytes:
+def field_bytes_of(fields: Declared) -> FieldBytes:
     """Most bytes of the fields that a workflow adds."""
     sizes = [(it, it.value_bytes) for it in fields.values()]
     return FieldBytes(

@@ -45,26 +45,11 @@ from areal_sc.errors import MetadataError, TransportError
 from areal_sc.metadata import BatchMetadata, RowRun, ShardMetadata
 from areal_sc.rejection import Rejection
 from areal_sc.system.waiting import all_of
-from areal_sc.token_fields import TensorMetadata
+from areal_sc.token_fields import Declared
 from areal_sc.transport.plane import DataPlane
 from areal_sc.weights.published import ShardReference
-from areal_sc.workers.calls import (
-    REST,
-    SHARED,
-    FinishedEpisode,
-    GroupAttempt,
-    KeptEpisode,
-    RunGroup,
-)
+from areal_sc.workers import calls, group_rows
 from areal_sc.workers.group_judging import Episode
-from areal_sc.workers.group_rows import (
-    columns_of,
-    fields_of,
-    lengths_of,
-    metadata_of,
-    rows_of,
-    shared_fields_of,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +96,10 @@ class FinishedEpisodes:
 
     def seal(
         self,
-        group: RunGroup,
+        group: calls.RunGroup,
         number: int,
         outcome: Episode | Rejection,
-        declared: Mapping[str, TensorMetadata],
+        declared: Declared,
         *,
         shared_id: str = "",
         num_tokens: int = 0,
@@ -129,10 +114,10 @@ class FinishedEpisodes:
         Raises: StoreFull: there is no room.
         """
         rows = [] if isinstance(outcome, Rejection) else outcome
-        note = FinishedEpisode(
-            run=GroupAttempt(group.group_id, group.attempt),
+        note = calls.FinishedEpisode(
+            run=calls.GroupAttempt(group.group_id, group.attempt),
             number=number,
-            rows=metadata_of(group, {number: rows}),
+            rows=group_rows.metadata_of(group, {number: rows}),
             metrics=tuple({name: float(it) for name, it in row.metrics.items()} for row in rows),
             rejection=outcome if isinstance(outcome, Rejection) else None,
             num_tokens=num_tokens,
@@ -146,29 +131,25 @@ class FinishedEpisodes:
         shard_id = self._put(rows, declared, note)
         return EndedEpisode(outcome, shard_id, shared_id, num_tokens=num_tokens, took_s=took_s)
 
-    def _put(
-        self, rows: Episode, declared: Mapping[str, TensorMetadata], note: FinishedEpisode
-    ) -> str:
-        fields, lengths = fields_of(rows, declared) if rows else {}, lengths_of(rows, declared)
+    def _put(self, rows: Episode, declared: Declared, note: calls.FinishedEpisode) -> str:
+        fields = group_rows.fields_of(rows, declared) if rows else {}
+        lengths = group_rows.lengths_of(rows, declared)
         return self._plane.store.put(fields, lengths, note=msgpack.encode(note))
 
-    def _seal_shared(
-        self, group: RunGroup, rows: Episode, declared: Mapping[str, TensorMetadata]
-    ) -> str:
+    def _seal_shared(self, group: calls.RunGroup, rows: Episode, declared: Declared) -> str:
         """The id of a new shard of what these rows share with all of the group; "": nothing."""
-        fields = shared_fields_of(rows[0], declared) if rows else {}
+        fields = group_rows.shared_fields_of(rows[0], declared) if rows else {}
         if not fields:
             return ""
-        run = GroupAttempt(group.group_id, group.attempt)
-        note = FinishedEpisode(run, SHARED, workflow=group.workflow, prompt=group.prompt)
+        run = calls.GroupAttempt(group.group_id, group.attempt)
+        note = calls.FinishedEpisode(
+            run, calls.SHARED, workflow=group.workflow, prompt=group.prompt
+        )
         lengths = {name: [len(values)] for name, values in fields.items()}
         return self._plane.store.put(fields, lengths, note=msgpack.encode(note))
 
     async def take_over(
-        self,
-        group: RunGroup,
-        declared: Mapping[str, TensorMetadata],
-        ended: dict[int, EndedEpisode],
+        self, group: calls.RunGroup, declared: Declared, ended: dict[int, EndedEpisode]
     ) -> None:
         """Adds the kept episodes of a group that can be had, by their numbers.
 
@@ -176,10 +157,13 @@ class FinishedEpisodes:
         """
         played = group.workflow, group.prompt
         fitting = [it for it in group.kept if (it.episode.workflow, it.episode.prompt) == played]
-        shared = [it.shard for it in fitting if it.episode.number == SHARED]
-        fitting = [it for it in fitting if it.episode.number != SHARED]
+        shared = [it.shard for it in fitting if it.episode.number == calls.SHARED]
+        fitting = [it for it in fitting if it.episode.number != calls.SHARED]
         outcomes = await all_of(self._outcome(it, declared, shared) for it in fitting)
-        shared_id = "".join(it.shard_id for it in shared if it.shard_id in self._plane.store)
+        # a value of which no row is left is nobody's: those that play again give theirs
+        are_needed = any(isinstance(it, list) for it in outcomes)
+        held = [it.shard_id for it in shared if it.shard_id in self._plane.store]
+        shared_id = held[0] if held and are_needed else ""
         for kept, outcome in zip(fitting, outcomes, strict=True):
             if outcome is None:
                 continue
@@ -201,10 +185,7 @@ class FinishedEpisodes:
             shared_id = ended[number].shared_id
 
     async def _outcome(
-        self,
-        kept: KeptEpisode,
-        declared: Mapping[str, TensorMetadata],
-        shared: Sequence[ShardReference],
+        self, kept: calls.KeptEpisode, declared: Declared, shared: Sequence[ShardReference]
     ) -> Episode | Rejection | None:
         """What a kept episode came to; None: that cannot be had, and it plays again."""
         try:
@@ -218,9 +199,9 @@ class FinishedEpisodes:
 
     def batch_of(
         self,
-        group: RunGroup,
+        group: calls.RunGroup,
         ended: Mapping[int, EndedEpisode],
-        declared: Mapping[str, TensorMetadata],
+        declared: Declared,
     ) -> BatchMetadata | None:
         """The rows of a complete group, whose shards of rejected episodes go; None: it has none.
 
@@ -264,14 +245,12 @@ class FinishedEpisodes:
         return BatchMetadata(
             f"g{group.group_id}.{group.attempt}",
             group.admitted_version,
-            columns_of(declared, tuple(shards), shared if shared_id else None),
-            metadata_of(group, kept),
+            group_rows.columns_of(declared, tuple(shards), shared if shared_id else None),
+            group_rows.metadata_of(group, kept),
         )
 
-    def _seal_rest(
-        self, group: RunGroup, rows: Episode, declared: Mapping[str, TensorMetadata]
-    ) -> str:
-        note = FinishedEpisode(GroupAttempt(group.group_id, group.attempt), REST)
+    def _seal_rest(self, group: calls.RunGroup, rows: Episode, declared: Declared) -> str:
+        note = calls.FinishedEpisode(calls.GroupAttempt(group.group_id, group.attempt), calls.REST)
         return self._put(rows, declared, note)
 
     def drop(self, ended: Iterable[EndedEpisode]) -> None:
@@ -282,10 +261,7 @@ class FinishedEpisodes:
                 self._plane.store.remove(shard_id)
 
     async def _pull_rows(
-        self,
-        kept: KeptEpisode,
-        declared: Mapping[str, TensorMetadata],
-        shared: Sequence[ShardReference],
+        self, kept: calls.KeptEpisode, declared: Declared, shared: Sequence[ShardReference]
     ) -> Episode:
         """Raises: TransportError, MetadataError: its rows, or what they share, cannot be had."""
         shard, episode = kept.shard, kept.episode
@@ -294,12 +270,12 @@ class FinishedEpisodes:
         if not shared and any(field.per_group for field in declared.values()):
             raise MetadataError("what its group shares is gone")
         of_group = ShardMetadata(*shared[0], (run,)) if shared else None
-        columns = columns_of(declared, (where,), of_group)
+        columns = group_rows.columns_of(declared, (where,), of_group)
         batch = BatchMetadata("kept", episode.rows[0].admitted_version, columns, episode.rows)
-        rows = rows_of(await self._plane.puller.pull(batch), episode.metrics, declared)
+        rows = group_rows.rows_of(await self._plane.puller.pull(batch), episode.metrics, declared)
         answer = ""  # as its tokens have it, if its worker is another one
         if own := self._plane.store.notes.get(shard.shard_id):
-            answer = msgpack.decode(own, type=FinishedEpisode).answer
+            answer = msgpack.decode(own, type=calls.FinishedEpisode).answer
         rows[-1] = replace(rows[-1], answer=answer, vote=episode.vote)
         return rows
 

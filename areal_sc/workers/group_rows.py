@@ -10,16 +10,14 @@ import torch
 
 from areal_sc.metadata import Columns, RowMetadata, ShardMetadata
 from areal_sc.rewards.base import PART_PREFIX
-from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
+from areal_sc.token_fields import TRAJECTORY_FIELDS, Declared
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers.calls import RunGroup
 from areal_sc.workers.evaluated import version_spans
 from areal_sc.workflows.base import Trajectory
 
 
-def fields_of(
-    rows: Sequence[Trajectory], declared: Mapping[str, TensorMetadata]
-) -> dict[str, torch.Tensor]:
+def fields_of(rows: Sequence[Trajectory], declared: Declared) -> dict[str, torch.Tensor]:
     """Each field of checked rows: [T, *shape] over all of them, on the CPU.
 
     Of a field of rows it is what they give, one after the other. What groups share is not among
@@ -28,44 +26,24 @@ def fields_of(
     Args:
         declared: the workflow's own fields.
     """
-    fields = {
-        name: torch.from_numpy(np.concatenate([getattr(row, name) for row in rows]))
-        for name in TRAJECTORY_FIELDS
-    }
-    for name, field in declared.items():
-        if not field.per_group:
-            values = [_places_of(row.fields[name], field) for row in rows]
-            fields[name] = torch.from_numpy(np.concatenate(values))
-    return fields
+    places = _places_of(rows, declared).items()
+    return {name: torch.from_numpy(np.concatenate(its)) for name, its in places}
 
 
-def lengths_of(
-    rows: Sequence[Trajectory], declared: Mapping[str, TensorMetadata]
-) -> dict[str, tuple[int, ...]]:
+def lengths_of(rows: Sequence[Trajectory], declared: Declared) -> dict[str, tuple[int, ...]]:
     """How many places each row has in each of the fields that `fields_of` gives."""
-    of_tokens = tuple(len(row.input_ids) for row in rows)
-    lengths = dict.fromkeys(TRAJECTORY_FIELDS, of_tokens)
-    for name, field in declared.items():
-        if not field.per_group:
-            lengths[name] = tuple(len(_places_of(row.fields[name], field)) for row in rows)
-    return lengths
+    return {name: tuple(map(len, its)) for name, its in _places_of(rows, declared).items()}
 
 
-def shared_fields_of(
-    row: Trajectory, declared: Mapping[str, TensorMetadata]
-) -> dict[str, torch.Tensor]:
+def shared_fields_of(row: Trajectory, declared: Declared) -> dict[str, torch.Tensor]:
     """What all rows of the group share, of one of them; a shard of one row has it."""
-    return {
-        name: torch.from_numpy(np.array(_places_of(row.fields[name], field)))
-        for name, field in declared.items()
-        if field.per_group
-    }
+    of_group = ((name, field) for name, field in declared.items() if field.per_group)
+    own = {name: row.fields[name][None if not it.has_own_length else ...] for name, it in of_group}
+    return {name: torch.from_numpy(np.array(values)) for name, values in own.items()}
 
 
 def columns_of(
-    declared: Mapping[str, TensorMetadata],
-    shards: tuple[ShardMetadata, ...],
-    shared: ShardMetadata | None,
+    declared: Declared, shards: tuple[ShardMetadata, ...], shared: ShardMetadata | None
 ) -> tuple[Columns, ...]:
     """The columns of rows of a group.
 
@@ -82,9 +60,7 @@ def columns_of(
 
 
 def problem_of_shared(
-    episode: Sequence[Trajectory],
-    others: Sequence[Trajectory],
-    declared: Mapping[str, TensorMetadata],
+    episode: Sequence[Trajectory], others: Sequence[Trajectory], declared: Declared
 ) -> str:
     """Which value the rows of a group do not share; "" if they share all that they are to.
 
@@ -104,9 +80,7 @@ def problem_of_shared(
 
 
 def rows_of(
-    packed: PackedRows,
-    metrics: Sequence[Mapping[str, float]],
-    declared: Mapping[str, TensorMetadata],
+    packed: PackedRows, metrics: Sequence[Mapping[str, float]], declared: Declared
 ) -> list[Trajectory]:
     """Sealed rows as the worker had them before: the inverse of `fields_of` and `metadata_of`.
 
@@ -168,6 +142,11 @@ def _reward_parts(row: Trajectory) -> tuple[tuple[str, float, float], ...]:
     return tuple((name, value, float(row.weights.get(name, 0.0))) for name, value in own)
 
 
-def _places_of(values: Any, field: TensorMetadata) -> Any:
-    """[n, *shape] of a checked value: n tokens, the n of its own, or 1."""
-    return values if field.per_token or field.has_own_length else values[None]
+def _places_of(rows: Sequence[Trajectory], declared: Declared) -> dict[str, list[Any]]:
+    """[n, *shape] of each row: n tokens, the n of its value, or 1."""
+    places = {name: [getattr(row, name) for row in rows] for name in TRAJECTORY_FIELDS}
+    for name, field in declared.items():
+        if not field.per_group:
+            is_one = field.per_row and not field.has_own_length
+            places[name] = [row.fields[name][None if is_one else ...] for row in rows]
+    return places

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from areal_sc.metadata import MAX_RETURNS
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.rewards.scores import is_finite, problem_of_numbers
 from areal_sc.sizing.store_room import field_bytes_of, trajectory_bytes
-from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata, aligned
+from areal_sc.token_fields import TRAJECTORY_FIELDS, Declared, aligned
 from areal_sc.workflows.base import Trajectory
 from areal_sc.workflows.trajectory import ACCURACY, STOPPED
 
@@ -23,7 +22,7 @@ from areal_sc.workflows.trajectory import ACCURACY, STOPPED
 def checked_episode(
     returned: Any,
     limits: RolloutConfig,
-    declared: Mapping[str, TensorMetadata],
+    declared: Declared,
     *,
     is_trained: bool,
     workflow: str = "the workflow",
@@ -46,8 +45,7 @@ def checked_episode(
         where = f"row {number} of {len(rows)}: " if len(rows) > 1 else ""
         problem = _problem(row, is_trained=is_trained)
         if not problem and (of_fields := _problem_of_fields(row, declared)):
-            problem = f"{workflow}, {where or 'row 1: '}{of_fields}"
-            return Rejection(RejectionKind.workflow_error, problem)
+            problem = f"{workflow}: {of_fields}"
         if problem:
             return Rejection(RejectionKind.workflow_error, where + problem)
         if len(row.input_ids) > limits.max_context_tokens:
@@ -191,7 +189,7 @@ def _as_array(values: Any, dtype: str) -> Any:
         return np.array(None)
 
 
-def _problem_of_fields(row: Trajectory, declared: Mapping[str, TensorMetadata]) -> str:
+def _problem_of_fields(row: Trajectory, declared: Declared) -> str:
     """Why the row's own fields cannot be used; "" if they can, and are arrays from now on."""
     if row.fields.keys() != declared.keys():
         return (

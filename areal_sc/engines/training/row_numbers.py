@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +39,8 @@ class RowNumbers:
         Args: as the attributes of `LossRows`.
         """
         num_tokens, group, episode, *counts = self.counts
-        own = of_token, position, num_tokens, self.rewards, group, episode, *counts
-        return LossRows(*own, fields=fields)
+        rows = LossRows(of_token, position, num_tokens, self.rewards, group, episode, *counts)
+        return replace(rows, fields=fields)
 
 
 class _Origin(NamedTuple):

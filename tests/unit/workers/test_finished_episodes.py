@@ -277,3 +277,15 @@ def test_a_value_that_a_group_does_not_share_is_refused_by_name(is_within_episod
     assert "field 'page' is one that all rows of a group share" in problem_of_shared(
         *rows, DECLARED
     )
+
+
+async def test_a_shared_value_of_which_no_row_is_left_is_not_used(folder: ArenaFolder) -> None:
+    """Those that play again may give another one."""
+    life = Life(folder, "rollout/0", "life1")
+    life.episodes.seal(group(), 1, REJECTED, DECLARED)
+    ended = life.episodes.seal(group(), 0, [row(0, 9)], DECLARED)
+    life.store.remove(ended.shard_id)
+    found: dict[int, EndedEpisode] = {}
+    await life.episodes.take_over(group(1, life.kept()), DECLARED, found)
+    assert found.keys() == {1}
+    assert found[1].shared_id == ""

@@ -71,7 +71,7 @@ def test_lists_arrays_and_tensors_become_arrays_of_the_declared_dtype() -> None:
         ({"choices": np.full((3, 2, 3), -1)}, "'choices' is not what uint8 can hold"),
         ({"difficulty": float("nan")}, "'difficulty' is not what float32 can hold"),
         ({"difficulty": [0.1, 0.2, 0.3]}, r"'difficulty' has the shape \(3,\), expected \(\)"),
-        ({"found": [1, 2]}, r"Played, row 1: field 'found' has .*\(2,\), expected \(None, 2\)"),
+        ({"found": [1, 2]}, r"Played: field 'found' has .*\(2,\), expected \(None, 2\)"),
         ({"found": [[1, 2, 3]]}, r"'found' has the shape \(1, 3\), expected \(None, 2\)"),
         ({"found": [[1, 2]] * 4}, "'found' has a value of 16 bytes, expected .* max_bytes=12"),
         ({"picture": [3, 4, 5]}, r"'picture' has the shape \(3,\), expected \(2,\)"),
