@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from areal_sc.engines.handles import make_actor as make_actor
     from areal_sc.engines.handles import make_generator as make_generator
     from areal_sc.engines.handles import make_model as make_model
+    from areal_sc.metadata import BatchMetadata as BatchMetadata
+    from areal_sc.metadata import ShardMetadata as ShardMetadata
     from areal_sc.preflight.load import load_config as load_config
     from areal_sc.records.trackers.base import Tracker as Tracker
     from areal_sc.schedulers.factory import make_scheduler as make_scheduler
+    from areal_sc.schedulers.local import LocalScheduler as LocalScheduler
     from areal_sc.sources.load_prompts import load_prompts as load_prompts
     from areal_sc.sources.load_prompts import load_rows as load_rows
     from areal_sc.sources.prompts import JsonlPrompts as JsonlPrompts
@@ -60,9 +63,11 @@ _NAMES = {
     "controller.train.train_controller": "TrainController",
     "engines.handles": "FSDPPPOActor FSDPSFTActor LocalGenerator SGLangEngine "
     "VLLMEngine make_actor make_generator make_model",
+    "metadata": "BatchMetadata ShardMetadata",
     "preflight.load": "load_config",
     "records.trackers.base": "Tracker",
     "schedulers.factory": "make_scheduler",
+    "schedulers.local": "LocalScheduler",
     "sources.load_prompts": "load_prompts load_rows",
     "sources.prompts": "JsonlPrompts Prompts",
     "token_fields": "TensorMetadata",

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from areal_sc.errors import MetadataError
 from areal_sc.reward_signal import have_signal
 from areal_sc.token_fields import TensorMetadata as TensorMetadata  # a public name here, too
+from areal_sc.token_fields import field_type
 
 MAX_RETURNS = 32
 """Answers of a row that may have returns of their own: each takes some 50 bytes of what travels."""
@@ -107,7 +108,7 @@ class RowRun(NamedTuple):
 
     Attributes:
         offset: first of the rows within the batch.
-        first: the same row within the shard.
+        first: the same row within the shard; of fields of groups, that of all the rows.
         num_rows: at least 1.
     """
 
@@ -136,7 +137,8 @@ class Columns(Struct, frozen=True, array_like=True):
     """Fields of a batch whose values lie together, in the same shards.
 
     Attributes:
-        dtypes: field -> dtype name (`float32`, `bfloat16`, ...).
+        dtypes: field -> type (`float32`, `uint8[48x8]`, `row:int32[?]`, ...), see `field_type`.
+            Fields of groups lie in columns of their own.
         shards: their runs cover every row of the batch exactly once.
         is_computed: a model has computed the values from the rows' other fields; computed again,
             they lie in other shards.
@@ -145,6 +147,11 @@ class Columns(Struct, frozen=True, array_like=True):
     dtypes: dict[str, str]
     shards: tuple[ShardMetadata, ...]
     is_computed: bool = False
+
+    @property
+    def are_of_groups(self) -> bool:
+        """Whether all rows of a run have the same values."""
+        return any(field_type(name).per == "group" for name in self.dtypes.values())
 
 
 Balance = Literal["tokens", "episodes"]
@@ -195,7 +202,7 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Field -> dtype name."""
+        """Field -> its type, see `field_type`."""
         return {name: dtype for columns in self.columns for name, dtype in columns.dtypes.items()}
 
     @property
@@ -282,15 +289,16 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
         taken_rows = [row for row, _ in taken]
         kept = []
         for columns in self.columns:
-            shards = []
+            shards, step = [], 0 if columns.are_of_groups else 1
             for shard in columns.shards:
                 moved = []  # (row in the new batch, row of the sealed shard)
                 for offset, first, count in shard.runs:
                     start = bisect_left(taken_rows, offset)
                     stop = bisect_left(taken_rows, offset + count, start)
-                    moved += [(new, first + row - offset) for row, new in taken[start:stop]]
+                    its = taken[start:stop]
+                    moved += [(new, first + step * (row - offset)) for row, new in its]
                 if moved:
-                    shards.append(replace(shard, runs=_runs(moved)))
+                    shards.append(replace(shard, runs=_runs(moved, step)))
             kept.append(replace(columns, shards=tuple(shards)))
         return replace(self, columns=tuple(kept), rows=tuple(self.rows[row] for row in rows))
 
@@ -431,12 +439,12 @@ def concat(
     )
 
 
-def _runs(moved: Iterable[tuple[int, int]]) -> tuple[RowRun, ...]:
-    """The runs of (row in the batch, row of the shard)."""
+def _runs(moved: Iterable[tuple[int, int]], step: int) -> tuple[RowRun, ...]:
+    """The runs of (row in the batch, row of the shard), which is `step` more at each next row."""
     runs = []
     # in a run both numbers grow as the place in the sorted list does
     places = enumerate(sorted(moved))
-    for _, run in itertools.groupby(places, lambda at: (at[1][0] - at[0], at[1][1] - at[0])):
+    for _, run in itertools.groupby(places, lambda at: (at[1][0] - at[0], at[1][1] - step * at[0])):
         pairs = [pair for _, pair in run]
         runs.append(RowRun(*pairs[0], len(pairs)))
     return tuple(runs)

@@ -1,9 +1,11 @@
-"""Fields of rows: which values each token has."""
+"""Fields of rows: which values each token, row or group has."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 from msgspec import Struct
 
@@ -36,44 +38,133 @@ FIELD_ALIGNMENT_BYTES = 64
 """Each field of a shard takes whole cache lines: any dtype may be viewed in place."""
 
 
-class TensorMetadata(Struct, frozen=True, array_like=True):
-    """A field that a workflow adds to its trajectories: one tensor for each token.
+def aligned(num_bytes: int) -> int:
+    """What so many bytes take in a shard."""
+    return -(-num_bytes // FIELD_ALIGNMENT_BYTES) * FIELD_ALIGNMENT_BYTES
+
+
+class FieldType(NamedTuple):
+    """How a field lies in shards.
 
     Attributes:
-        shape: of a token's values; () is one number.
-        dtype: one of `FIELD_DTYPES`.
-        per_row: a trajectory gives one tensor of `shape`, which stands at each of its tokens.
-    Raises: MetadataError: there is no such dtype, no value in the shape, or too many.
+        per: `token`, `row` or `group`: what has a value of its own.
+        has_own_length: a value is [n, ...], and n differs.
+        type_name: of what stands at each place, see `tensor_bytes.type_named`. A token, a row or a
+            group has one place; of values with their own length each has n.
     """
 
-    shape: tuple[int, ...] = ()
+    per: str
+    has_own_length: bool
+    type_name: str
+
+
+@lru_cache(maxsize=1024)  # a batch names few
+def field_type(name: str) -> FieldType:
+    """What metadata say of a field: `float32`, `row:float32[4]`, `group:uint8[?x3]`.
+
+    Raises: MetadataError: nothing has values of its own in this way.
+    """
+    per, _, values = name.rpartition(":")
+    has_own_length = "?" in values
+    if per not in ("", "row", "group") or (has_own_length and not per):
+        raise MetadataError(f"the type of a field cannot be {name[:60]!r}")
+    stored = values.replace("[?]", "").replace("[?x", "[")
+    return FieldType(per or "token", has_own_length, stored)
+
+
+class FieldBytes(NamedTuple):
+    """Most bytes of the fields that a workflow adds: a token, a row and a group.
+
+    Those of a row and a group are what they take in a shard.
+    """
+
+    token: int = 0
+    row: int = 0
+    group: int = 0
+
+
+NO_FIELDS: Final = FieldBytes()
+
+
+class TensorMetadata(Struct, frozen=True, array_like=True):
+    """A field that a workflow adds to its trajectories: a tensor for each token, row or group.
+
+    Attributes:
+        shape: of a value; () is one number. None in front, of rows and groups: each value is
+            [n, ...], with an n of its own.
+        dtype: one of `FIELD_DTYPES`.
+        device: where values are stored: in the memory of nodes.
+        per_row: a trajectory gives one value.
+        per_group: all trajectories of a group give the same value, which is stored once.
+        max_bytes: of a value whose length is its own; room is reserved for so many.
+    Raises: MetadataError: there is no such dtype or device, no value in the shape, or too many.
+    """
+
+    shape: tuple[int | None, ...] = ()
     dtype: str = "float32"
+    device: str = "cpu"
     per_row: bool = False
+    per_group: bool = False
+    max_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in FIELD_DTYPES:
             raise MetadataError(
                 f"dtype of a field: expected one of {', '.join(FIELD_DTYPES)}, got {self.dtype!r}"
             )
-        if any(type(size) is not int or size < 1 for size in self.shape):
+        if self.device != "cpu":
+            raise MetadataError(
+                f"device of a field: expected 'cpu', the memory of a node, got {self.device!r}"
+            )
+        if self.per_row and self.per_group:
+            raise MetadataError("place of a field: expected per_row or per_group, got both")
+        if any(type(size) is not int or size < 1 for size in self._sizes):
             raise MetadataError(f"shape of a field: expected sizes >= 1, got {self.shape}")
-        if len(self.shape) > MAX_DIMENSIONS or max(self.shape, default=1) > MAX_SIZE:
+        if self.has_own_length != (self.max_bytes > 0) or (self.has_own_length and self.per_token):
+            raise MetadataError(
+                "shape of a field: expected None in front of that of rows or groups with max_bytes "
+                f"> 0, and of no others, got {self.shape} with max_bytes={self.max_bytes}"
+            )
+        if len(self.shape) > MAX_DIMENSIONS or max(self._sizes, default=1) > MAX_SIZE:
             raise MetadataError(
                 f"shape of a field: expected at most {MAX_DIMENSIONS} sizes <= {MAX_SIZE}, got "
                 f"{str(self.shape)[:60]}"
             )
-        if self.token_bytes > MAX_TOKEN_BYTES:
+        if self.value_bytes > MAX_TOKEN_BYTES:
             raise MetadataError(
-                f"shape of a field: expected at most {MAX_TOKEN_BYTES} bytes a token, got "
-                f"{self.token_bytes}"
+                f"shape of a field: expected values of at most {MAX_TOKEN_BYTES} bytes, got "
+                f"{self.value_bytes}"
             )
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's values."""
-        return math.prod(self.shape) * FIELD_DTYPES[self.dtype]
+    def per_token(self) -> bool:
+        return not (self.per_row or self.per_group)
+
+    @property
+    def has_own_length(self) -> bool:
+        """Whether each value is [n, ...], with an n of its own."""
+        return self.shape[:1] == (None,)
+
+    @property
+    def _sizes(self) -> tuple[Any, ...]:
+        return self.shape[1:] if self.has_own_length else self.shape
+
+    @property
+    def value_bytes(self) -> int:
+        """Most bytes of a value."""
+        return self.max_bytes or math.prod(self._sizes) * FIELD_DTYPES[self.dtype]
 
     @property
     def type_name(self) -> str:
-        """How metadata name the type of a token's values: `float32`, `uint8[48x8]`."""
-        return f"{self.dtype}[{'x'.join(map(str, self.shape))}]" if self.shape else self.dtype
+        """How metadata name it: `float32`, `uint8[48x8]`, `row:float32[?x4]`; see `field_type`."""
+        per = "" if self.per_token else "row:" if self.per_row else "group:"
+        sizes = "x".join("?" if size is None else str(size) for size in self.shape)
+        return f"{per}{self.dtype}[{sizes}]" if sizes else f"{per}{self.dtype}"
+
+    def shape_for(self, num_tokens: int) -> tuple[int | None, ...]:
+        """The shape of what a trajectory of so many tokens gives; None: any size."""
+        return (num_tokens, *self.shape) if self.per_token else self.shape
+
+
+Declared = Mapping[str, TensorMetadata]
+"""The fields that a workflow adds, by name."""

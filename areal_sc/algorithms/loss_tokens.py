@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -30,6 +31,8 @@ class LossRows:
             one episode, whose number no other group has.
         num_loss_tokens, num_episode_tokens, num_group_tokens: [R] int64, trained tokens of the row,
             of its episode and of its group, as far as they are in this minibatch, on all ranks.
+        fields: looked up by name: of a field with a value a row, [R, *shape]; of one that a group
+            shares, or whose values have lengths of their own, a list of R tensors.
     """
 
     of_token: torch.Tensor
@@ -41,6 +44,7 @@ class LossRows:
     num_loss_tokens: torch.Tensor
     num_episode_tokens: torch.Tensor
     num_group_tokens: torch.Tensor
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """[R, ...] sums over each row's tokens, of [N, ...]; differentiable."""
@@ -56,14 +60,27 @@ class LossRows:
         """[N, ...] the value of each token's row, of [R, ...]; differentiable."""
         return values[self.of_token]
 
+    def spread_field(self, name: str) -> torch.Tensor:
+        """[N, *shape] the value of a field of rows at each token.
+
+        Raises: KeyError: there is no such field of rows. ValueError: its values are not spread.
+        """
+        values = self.fields[name]
+        if isinstance(values, list):
+            raise ValueError(
+                f"field {name!r} has a tensor a row, which does not stand at tokens: read "
+                f"tokens.rows.fields[{name!r}]"
+            )
+        return self.spread(values)
+
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
     """N trained tokens of whole rows, without a model: what a token function sees.
 
     Attributes:
-        fields: by name: [N, ...] values of the rows' field at these tokens; `advantages` are those
-            of the token, or else of its row, where they are known.
+        fields: looked up by name: [N, ...] values of the rows' field at these tokens; `advantages`
+            are those of the token, or else of its row, where they are known. See `LossRows.fields`.
         rows: where the tokens stand.
         returns: [N] float32, of the token's answer, or else the reward of its row.
     """
@@ -97,7 +114,8 @@ class LossTokens:
         entropy: [N] float32, nats, of the current distribution; requires grad.
         fields: looked up by name: [N, ...] values of the rows' field at these tokens, of
             `behavior_logprobs`, say; `advantages` are float32, each of the token or of its row,
-            `proximal_logprobs` those of the weights before the first minibatch.
+            `proximal_logprobs` those of the weights before the first minibatch. What rows have
+            once is in `rows.fields`; one number or tensor a row is found here, too.
         rows: where the tokens stand.
         counts: denominators.
         values: [N] float32, of a model with a value head, before each token, or behind it where the

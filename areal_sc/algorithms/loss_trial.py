@@ -50,7 +50,7 @@ def try_loss(loss: NamedLoss, head: ModelHead) -> Metrics:
 
     Args:
         head: of the model that it is for.
-    Returns: the metrics that it gives.
+    Returns: the metrics that it gives; none, where it reads fields of rows, and raises.
     Raises: ConfigError: there is no such loss, it raises, or returns something else than a loss.
     """
     compute = loss.load()
@@ -67,9 +67,10 @@ def try_loss(loss: NamedLoss, head: ModelHead) -> Metrics:
                 groups=(0, 0),
                 rewards=(1.0, 0.0),
             )
-            return compute(replace(tokens, values=None if is_lm else output / 2))
+            rows = replace(tokens.rows, fields=of_rows)
+            return compute(replace(tokens, rows=rows, values=None if is_lm else output / 2))
 
-    fields = _MadeUpFields({})
+    fields, of_rows = _MadeUpFields({}), _MadeUpFields({})
     try:
         returned = attempt(fields)
     except WorkflowError as error:
@@ -78,6 +79,8 @@ def try_loss(loss: NamedLoss, head: ModelHead) -> Metrics:
                 returned = attempt(_MadeUpFields(own))
                 break
         else:
+            if of_rows.asked:  # these have any shape: nothing that is made up is like them
+                return {}
             raise ConfigError(f"{where}: tried on two rows, {error}") from error
     try:
         value, metrics = checked(returned)

@@ -3,7 +3,24 @@
 from __future__ import annotations
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.token_fields import FIELD_ALIGNMENT_BYTES, FIELD_DTYPES, TRAJECTORY_FIELDS
+from areal_sc.token_fields import (
+    FIELD_DTYPES,
+    NO_FIELDS,
+    TRAJECTORY_FIELDS,
+    Declared,
+    FieldBytes,
+    aligned,
+)
+
+
+def field_bytes_of(fields: Declared) -> FieldBytes:
+    """Most bytes of the fields that a workflow adds."""
+    sizes = [(it, it.value_bytes) for it in fields.values()]
+    return FieldBytes(
+        sum(size for it, size in sizes if it.per_token),
+        sum(aligned(size) for it, size in sizes if it.per_row),
+        sum(aligned(size) for it, size in sizes if it.per_group),
+    )
 
 
 def trajectory_bytes(num_tokens: int, field_bytes: int = 0) -> int:
@@ -15,18 +32,20 @@ def trajectory_bytes(num_tokens: int, field_bytes: int = 0) -> int:
     """
     sizes = [FIELD_DTYPES[dtype] * num_tokens for dtype in TRAJECTORY_FIELDS.values()]
     sizes += [num_tokens] * field_bytes
-    return sum(-(-size // FIELD_ALIGNMENT_BYTES) * FIELD_ALIGNMENT_BYTES for size in sizes)
+    return sum(map(aligned, sizes))
 
 
-def max_group_bytes(rollout: RolloutConfig, field_bytes: int = 0) -> int:
+def max_group_bytes(rollout: RolloutConfig, field_bytes: FieldBytes = NO_FIELDS) -> int:
     """What a store counts for a group all of whose episodes have as many tokens as they may.
 
-    Each episode is a shard.
+    Each episode is a shard. It has one row of so many tokens, or more rows that leave room in the
+    tokens for what they have beyond one.
 
     Args:
-        field_bytes: what `trajectory_bytes` gives.
+        field_bytes: of the fields that workflows add.
     """
-    return rollout.group_size * trajectory_bytes(rollout.episode_tokens, field_bytes)
+    of_tokens = trajectory_bytes(rollout.episode_tokens, field_bytes.token)
+    return rollout.group_size * (of_tokens + field_bytes.row) + field_bytes.group
 
 
 def live_row_bytes(rollout: RolloutConfig) -> int:
@@ -36,7 +55,7 @@ def live_row_bytes(rollout: RolloutConfig) -> int:
     return min(rollout.store_bytes or share, share)
 
 
-def describe_largest_group(rollout: RolloutConfig, field_bytes: int = 0) -> str:
+def describe_largest_group(rollout: RolloutConfig, field_bytes: FieldBytes = NO_FIELDS) -> str:
     """`max_group_bytes` and the settings that it comes from, for messages."""
     key = "max_episode_tokens" if rollout.max_episode_tokens else "max_context_tokens"
     return (

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 
 from areal_sc.metadata import RowMetadata
+from areal_sc.token_fields import FieldType
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """A field that has values of rows, not of tokens.
+
+    Attributes:
+        values: [V, *shape], one after the other.
+        spans: (start, stop) of each row's among them; of what rows share the spans are the same.
+        type: of the field.
+    """
+
+    values: torch.Tensor
+    spans: tuple[tuple[int, int], ...]
+    type: FieldType
+
+    def take(self, rows: Sequence[int]) -> RowValues:
+        """Those of the named rows, in the given order; what several share is there once."""
+        starts, size = dict[tuple[int, int], int](), 0
+        for span in (self.spans[row] for row in rows):
+            if span not in starts:
+                starts[span] = size
+                size += span[1] - span[0]
+        parts = [self.values[start:stop] for start, stop in starts]
+        spans = [self.spans[row] for row in rows]
+        return replace(
+            self,
+            values=torch.cat(parts) if parts else self.values[:0],
+            spans=tuple((starts[it], starts[it] + it[1] - it[0]) for it in spans),
+        )
+
+    @property
+    def of_rows(self) -> torch.Tensor | list[torch.Tensor]:
+        """[R, *shape], where each row has one value of its own; else a view a row."""
+        if self.type.per == "row" and not self.type.has_own_length:
+            return self.values
+        places = (self.values[start:stop] for start, stop in self.spans)
+        return [its if self.type.has_own_length else its[0] for its in places]
 
 
 @dataclass(frozen=True)
@@ -20,12 +59,14 @@ class PackedRows:
         lengths: tokens of each row.
         advantages: of each row, as its metadata have it; or None when they are not known (yet).
         metadata: rewards, groups and episodes; None: each row stands alone, with reward 0.
+        row_fields: fields that have values of rows, or of groups.
     """
 
     fields: dict[str, torch.Tensor]
     lengths: tuple[int, ...]
     advantages: tuple[float | tuple[float, ...], ...] | None = None
     metadata: tuple[RowMetadata, ...] | None = None
+    row_fields: Mapping[str, RowValues] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, values in self.fields.items():
@@ -64,4 +105,9 @@ class PackedRows:
             tuple(self.lengths[row] for row in rows),
             None if self.advantages is None else tuple(self.advantages[row] for row in rows),
             None if self.metadata is None else tuple(self.metadata[row] for row in rows),
+            self.take_row_fields(rows),
         )
+
+    def take_row_fields(self, rows: Sequence[int]) -> dict[str, RowValues]:
+        """Those of the named rows, in the given order."""
+        return {name: it.take(rows) for name, it in self.row_fields.items()}

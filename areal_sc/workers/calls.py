@@ -70,6 +70,8 @@ class GroupAttempt(Struct, frozen=True, array_like=True):
 
 REST: Final = -1
 """In place of an episode's number: the shard has all of a group that were not sealed alone."""
+SHARED: Final = -2
+"""In place of an episode's number: the shard has what all rows of a group share."""
 
 
 class FinishedEpisode(Struct, frozen=True, array_like=True):
@@ -78,7 +80,7 @@ class FinishedEpisode(Struct, frozen=True, array_like=True):
     Attributes:
         workflow, prompt: what it played, of its group.
         run: that has played it.
-        number: of the episode within the group, from 0; or `REST`.
+        number: of the episode within the group, from 0; or `REST`, or `SHARED`.
         rows: of its shard; none: it was rejected.
         metrics: of each row.
         rejection: why there are no rows.
@@ -143,7 +145,7 @@ class RunGroup(Struct, frozen=True, array_like=True):
     """Episodes of one prompt, to be run beside each other.
 
     Attributes:
-        kept: those that an earlier attempt has finished, each number once.
+        kept: those that an earlier attempt has finished, and what they share; each number once.
     """
 
     group_id: int

@@ -28,26 +28,28 @@ Who knows what:
   than `LONG_S` waits so long for the others, and a complete group is one shard. So a kill costs
   such a group two seconds, and no other one anything.
 - A rejected episode has ended, too: its shard has the note alone, and goes with the run's end.
+- What all rows of a group share lies in a shard of its own, under the number `SHARED`, which is
+  sealed with the group's first episode that has rows. Without it kept episodes play again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from msgspec import msgpack
 
 from areal_sc.errors import MetadataError, TransportError
-from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
+from areal_sc.metadata import BatchMetadata, RowRun, ShardMetadata
 from areal_sc.rejection import Rejection
 from areal_sc.system.waiting import all_of
-from areal_sc.token_fields import TensorMetadata
+from areal_sc.token_fields import Declared
 from areal_sc.transport.plane import DataPlane
-from areal_sc.workers.calls import REST, FinishedEpisode, GroupAttempt, KeptEpisode, RunGroup
+from areal_sc.weights.published import ShardReference
+from areal_sc.workers import calls, group_rows
 from areal_sc.workers.group_judging import Episode
-from areal_sc.workers.group_rows import dtypes_of, fields_of, metadata_of, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +68,14 @@ class EndedEpisode:
     Attributes:
         outcome: its rows, or why it has none.
         shard_id: in the worker's own store; "" if nothing of it is there.
+        shared_id: of the shard there with what its group shares; "" if there is none.
         is_taken_over: an earlier attempt has played it.
         num_tokens, took_s: what it has cost.
     """
 
     outcome: Episode | Rejection
     shard_id: str = ""
+    shared_id: str = ""
     is_taken_over: bool = False
     num_tokens: int = 0
     took_s: float = 0.0
@@ -92,11 +96,12 @@ class FinishedEpisodes:
 
     def seal(
         self,
-        group: RunGroup,
+        group: calls.RunGroup,
         number: int,
         outcome: Episode | Rejection,
-        declared: Mapping[str, TensorMetadata],
+        declared: Declared,
         *,
+        shared_id: str = "",
         num_tokens: int = 0,
         took_s: float = 0.0,
     ) -> EndedEpisode:
@@ -104,14 +109,15 @@ class FinishedEpisodes:
 
         Args:
             declared: the workflow's own fields.
+            shared_id: what the group shares is in this shard already.
             num_tokens, took_s: what it has cost.
         Raises: StoreFull: there is no room.
         """
         rows = [] if isinstance(outcome, Rejection) else outcome
-        note = FinishedEpisode(
-            run=GroupAttempt(group.group_id, group.attempt),
+        note = calls.FinishedEpisode(
+            run=calls.GroupAttempt(group.group_id, group.attempt),
             number=number,
-            rows=metadata_of(group, {number: rows}),
+            rows=group_rows.metadata_of(group, {number: rows}),
             metrics=tuple({name: float(it) for name, it in row.metrics.items()} for row in rows),
             rejection=outcome if isinstance(outcome, Rejection) else None,
             num_tokens=num_tokens,
@@ -121,18 +127,29 @@ class FinishedEpisodes:
             workflow=group.workflow,
             prompt=group.prompt,
         )
-        shard_id = self._plane.store.put(
-            fields_of(rows, declared) if rows else {},
-            [len(row.input_ids) for row in rows],
-            note=msgpack.encode(note),
+        shared_id = shared_id or self._seal_shared(group, rows, declared)
+        shard_id = self._put(rows, declared, note)
+        return EndedEpisode(outcome, shard_id, shared_id, num_tokens=num_tokens, took_s=took_s)
+
+    def _put(self, rows: Episode, declared: Declared, note: calls.FinishedEpisode) -> str:
+        fields = group_rows.fields_of(rows, declared) if rows else {}
+        lengths = group_rows.lengths_of(rows, declared)
+        return self._plane.store.put(fields, lengths, note=msgpack.encode(note))
+
+    def _seal_shared(self, group: calls.RunGroup, rows: Episode, declared: Declared) -> str:
+        """The id of a new shard of what these rows share with all of the group; "": nothing."""
+        fields = group_rows.shared_fields_of(rows[0], declared) if rows else {}
+        if not fields:
+            return ""
+        run = calls.GroupAttempt(group.group_id, group.attempt)
+        note = calls.FinishedEpisode(
+            run, calls.SHARED, workflow=group.workflow, prompt=group.prompt
         )
-        return EndedEpisode(outcome, shard_id, num_tokens=num_tokens, took_s=took_s)
+        lengths = {name: [len(values)] for name, values in fields.items()}
+        return self._plane.store.put(fields, lengths, note=msgpack.encode(note))
 
     async def take_over(
-        self,
-        group: RunGroup,
-        declared: Mapping[str, TensorMetadata],
-        ended: dict[int, EndedEpisode],
+        self, group: calls.RunGroup, declared: Declared, ended: dict[int, EndedEpisode]
     ) -> None:
         """Adds the kept episodes of a group that can be had, by their numbers.
 
@@ -140,29 +157,39 @@ class FinishedEpisodes:
         """
         played = group.workflow, group.prompt
         fitting = [it for it in group.kept if (it.episode.workflow, it.episode.prompt) == played]
-        outcomes = await all_of(self._outcome(it, declared) for it in fitting)
+        shared = [it.shard for it in fitting if it.episode.number == calls.SHARED]
+        fitting = [it for it in fitting if it.episode.number != calls.SHARED]
+        outcomes = await all_of(self._outcome(it, declared, shared) for it in fitting)
+        # a value of which no row is left is nobody's: those that play again give theirs
+        are_needed = any(isinstance(it, list) for it in outcomes)
+        held = [it.shard_id for it in shared if it.shard_id in self._plane.store]
+        shared_id = held[0] if held and are_needed else ""
         for kept, outcome in zip(fitting, outcomes, strict=True):
             if outcome is None:
                 continue
             number, shard_id = kept.episode.number, kept.shard.shard_id
             if shard_id in self._plane.store:
-                ended[number] = EndedEpisode(outcome, shard_id, is_taken_over=True)
+                rows = [] if isinstance(outcome, Rejection) else outcome
+                shared_id = shared_id or self._seal_shared(group, rows, declared)
+                ended[number] = EndedEpisode(outcome, shard_id, shared_id, is_taken_over=True)
                 continue
             ended[number] = self.seal(
                 group,
                 number,
                 outcome,
                 declared,
+                shared_id=shared_id,
                 num_tokens=kept.episode.num_tokens,
                 took_s=kept.episode.took_s,
             )
+            shared_id = ended[number].shared_id
 
     async def _outcome(
-        self, kept: KeptEpisode, declared: Mapping[str, TensorMetadata]
+        self, kept: calls.KeptEpisode, declared: Declared, shared: Sequence[ShardReference]
     ) -> Episode | Rejection | None:
         """What a kept episode came to; None: that cannot be had, and it plays again."""
         try:
-            return kept.episode.rejection or await self._pull_rows(kept, declared)
+            return kept.episode.rejection or await self._pull_rows(kept, declared, shared)
         except (TransportError, MetadataError) as error:
             run = kept.episode.run
             logger.warning(
@@ -172,9 +199,9 @@ class FinishedEpisodes:
 
     def batch_of(
         self,
-        group: RunGroup,
+        group: calls.RunGroup,
         ended: Mapping[int, EndedEpisode],
-        declared: Mapping[str, TensorMetadata],
+        declared: Declared,
     ) -> BatchMetadata | None:
         """The rows of a complete group, whose shards of rejected episodes go; None: it has none.
 
@@ -184,13 +211,17 @@ class FinishedEpisodes:
         rest: Episode = []
         for number, episode in sorted(ended.items()):
             if isinstance(episode.outcome, Rejection):
-                self.drop([episode])
+                self.drop([replace(episode, shared_id="")])
                 continue
             kept[number] = episode.outcome
             rest += episode.outcome if not episode.shard_id else []
+        shared_id = next((it.shared_id for it in ended.values() if it.shared_id), "")
         if not kept:
+            if shared_id:
+                self._plane.store.remove(shared_id)
             return None
         rest_id = self._seal_rest(group, rest, declared) if rest else ""
+        shared_id = shared_id or self._seal_shared(group, rest, declared)
         runs: dict[str, list[RowRun]] = {}
         num_rows = num_rest = 0
         for number, rows in kept.items():
@@ -209,39 +240,42 @@ class FinishedEpisodes:
             ShardMetadata(self._name, self._address(), shard_id, tuple(its))
             for shard_id, its in runs.items()
         ]
+        run = RowRun(0, 0, num_rows)
+        shared = ShardMetadata(self._name, self._address(), shared_id, (run,))
         return BatchMetadata(
             f"g{group.group_id}.{group.attempt}",
             group.admitted_version,
-            (Columns(dtypes_of(declared), tuple(shards)),),
-            metadata_of(group, kept),
+            group_rows.columns_of(declared, tuple(shards), shared if shared_id else None),
+            group_rows.metadata_of(group, kept),
         )
 
-    def _seal_rest(
-        self, group: RunGroup, rows: Episode, declared: Mapping[str, TensorMetadata]
-    ) -> str:
-        note = FinishedEpisode(GroupAttempt(group.group_id, group.attempt), REST)
-        lengths = [len(row.input_ids) for row in rows]
-        return self._plane.store.put(fields_of(rows, declared), lengths, note=msgpack.encode(note))
+    def _seal_rest(self, group: calls.RunGroup, rows: Episode, declared: Declared) -> str:
+        note = calls.FinishedEpisode(calls.GroupAttempt(group.group_id, group.attempt), calls.REST)
+        return self._put(rows, declared, note)
 
     def drop(self, ended: Iterable[EndedEpisode]) -> None:
         """Forgets shards of this run, of which no reply tells."""
-        for episode in ended:
-            if episode.shard_id and not episode.is_taken_over:
-                self._plane.store.remove(episode.shard_id)
+        own = [episode for episode in ended if not episode.is_taken_over]
+        for shard_id in {it for episode in own for it in (episode.shard_id, episode.shared_id)}:
+            if shard_id:
+                self._plane.store.remove(shard_id)
 
     async def _pull_rows(
-        self, kept: KeptEpisode, declared: Mapping[str, TensorMetadata]
+        self, kept: calls.KeptEpisode, declared: Declared, shared: Sequence[ShardReference]
     ) -> Episode:
-        """Raises: TransportError: its rows cannot be had."""
+        """Raises: TransportError, MetadataError: its rows, or what they share, cannot be had."""
         shard, episode = kept.shard, kept.episode
         run = RowRun(0, 0, len(episode.rows))
         where = ShardMetadata(shard.node_id, shard.node_addr, shard.shard_id, (run,))
-        columns = Columns(dtypes_of(declared), (where,))
-        batch = BatchMetadata("kept", episode.rows[0].admitted_version, (columns,), episode.rows)
-        rows = rows_of(await self._plane.puller.pull(batch), episode.metrics, declared)
+        if not shared and any(field.per_group for field in declared.values()):
+            raise MetadataError("what its group shares is gone")
+        of_group = ShardMetadata(*shared[0], (run,)) if shared else None
+        columns = group_rows.columns_of(declared, (where,), of_group)
+        batch = BatchMetadata("kept", episode.rows[0].admitted_version, columns, episode.rows)
+        rows = group_rows.rows_of(await self._plane.puller.pull(batch), episode.metrics, declared)
         answer = ""  # as its tokens have it, if its worker is another one
         if own := self._plane.store.notes.get(shard.shard_id):
-            answer = msgpack.decode(own, type=FinishedEpisode).answer
+            answer = msgpack.decode(own, type=calls.FinishedEpisode).answer
         rows[-1] = replace(rows[-1], answer=answer, vote=episode.vote)
         return rows
 

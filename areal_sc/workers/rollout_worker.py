@@ -63,6 +63,7 @@ from areal_sc.workers.finished_episodes import (
     FinishedEpisodes,
 )
 from areal_sc.workers.group_judging import Episode, judged_group
+from areal_sc.workers.group_rows import problem_of_shared
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.played_groups import played_answer, played_group, row_text
 from areal_sc.workers.trajectory_checks import checked_episode
@@ -72,7 +73,7 @@ from areal_sc.workflows.text_checks import MAX_JUDGED, PromptTexts
 
 logger = logging.getLogger(__name__)
 
-NoteEnd = Callable[[int, Episode | Rejection, int, float], None]
+NoteEnd = Callable[[int, Episode | Rejection, int, float], Episode | Rejection]
 """Is told the number of an episode that has ended, what came of it, how many tokens were sampled,
 and how many seconds it took."""
 
@@ -212,13 +213,20 @@ class RolloutWorker(Worker):
                     number,
                     it.outcome,
                     declared,
+                    shared_id=next((it.shared_id for it in ended.values() if it.shared_id), ""),
                     num_tokens=it.num_tokens,
                     took_s=it.took_s,
                 )
 
         def note_end(
             number: int, outcome: Episode | Rejection, num_tokens: int, took_s: float
-        ) -> None:
+        ) -> Episode | Rejection:
+            if not isinstance(outcome, Rejection):
+                before = (its for it in ended.values() if isinstance(its := it.outcome, list))
+                if problem := problem_of_shared(outcome, next(before, []), declared):
+                    where = f"{type(workflow).__name__}, group {group.group_id}, episode {number}: "
+                    rejection = Rejection(RejectionKind.workflow_error, where + problem)
+                    outcome = self._noted(rejection, group.prompt.index)
             ended[number] = EndedEpisode(outcome, num_tokens=num_tokens, took_s=took_s)
             if group.group_id >= 0:
                 is_last = len(ended) == group.group_size and not workflow.scores_groups
@@ -231,6 +239,7 @@ class RolloutWorker(Worker):
                 self._group_counters["episodes_played"] += 1
                 self._group_counters["episode_tokens"] += num_tokens
                 self._group_counters["episode_s"] += took_s
+            return outcome
 
         is_closed = False
         try:
@@ -370,7 +379,7 @@ class RolloutWorker(Worker):
         name: str,
         numbers: Sequence[int],
         evaluated: EvaluatedEpisode | None = None,
-        note_end: NoteEnd = lambda *_: None,
+        note_end: NoteEnd = lambda _, outcome, *cost: outcome,
     ) -> tuple[dict[str, Any] | None, list[Episode | Rejection]]:
         """The row of the dataset, None where it cannot be had, and what came of each episode."""
         for number in (workflow_number, reference.dataset):
@@ -459,7 +468,9 @@ class RolloutWorker(Worker):
         async def run() -> Episode | Rejection:
             returned = await workflow.run_episode(dict(prompt), engine)
             is_trained = evaluated is None
-            return checked_episode(returned, config, workflow.fields, is_trained=is_trained)
+            name = type(workflow).__name__
+            own = workflow.fields
+            return checked_episode(returned, config, own, is_trained=is_trained, workflow=name)
 
         episode: Episode | Rejection
         began_s = time.perf_counter()
@@ -475,10 +486,10 @@ class RolloutWorker(Worker):
             raise EngineFailed(f"generation failed: {engine.failure!r}") from engine.failure
         if isinstance(episode, Rejection):
             episode = self._noted(episode, reference.index, prompt)
-        elif not workflow.scores_groups:
-            self._all_episodes.note_kept()
         num_tokens = sum(wait.num_tokens for wait in engine.past_waits)
-        note_end(number, episode, num_tokens, time.perf_counter() - began_s)
+        episode = note_end(number, episode, num_tokens, time.perf_counter() - began_s)
+        if not (isinstance(episode, Rejection) or workflow.scores_groups):
+            self._all_episodes.note_kept()
         return episode
 
     def _warning(self, prompt: PromptReference, kept: Mapping[int, Episode]) -> str:

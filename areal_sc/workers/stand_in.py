@@ -65,7 +65,9 @@ async def played_episode(
 
     async def run() -> list[Trajectory] | Rejection:
         returned = await workflow.run_episode(dict(row), engine)
-        return checked_episode(returned, config, workflow.fields, is_trained=is_trained)
+        name = type(workflow).__name__
+        own = workflow.fields
+        return checked_episode(returned, config, own, is_trained=is_trained, workflow=name)
 
     played = [await await_user_code(run, limit_s)]
     (rows,) = await judged_group(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,8 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.metadata import MAX_RETURNS
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.rewards.scores import is_finite, problem_of_numbers
-from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
+from areal_sc.sizing.store_room import field_bytes_of, trajectory_bytes
+from areal_sc.token_fields import TRAJECTORY_FIELDS, Declared, aligned
 from areal_sc.workflows.base import Trajectory
 from areal_sc.workflows.trajectory import ACCURACY, STOPPED
 
@@ -22,9 +22,10 @@ from areal_sc.workflows.trajectory import ACCURACY, STOPPED
 def checked_episode(
     returned: Any,
     limits: RolloutConfig,
-    declared: Mapping[str, TensorMetadata],
+    declared: Declared,
     *,
     is_trained: bool,
+    workflow: str = "the workflow",
 ) -> list[Trajectory] | Rejection:
     """The rows of an episode, with fields as arrays; why it is rejected if one cannot be used.
 
@@ -33,6 +34,7 @@ def checked_episode(
         limits: the store has room reserved for so many tokens.
         declared: `Workflow.fields`.
         is_trained: False: it is of an evaluation, which may be greedy.
+        workflow: its name, for messages.
     """
     if returned is None:
         return Rejection(RejectionKind.rejected, "the workflow returned None")
@@ -42,7 +44,9 @@ def checked_episode(
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {len(rows)}: " if len(rows) > 1 else ""
         problem = _problem(row, is_trained=is_trained)
-        if problem := problem or _problem_of_fields(row, declared):
+        if not problem and (of_fields := _problem_of_fields(row, declared)):
+            problem = f"{workflow}: {of_fields}"
+        if problem:
             return Rejection(RejectionKind.workflow_error, where + problem)
         if len(row.input_ids) > limits.max_context_tokens:
             message = (
@@ -62,6 +66,18 @@ def checked_episode(
             RejectionKind.too_long,
             f"the episode's {len(rows)} rows have {num_tokens} tokens together, expected at most "
             f"{limits.episode_tokens}: raise rollout.max_episode_tokens",
+        )
+    of_rows = [name for name, field in declared.items() if field.per_row]
+    num_bytes = sum(aligned(sum(row.fields[name].nbytes for row in rows)) for name in of_rows)
+    sizes = field_bytes_of(declared)
+    room = sizes.row + trajectory_bytes(limits.episode_tokens, sizes.token)
+    room -= trajectory_bytes(num_tokens, sizes.token)
+    if num_bytes > room:
+        return Rejection(
+            RejectionKind.too_long,
+            f"{workflow}: the episode's {len(rows)} rows have {num_bytes} bytes in the fields "
+            f"{of_rows}, expected at most {room} beside their {num_tokens} tokens: raise "
+            "rollout.max_episode_tokens",
         )
     return rows
 
@@ -173,7 +189,7 @@ def _as_array(values: Any, dtype: str) -> Any:
         return np.array(None)
 
 
-def _problem_of_fields(row: Trajectory, declared: Mapping[str, TensorMetadata]) -> str:
+def _problem_of_fields(row: Trajectory, declared: Declared) -> str:
     """Why the row's own fields cannot be used; "" if they can, and are arrays from now on."""
     if row.fields.keys() != declared.keys():
         return (
@@ -182,16 +198,22 @@ def _problem_of_fields(row: Trajectory, declared: Mapping[str, TensorMetadata]) 
         )
     arrays = {}
     for name, field in declared.items():
-        shape = field.shape if field.per_row else (len(row.input_ids), *field.shape)
+        shape = field.shape_for(len(row.input_ids))
         try:
             values = np.asarray(row.fields[name])
         except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
             return f"field {name!r} is no array: {error}"
-        if values.shape != shape:
+        sizes = zip(values.shape, shape, strict=False)
+        if values.ndim != len(shape) or any(size not in (its, None) for its, size in sizes):
             return f"field {name!r} has the shape {values.shape}, expected {shape}"
         held = _held(values, field.dtype)
         if held is None:
             return f"field {name!r} is not what {field.dtype} can hold: a value would be changed"
+        if field.max_bytes and held.nbytes > field.max_bytes:
+            return (
+                f"field {name!r} has a value of {held.nbytes} bytes, expected at most "
+                f"max_bytes={field.max_bytes}"
+            )
         arrays[name] = held
     row.fields = arrays
     return ""

@@ -91,9 +91,7 @@ class MixedWorkflow(Workflow):
     def _as_of_mix(self, row: Trajectory, name: str) -> Trajectory:
         """With its task's curve, and zeros in the fields that other tasks have."""
         zeros = {
-            other: np.zeros(
-                field.shape if field.per_row else (len(row.input_ids), *field.shape), field.dtype
-            )
+            other: np.zeros([it or 0 for it in field.shape_for(len(row.input_ids))], field.dtype)
             for other, field in self.fields.items()
             if other not in self.workflows[name].fields
         }

@@ -40,7 +40,7 @@ class Trajectory:
             reads it: before that a worker makes it of the last tokens that the policy sampled.
         vote: what the answer says, in words that equal answers share; None: nobody has said.
         fields: values of each of `Workflow.fields`, by its name: [T, *shape], or [*shape] of one
-            that is `per_row`.
+            that is `per_row` or `per_group`.
         output: what the episode wrote for people who read its samples.
         calls: what it asked of the model, for people who read its rows.
     Raises: ValueError: a metric has the name of a part of the reward, and another value.

@@ -41,6 +41,7 @@ class Kills:
         before_kill: rows that workflows gave before the worker was killed.
         took_s: of each kill, until its group was complete.
         num_left: shards in the store beside those of the batch.
+        shared_bytes: of the values that groups share, as they lie in the worker's store.
     """
 
     num_played: int = 0
@@ -50,6 +51,7 @@ class Kills:
     before_kill: Counter[Row] = field(default_factory=Counter)
     took_s: list[float] = field(default_factory=list)
     num_left: int = 0
+    shared_bytes: int = 0
 
     def check(self) -> None:
         """Nothing that had ended was played again, and all of it is in the batch, bit for bit."""
@@ -97,7 +99,11 @@ async def kill_at(
         kills.num_needed = len(formed.episodes)
         kills.played = _noted(path)
         folder = ArenaFolder(*_memory_of(rollout))
-        kills.sealed = _sealed(formed, ArenaMap(folder))
+        arenas = ArenaMap(folder)
+        kills.sealed = _sealed(formed, arenas)
+        of_groups = [shard for columns in formed.columns[1:] for shard in columns.shards]
+        tensors = [arenas.open_shard(shard.shard_id).tensor("page") for shard in of_groups]
+        kills.shared_bytes = sum(it.nbytes for it in tensors)
         folder.close()
         (stats,) = await rollout.worker_stats_async()
         kills.num_left = int(stats["store_shards"]) - len(formed.shards)
@@ -152,7 +158,7 @@ def _noted(path: Path) -> Counter[Row]:
 
 def _sealed(batch: BatchMetadata, arenas: ArenaMap) -> Counter[Row]:
     rows: Counter[Row] = Counter()
-    for shard in batch.shards:
+    for shard in batch.columns[0].shards:
         held = arenas.open_shard(shard.shard_id)
         bounds = np.cumsum([0, *held.fields["input_ids"].row_lengths])
         for first, last in pairwise(bounds):

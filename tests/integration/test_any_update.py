@@ -107,6 +107,14 @@ def by_choices(tokens):
     assert choices.shape == (len(place), 2)
     is_right = (choices[:, 1] == 2 * choices[:, 0]) & (place == tokens.rows.position)
     loss = -tokens.mean(tokens.logprobs * tokens.fields["advantages"], "token")
+    of_rows = tokens.rows.fields
+    pairs = zip(of_rows["found"], of_rows["picture"], strict=True)
+    for row, (found, picture) in enumerate(pairs):
+        assert found.dtype == torch.int16
+        assert found[:, 0].tolist() == [0, 1, 2][: tokens.rows.num_tokens[row]]
+        of_group = int(picture[0, 0, 0])
+        assert torch.equal(picture, torch.full((8, 8, 3), of_group, dtype=torch.uint8))
+    assert of_rows["difficulty"].shape == tokens.rows.reward.shape
     seen = {"right": is_right.float(), "difficulty": tokens.fields["difficulty"]}
     metrics = {name: Metric.mean(values) for name, values in seen.items()}
     return loss, metrics | {"weighed": Metric.sum(place * tokens.fields["advantages"])}
@@ -167,11 +175,11 @@ def test_fields_and_returns_of_a_workflow_reach_the_loss(
     workflow = importlib.import_module("own_fields").Halved(by_letters)
     actor = TrainController(make_actor(config.actor), scheduler)
     rollout = RolloutController(make_generator(config.rollout), scheduler)
-    prompts = [{**prompt, "difficulty": 0.25} for prompt in letter_prompts(16, seed=0)]
+    prompts = [{**it, "difficulty": 0.25, "color": 7} for it in letter_prompts(16, seed=0)]
     with start(actor, rollout):
         for _ in range(2):
             batch = rollout.prepare_batch(prompts, workflow)
-            assert set(batch.fields) >= {"place", "choices", "difficulty"}
+            assert set(batch.fields) >= {"place", "choices", "difficulty", "found", "picture"}
             batch = actor.compute(batch, "own_fields:of_place", field="made")
             batch = actor.compute_proximal_logprobs(actor.compute_advantages(batch))
             stats = actor.ppo_update(batch)
@@ -179,6 +187,36 @@ def test_fields_and_returns_of_a_workflow_reach_the_loss(
             assert any(row.returns for row in batch.rows)
             assert stats["weighed"] == pytest.approx(weighed_by_hand(batch), rel=1e-4, abs=1e-4)
             actor.publish_weights(rollout)
+
+
+def test_the_documents_field_reaches_its_loss(
+    tiny_config: Callable[..., GRPOConfig],
+    scheduler: Scheduler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows that are not trusted have the loss 0; a field that no row has is named."""
+    (documented,) = documented_blocks("# own_field.py")
+    assert len([line for line in documented.splitlines() if line.strip()]) <= 15
+    gone = "tokens.rows.spread(tokens.rows.fields['gone'])"
+    wrong = f"def wrong(tokens):\n    return tokens.mean(tokens.logprobs * {gone}), {{}}\n"
+    (tmp_path / "own_field.py").write_text(f"{documented}\n\n{wrong}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = tiny_config(
+        *("actor.ppo.loss=own_field:trusted", "rollout.train_batch_groups=1", "total_steps=4"),
+    )
+    workflow = importlib.import_module("own_field").Graded(by_letters)
+    actor = TrainController(make_actor(config.actor), scheduler)
+    rollout = RolloutController(make_generator(config.rollout), scheduler)
+    prompts = [{**it, "trust": 0.0} for it in letter_prompts(16, seed=0)]
+    with start(actor, rollout):
+        batch = actor.compute_advantages(rollout.prepare_batch(prompts, workflow))
+        assert any(row.advantage for row in batch.rows)
+        assert actor.ppo_update(actor.compute_proximal_logprobs(batch))["loss"] == 0
+        actor.publish_weights(rollout)
+        batch = actor.compute_advantages(rollout.prepare_batch(prompts, workflow))
+        with pytest.raises(WorkflowError, match=r"\(the first is of group .* not 'gone'"):
+            actor.update(batch, NamedLoss("own_field:wrong"))
 
 
 FIXED_ROWS = """

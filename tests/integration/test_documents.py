@@ -112,6 +112,7 @@ NOT_RUN_HERE = {
     "# recipe.py": "tests/integration/test_any_update.py, which runs these lines",
     "def discounted(tokens": "tests/integration/test_any_update.py, which runs these lines",
     "from areal_sc.algorithms.token_function import": "tests/integration/test_any_update.py",
+    "# own_field.py": "tests/integration/test_any_update.py, which runs these lines",
     "class Noted(SingleTurnWorkflow)": "tests/integration/test_any_update.py, which runs it",
     "from areal_sc.workflows.task_mix": "tests/integration/test_two_tasks.py",
     "from areal_sc.rewards.reasoning_gym": "tests/unit/sources/test_reasoning_gym.py",

@@ -21,6 +21,7 @@ PLAYED = {
     "one turn": SingleTurnWorkflow(episodes.by_letters),
     "two turns": episodes.TwoTurns(),
     "agents": AgentWorkflow(agents.does),
+    "what a group shares": episodes.Shares(episodes.by_letters),
 }
 
 
@@ -41,3 +42,4 @@ async def test_what_has_ended_is_not_played_again(
         kills = await kill_at(config, scheduler, played, FREE, tmp_path / "rows", does="answers")
     kills.check()
     assert kills.num_left == 0
+    assert kills.shared_bytes == (len(FREE) * 100_000 if played.fields else 0), "once a group"

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from integration.bulk_member import BulkMember
@@ -28,6 +29,7 @@ from areal_sc.metadata import (
     ShardMetadata,
     concat,
 )
+from areal_sc.token_fields import TensorMetadata
 from areal_sc.transport.bulk import client, owner_connection
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.messages import HEAD, PullFailure
@@ -982,3 +984,97 @@ async def test_a_cancelled_pull_leaves_nothing_running() -> None:
             await pull
         pulled = await puller.pull(batch)
         assert rows_of(pulled, "input_ids") == [token_values(0, 10_000)]
+
+
+KINDS = {
+    "routes": TensorMetadata((2, 3), "int8"),
+    "style": TensorMetadata((3,), "float32", per_row=True),
+    "found": TensorMetadata((None, 2), "int16", per_row=True, max_bytes=1 << 10),
+    "picture": TensorMetadata((4,), "uint8", per_group=True),
+    "page": TensorMetadata((None,), "int64", per_group=True, max_bytes=1 << 10),
+}
+
+
+def group_of_kinds(
+    owner: Owner, number: int, rng: np.random.Generator
+) -> tuple[BatchMetadata, Any]:
+    """A group of some rows, in a shard of theirs and one of what they share; and its values."""
+    lengths = rng.integers(0, 40, rng.integers(1, 5)).tolist()
+    sizes = rng.integers(0, 9, len(lengths)).tolist()
+    shared = {
+        "picture": torch.from_numpy(rng.integers(0, 255, (1, 4), dtype=np.uint8)),
+        "page": torch.from_numpy(rng.integers(0, 99, int(rng.integers(0, 30)))),
+    }
+    fields = {
+        "input_ids": ids_of(100 * number, lengths),
+        "routes": torch.from_numpy(rng.integers(-9, 9, (sum(lengths), 2, 3), dtype=np.int8)),
+        "style": torch.from_numpy(rng.normal(size=(len(lengths), 3)).astype(np.float32)),
+        "found": torch.from_numpy(rng.integers(-9, 9, (sum(sizes), 2), dtype=np.int16)),
+    }
+    places = {"input_ids": lengths, "routes": lengths, "style": [1] * len(lengths), "found": sizes}
+    runs = (RowRun(0, 0, len(lengths)),)
+    where = owner.node_id, owner.address
+    own = ShardMetadata(*where, owner.store.put(fields, places), runs)
+    shared_id = owner.store.put(shared, {name: [len(it)] for name, it in shared.items()})
+    types = {name: it.type_name for name, it in KINDS.items()}
+    columns = (
+        Columns({"input_ids": "int32"} | dict(list(types.items())[:3]), (own,)),
+        Columns(dict(list(types.items())[3:]), (ShardMetadata(*where, shared_id, runs),)),
+    )
+    rows = tuple(
+        RowMetadata(number, 0, length, 1.0, 0, (), it) for it, length in enumerate(lengths)
+    )
+    split = {name: fields[name].split(places[name]) for name in fields}
+    values = [
+        {name: its[row] for name, its in split.items()} | shared for row in range(len(lengths))
+    ]
+    return BatchMetadata(f"g{number}", 0, columns, rows), values
+
+
+async def test_any_mix_of_fields_of_tokens_rows_and_groups() -> None:
+    """Some rows and some fields of them, in any order, from other owners and from its own."""
+    async with owners(3) as made, pulling(local_store=made[1].store) as puller:
+        for seed in range(25):
+            rng = np.random.default_rng(seed)
+            groups = [group_of_kinds(made[it % 3], it, rng) for it in range(rng.integers(1, 6))]
+            batch = concat([it for it, _ in groups], batch_id="all", global_step=1)
+            values = [row for _, its in groups for row in its]
+            order = rng.permutation(len(values))[: rng.integers(0, len(values) + 1)].tolist()
+            names = [it for it in batch.fields if rng.random() < 0.7]
+            asked = concat(batch.select(names).take(order).split(2), batch_id="b", global_step=1)
+            pulled = puller.pulled_bytes + puller.local_bytes
+            packed = await puller.pull(asked)
+            pulled = puller.pulled_bytes + puller.local_bytes - pulled
+            order = [order[row] for part in batch.take(order).partition(2) for row in part]
+            assert {*packed.fields, *packed.row_fields} == ({*names} if order else {*asked.fields})
+            again = packed.take(list(range(len(order)))[::-1])
+            for name, its in packed.fields.items():
+                expected = [values[row][name] for row in order]
+                found = its.split(list(packed.lengths))
+                assert all(map(torch.equal, found, expected)), name
+            expected_bytes = sum(it.nbytes for it in packed.fields.values())
+            for name, its in packed.row_fields.items():
+                expected = [values[row][name] for row in order]
+                if not KINDS[name].has_own_length:
+                    expected = [it[0] for it in expected]
+                assert its.values.dtype == getattr(torch, KINDS[name].dtype)
+                assert all(map(torch.equal, its.of_rows, expected)), name
+                assert all(map(torch.equal, again.row_fields[name].of_rows, expected[::-1])), name
+                expected_bytes += its.values.nbytes
+                if KINDS[name].per_group:  # once of each group
+                    its_values = {batch.rows[row].group_id: values[row][name] for row in order}
+                    assert its.values.nbytes == sum(it.nbytes for it in its_values.values())
+            assert pulled == expected_bytes, "nothing else is asked for"
+
+
+async def test_a_field_of_rows_that_an_owner_does_not_have_is_named() -> None:
+    async with owners(1) as (owner,), pulling() as puller:
+        batch, _ = group_of_kinds(owner, 0, np.random.default_rng(0))
+        for name, of in (("gone", "row:int8[?]"), ("style", "row:float32[?x3]")):
+            own, shared = batch.columns
+            wrong = replace(batch, columns=(replace(own, dtypes={name: of}), shared))
+            if name == "style":  # one value each is a length that it may have
+                assert len((await puller.pull(wrong)).row_fields[name].spans) == len(batch.rows)
+                continue
+            with pytest.raises(ProtocolError, match=r"field 'gone': expected row .*, got 0 rows"):
+                await puller.pull(wrong)

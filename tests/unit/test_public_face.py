@@ -28,6 +28,7 @@ PUBLIC = {
     "Run",
     "Tracker",
     # controllers
+    "LocalScheduler",
     "RolloutController",
     "TrainController",
     # engines
@@ -47,6 +48,8 @@ PUBLIC = {
     "OnlineWorkflow",
     "Prompts",
     "SingleTurnWorkflow",
+    "BatchMetadata",
+    "ShardMetadata",
     "TensorMetadata",
     "Trajectory",
     "Workflow",

@@ -12,10 +12,11 @@ from msgspec import Struct
 
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.sizing.store_room import field_bytes_of
 from areal_sc.sources.prompt_choice import PromptPast
 from areal_sc.sources.prompts import JsonlPrompts, prompt_at
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.token_fields import MADE_FIELDS, TRAJECTORY_FIELDS, TensorMetadata
+from areal_sc.token_fields import MADE_FIELDS, TRAJECTORY_FIELDS, FieldBytes, TensorMetadata
 from areal_sc.workflows.base import Workflow
 
 UNUSABLE: Final = 8
@@ -107,8 +108,8 @@ def past_of(
     return PromptPast(num_groups, total / num_episodes, bool(batch.groups_with_signal))
 
 
-def check_fields(workflow: Workflow) -> int:
-    """The bytes a token of the fields that a workflow adds.
+def check_fields(workflow: Workflow) -> FieldBytes:
+    """The bytes of the fields that a workflow adds.
 
     Raises: WorkflowError: one has no name that a field may have.
     """
@@ -120,7 +121,7 @@ def check_fields(workflow: Workflow) -> int:
             raise WorkflowError(
                 f"{where}: expected a name other than {', '.join(taken)}; got {name!r}"
             )
-    return sum(field.token_bytes for field in workflow.fields.values())
+    return field_bytes_of(workflow.fields)
 
 
 def check_first_rows(prompts: PromptSource, workflow: Workflow) -> None:

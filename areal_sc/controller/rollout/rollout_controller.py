@@ -56,6 +56,7 @@ from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.durable import write_atomic
 from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.sandbox.opening import check_sandbox
+from areal_sc.token_fields import NO_FIELDS, FieldBytes
 from areal_sc.weights.channel import YieldMemory
 from areal_sc.weights.published import WeightsReference
 from areal_sc.weights.tree import RPC_MARGIN_S
@@ -104,7 +105,7 @@ class RolloutController(Controller):
         self._outside = OutsideGroups(tools)
         self._address = RunAddress(scheduler, self._workers)
         self._waits_outside = False  # some workflow that was named does
-        self._field_bytes = 0  # a token of the fields that workflows add
+        self._field_bytes = NO_FIELDS  # of those that workflows add
         self._checked: set[RolloutSource] = set()
         if self.is_dry_run:
             from areal_sc.controller.dry_run import TaskLook
@@ -452,7 +453,8 @@ class RolloutController(Controller):
         source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
         if source not in self._checked:
             check_first_rows(prompts, workflow)
-            self._field_bytes = max(self._field_bytes, check_fields(workflow))
+            largest = map(max, self._field_bytes, check_fields(workflow))
+            self._field_bytes = FieldBytes(*largest)
             workflow.check_settings(self.config)
             if workflow.runs_code() and self.scheduler.config.type == SchedulerType.local:
                 check_sandbox(self.config.sandbox)

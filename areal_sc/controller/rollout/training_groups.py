@@ -41,7 +41,7 @@ from areal_sc.errors import ConfigError, StoreFull, WorkerLost
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
 from areal_sc.run.run_status import RoleStatus
 from areal_sc.sources.prompt_choice import PromptChoice
-from areal_sc.workers.calls import GroupAttempt, GroupReply
+from areal_sc.workers.calls import SHARED, GroupAttempt, GroupReply
 
 logger = logging.getLogger(__name__)
 
@@ -397,7 +397,8 @@ class TrainingGroups(Groups):
     def _begin(self, group: Group, worker: RolloutWorkerState) -> None:
         self.ledger.start(group.group_id, worker.name)
         if group.attempt:
-            num_again = self._config.group_size - len(self._kept.of_group(group.group_id))
+            kept = self._kept.of_group(group.group_id)
+            num_again = self._config.group_size - sum(it.episode.number != SHARED for it in kept)
             self.episodes_again[self._why_again.pop(group.group_id, WORKER_LOST)] += num_again
 
     def _begin_again(

@@ -42,6 +42,7 @@ from areal_sc.fleet.member import Member
 from areal_sc.fleet.worker_life import Closed, Kept, Life, Retired, Tell
 from areal_sc.nodes.spec import WorkerReport
 from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
+from areal_sc.token_fields import NO_FIELDS, FieldBytes
 from areal_sc.transport.shards.arena import block_span
 from areal_sc.workers.calls import GroupAttempt
 
@@ -339,7 +340,7 @@ class WorkerSet:
         self.states: list[RolloutWorkerState] = []
         self.loads = WorkerLoads([], 0, {})
         self._queue = WorkerQueue(self.loads, self.background)
-        self._max_groups = self._field_bytes = 0
+        self._max_groups, self._field_bytes = 0, NO_FIELDS
         self._is_recount_due = False
         self._by_number: dict[int, RolloutWorkerState] = {}
 
@@ -353,9 +354,9 @@ class WorkerSet:
             self.check_room_of(self.staying)
         self.renew()
 
-    def reserve(self, field_bytes: int) -> None:
-        """Workflows add fields of so many bytes a token to the rows from now on, or of fewer."""
-        if field_bytes > self._field_bytes:
+    def reserve(self, field_bytes: FieldBytes) -> None:
+        """Workflows add fields of so many bytes to the rows from now on, or of fewer."""
+        if field_bytes != self._field_bytes:
             self._field_bytes = field_bytes
             self.renew()
 
@@ -498,7 +499,7 @@ class WorkerSet:
 
 
 def store_room(
-    workers: Sequence[WorkerReport], config: RolloutConfig, field_bytes: int = 0
+    workers: Sequence[WorkerReport], config: RolloutConfig, field_bytes: FieldBytes = NO_FIELDS
 ) -> StoreRoom:
     """By the limits that are set, which were checked before, and by how much memory is free."""
     group_bytes = max_group_bytes(config, field_bytes)
@@ -513,7 +514,7 @@ def store_room(
     return StoreRoom(on_worker, on_node)
 
 
-def check_room(room: StoreRoom, config: RolloutConfig, field_bytes: int = 0) -> None:
+def check_room(room: StoreRoom, config: RolloutConfig, field_bytes: FieldBytes = NO_FIELDS) -> None:
     """Raises: ConfigError: the stores do not hold one training batch."""
     if room.num_groups < config.train_batch_groups:
         raise ConfigError(

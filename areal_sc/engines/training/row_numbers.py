@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,13 +31,16 @@ class RowNumbers:
         chosen = torch.tensor(rows, dtype=torch.int64)
         return RowNumbers(self.counts[:, chosen], self.rewards[chosen])
 
-    def with_tokens(self, of_token: torch.Tensor, position: torch.Tensor) -> LossRows:
+    def with_tokens(
+        self, of_token: torch.Tensor, position: torch.Tensor, fields: Mapping[str, Any]
+    ) -> LossRows:
         """What a loss sees of the rows.
 
         Args: as the attributes of `LossRows`.
         """
         num_tokens, group, episode, *counts = self.counts
-        return LossRows(of_token, position, num_tokens, self.rewards, group, episode, *counts)
+        rows = LossRows(of_token, position, num_tokens, self.rewards, group, episode, *counts)
+        return replace(rows, fields=fields)
 
 
 class _Origin(NamedTuple):

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_WAITING_EVENTS: Final = 1000
 """What a slow tracker may be behind; it is not told of what comes after."""
 
-CLOSE_TIMEOUT_S: Final = 10.0
+CLOSE_TIMEOUT_S: Final = 60.0
 """For all that is left to tell, at the end of a run."""
 
 Event = Callable[[Tracker], None]

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from areal_sc.errors import MetadataError, ProtocolError
-from areal_sc.metadata import BatchMetadata, RowRun
+from areal_sc.metadata import BatchMetadata, RowRun, ShardMetadata
+from areal_sc.token_fields import FieldType, field_type
 from areal_sc.transport.bulk.messages import MAX_REQUEST_FIELDS, MAX_REQUEST_ROWS, ShardSlice
 from areal_sc.transport.bulk.session import ShardOwner
 from areal_sc.transport.shards.ids import parse_shard_id
@@ -50,19 +51,71 @@ def shard_slice(
     return ShardSlice(shard_id, dict(fields), list(rows), lengths, 0, sum(lengths) * itemsizes)
 
 
-def slices_of(batch: BatchMetadata) -> list[OwnedSlice]:
-    """Where the rows of a batch lie."""
+RowLengths = Mapping[tuple[str, str], Mapping[str, Sequence[int]]]
+"""(name of the owner, shard) -> field -> values in each of its rows."""
+
+Spans = dict[str, tuple[tuple[int, int], ...]]
+"""Field of rows -> (start, stop) of each row's values in what is pulled."""
+
+
+def owner_of(shard: ShardMetadata) -> ShardOwner:
+    """Who has a shard."""
+    return ShardOwner(shard.node_id, shard.node_addr, parse_shard_id(shard.shard_id)[0])
+
+
+def slices_of(batch: BatchMetadata, held: RowLengths) -> tuple[list[OwnedSlice], Spans]:
+    """Where the rows of a batch lie, and where the values of its fields of rows come to lie.
+
+    Args:
+        held: of the shards with fields whose values have lengths of their own.
+    Raises: ProtocolError: a shard has no such row.
+    """
     lengths = tuple(batch.sequence_lengths)
     starts = tuple(accumulate(lengths, initial=0))
-    slices = []
+    slices, spans = list[OwnedSlice](), Spans()
     for columns in batch.columns:
-        for shard in columns.shards:
-            owner = ShardOwner(shard.node_id, shard.node_addr, parse_shard_id(shard.shard_id)[0])
+        types = {name: field_type(it) for name, it in columns.dtypes.items()}
+        of_tokens = {name: it.type_name for name, it in types.items() if it.per == "token"}
+        for shard in columns.shards if of_tokens else ():
             for offset, its_rows in _stretches(shard.runs):
                 its_lengths = lengths[offset : offset + len(its_rows)]
-                wanted = shard_slice(shard.shard_id, columns.dtypes, its_rows, its_lengths)
-                slices.append(OwnedSlice(owner, wanted, starts[offset]))
-    return slices
+                wanted = shard_slice(shard.shard_id, of_tokens, its_rows, its_lengths)
+                slices.append(OwnedSlice(owner_of(shard), wanted, starts[offset]))
+        for name in (it for it in types if it not in of_tokens):
+            found, spans[name] = _slices_of_rows(columns.shards, name, types[name], held)
+            slices += found
+    return slices, spans
+
+
+def _slices_of_rows(
+    shards: Iterable[ShardMetadata], name: str, of: FieldType, held: RowLengths
+) -> tuple[list[OwnedSlice], tuple[tuple[int, int], ...]]:
+    """The same of one field of rows, or of groups: what rows share is asked for once."""
+    slices, spans = list[OwnedSlice](), list[tuple[int, int]]()
+    places: dict[tuple[tuple[str, str], int], tuple[int, int]] = {}
+    position = 0
+    runs = [(run, shard) for shard in shards for run in shard.runs]
+    for (_, first, count), shard in sorted(runs, key=lambda it: it[0]):
+        key = shard.node_id, shard.shard_id
+        rows = [first] * count if of.per == "group" else list(range(first, first + count))
+        new = [row for row in dict.fromkeys(rows) if (key, row) not in places]
+        sizes = [1] * len(new)
+        if of.has_own_length:
+            of_shard = held[key].get(name, ())
+            if new and new[-1] >= len(of_shard):
+                raise ProtocolError(
+                    f"shard {shard.shard_id} on {shard.node_id}, field {name!r:.200}: expected row "
+                    f"{new[-1]}, got {len(of_shard)} rows"
+                )
+            sizes = [of_shard[row] for row in new]
+        if new:
+            wanted = shard_slice(shard.shard_id, {name: of.type_name}, new, tuple(sizes))
+            slices.append(OwnedSlice(owner_of(shard), wanted, position))
+        for row, size in zip(new, sizes, strict=True):
+            places[key, row] = position, position + size
+            position += size
+        spans += [places[key, row] for row in rows]
+    return slices, tuple(spans)
 
 
 def copy_layout(ranks: Iterable[Mapping[str, OwnedSlice]]) -> ShardLayout:

@@ -28,21 +28,24 @@ import torch
 from areal_sc.errors import ProtocolError, ShardGone
 from areal_sc.metadata import BatchMetadata
 from areal_sc.system.waiting import all_of
+from areal_sc.token_fields import field_type
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.copies import Copy, run_copies
 from areal_sc.transport.bulk.plan import (
     OwnedSlice,
+    RowLengths,
     Transfer,
     copy_layout,
     find_bytes,
     first_of_run,
+    owner_of,
     shard_slice,
     slices_of,
     transfers_to,
 )
 from areal_sc.transport.bulk.session import FieldDescription, ShardOwner
-from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.transport.packed_rows import PackedRows, RowValues
 from areal_sc.transport.shards.arena_map import ArenaMap, MappedShard
 from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.transport.shards.layout import SealedField
@@ -106,8 +109,12 @@ class Puller:
             ProtocolError: an owner holds other sizes or dtypes than the metadata says.
         """
         deadline = self._deadline()
-        slices = await _computed(len(batch.shards), lambda: slices_of(batch))
-        tensors = await self._tensors(batch.dtypes, slices, deadline)
+        types = {name: field_type(it) for name, it in batch.dtypes.items()}
+        held = await self._row_lengths(batch, deadline)
+        slices, spans = await _computed(len(batch.shards), lambda: slices_of(batch, held))
+        stored = {name: it.type_name for name, it in types.items()}
+        tensors = await self._tensors(stored, slices, deadline)
+        of_rows = {it: RowValues(tensors.pop(it), spans[it], types[it]) for it in spans}
         advantages = [row.advantage for row in batch.rows if row.advantage is not None]
         has_advantages = bool(advantages) and len(advantages) == len(batch.rows)
         return PackedRows(
@@ -115,6 +122,7 @@ class Puller:
             batch.sequence_lengths,
             tuple(advantages) if has_advantages else None,
             batch.rows,
+            of_rows,
         )
 
     async def pull_weights(
@@ -280,13 +288,7 @@ class Puller:
     ) -> dict[str, OwnedSlice]:
         """Each parameter of one rank's shard, as its owner describes it."""
         owner = ShardOwner(node_id, node_addr, parse_shard_id(shard_id)[0])
-        if self._is_own(owner) or self._is_mapped(owner):
-            described = [
-                FieldDescription(name, field.dtype, field.row_lengths)
-                for name, field in self._held(owner, shard_id).items()
-            ]
-        else:
-            described = await self._bulk.describe(owner, shard_id, deadline)
+        described = await self._described(owner, shard_id, deadline)
         for name, dtype, _ in described:
             if type_named(dtype).shape:
                 raise ProtocolError(
@@ -298,6 +300,28 @@ class Puller:
                 owner, shard_slice(shard_id, {name: dtype}, range(len(lengths)), lengths)
             )
             for name, dtype, lengths in described
+        }
+
+    async def _described(
+        self, owner: ShardOwner, shard_id: str, deadline: float
+    ) -> list[FieldDescription]:
+        if self._is_own(owner) or self._is_mapped(owner):
+            held = self._held(owner, shard_id).items()
+            return [FieldDescription(name, it.dtype, it.row_lengths) for name, it in held]
+        return await self._bulk.describe(owner, shard_id, deadline)
+
+    async def _row_lengths(self, batch: BatchMetadata, deadline: float) -> RowLengths:
+        """Of the shards that have a field whose values have lengths of their own."""
+        shards = {
+            (shard.node_id, shard.shard_id): owner_of(shard)
+            for columns in batch.columns
+            if any(field_type(it).has_own_length for it in columns.dtypes.values())
+            for shard in columns.shards
+        }
+        asked = (self._described(owner, key[1], deadline) for key, owner in shards.items())
+        return {
+            key: {name: lengths for name, _, lengths in described}
+            for key, described in zip(shards, await all_of(asked), strict=True)
         }
 
     def _held(self, owner: ShardOwner, shard_id: str) -> Mapping[str, SealedField]:

@@ -16,7 +16,7 @@ import torch
 from msgspec import Meta, Struct
 
 from areal_sc.errors import MetadataError, ProtocolError
-from areal_sc.token_fields import FIELD_ALIGNMENT_BYTES
+from areal_sc.token_fields import FIELD_ALIGNMENT_BYTES, aligned
 from areal_sc.transport.tensor_bytes import tensor_over, type_name, type_named
 
 MAX_NAME_BYTES: Final = 256
@@ -164,7 +164,7 @@ class ShardLayout:
             stored = type_name(values)
             field = FieldLayout(stored, lengths, _row_bounds(stored, lengths), position)
             fields[name] = field
-            position = _aligned(field.stop)
+            position = aligned(field.stop)
         return cls(position, fields, is_copy, note)
 
     def over(self, memory: memoryview) -> dict[str, SealedField]:
@@ -191,7 +191,7 @@ class ShardLayout:
         ]
         header = _Header(4, self.is_copy, self.num_bytes, list(rows), fields, self.note)
         packed = _encoder.encode(header)
-        num_bytes = _aligned(_LENGTH_BYTES + len(packed))
+        num_bytes = aligned(_LENGTH_BYTES + len(packed))
         return (len(packed).to_bytes(_LENGTH_BYTES, "little") + packed).ljust(num_bytes, b"\0")
 
     @classmethod
@@ -205,7 +205,7 @@ class ShardLayout:
             header = _decoder.decode(memory[_LENGTH_BYTES:end])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the header of a shard is malformed: {error!s:.200}") from None
-        start = _aligned(end)
+        start = aligned(end)
         if start + header.num_bytes > len(memory):
             raise ProtocolError(
                 f"the header names bytes {start} to {start + header.num_bytes} of {len(memory)}"
@@ -264,7 +264,3 @@ def _runs(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
 def _row_bounds(dtype: str, lengths: Sequence[int]) -> tuple[int, ...]:
     itemsize = type_named(dtype).itemsize
     return tuple(accumulate([length * itemsize for length in lengths], initial=0))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // FIELD_ALIGNMENT_BYTES) * FIELD_ALIGNMENT_BYTES

@@ -9,10 +9,24 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from areal_sc import Prompts, SingleTurnWorkflow, Trajectory, Workflow
+from areal_sc import Prompts, SingleTurnWorkflow, TensorMetadata, Trajectory, Workflow
 from areal_sc.workflows.base import EpisodeEngine, declare_reward
+
+
+class Shares(SingleTurnWorkflow):
+    """All rows of a group have its page, which only one shard has."""
+
+    fields = MappingProxyType(
+        {"page": TensorMetadata((None,), "uint8", per_group=True, max_bytes=100_000)}
+    )
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory:
+        row = await super().run_episode(prompt, engine)
+        row.fields = {"page": [len(prompt["prompt"])] * 100_000}
+        return row
 
 
 def right(prompt: dict[str, Any], completion: str) -> float:
@@ -200,6 +214,7 @@ class NotesRows(Workflow):
 
     def __init__(self, played: Workflow, path: str) -> None:
         self.played = played
+        self.fields = played.fields
         self.path = path
 
     async def run_episode(

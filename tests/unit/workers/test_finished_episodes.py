@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from msgspec import msgpack
 from msgspec.structs import replace
 
 from areal_sc.controller.rollout.kept_episodes import KeptEpisodes
-from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.metadata import BatchMetadata, PromptReference, concat
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.token_fields import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.transport.bulk.puller import Puller
@@ -24,6 +25,7 @@ from areal_sc.transport.shards.memory_folder import ArenaFolder
 from areal_sc.transport.shards.store import TensorStore
 from areal_sc.weights.published import ShardReference
 from areal_sc.workers.calls import (
+    SHARED,
     FinishedEpisode,
     GroupAttempt,
     HeldShard,
@@ -31,14 +33,18 @@ from areal_sc.workers.calls import (
     RunGroup,
 )
 from areal_sc.workers.finished_episodes import EndedEpisode, FinishedEpisodes
-from areal_sc.workers.group_rows import fields_of, rows_of
+from areal_sc.workers.group_rows import fields_of, problem_of_shared, rows_of
 from areal_sc.workflows.base import Trajectory
 
 DECLARED = {
     "value": TensorMetadata(),
     "choices": TensorMetadata(shape=(2, 3), dtype="int32"),
     "style": TensorMetadata(shape=(4,), per_row=True),
+    "found": TensorMetadata(shape=(None, 2), dtype="int16", per_row=True, max_bytes=400),
+    "picture": TensorMetadata(shape=(8, 3), dtype="uint8", per_group=True),
+    "page": TensorMetadata(shape=(None,), dtype="uint8", per_group=True, max_bytes=200_000),
 }
+PICTURE, PAGE = np.arange(24, dtype=np.uint8).reshape(8, 3), np.full(100_000, 7, np.uint8)
 REJECTED = Rejection(RejectionKind.reward_error, "it raised", prompt_index=3)
 
 
@@ -61,6 +67,9 @@ def row(seed: int, num_tokens: int) -> Trajectory:
             "value": rng.normal(size=num_tokens).astype(np.float32),
             "choices": rng.integers(0, 9, (num_tokens, 2, 3), dtype=np.int32),
             "style": rng.normal(size=4).astype(np.float32),
+            "found": rng.integers(-9, 9, (seed * 3, 2), dtype=np.int16),
+            "picture": PICTURE,
+            "page": PAGE,
         },
         returns=((0.25, num_tokens - 3), (0.5, 1)),
         shaping=-0.125,
@@ -111,10 +120,18 @@ PLAYED = {0: [row(0, 9)], 1: REJECTED, 3: [row(1, 5), row(2, 64)]}
 
 
 def seal_all(life: Life) -> dict[int, EndedEpisode]:
-    return {
-        number: life.episodes.seal(group(), number, outcome, DECLARED, num_tokens=11, took_s=2.5)
-        for number, outcome in PLAYED.items()
-    }
+    ended: dict[int, EndedEpisode] = {}
+    for number, outcome in PLAYED.items():
+        ended[number] = life.episodes.seal(
+            group(),
+            number,
+            outcome,
+            DECLARED,
+            shared_id=next((it.shared_id for it in ended.values()), ""),
+            num_tokens=11,
+            took_s=2.5,
+        )
+    return ended
 
 
 def assert_same_rows(found: Any, expected: list[Trajectory]) -> None:
@@ -141,7 +158,7 @@ async def test_the_next_life_takes_over_what_has_ended_bit_for_bit(folder: Arena
     seal_all(first)
     first.die()
     second = Life(folder, "rollout/0", "life3")
-    assert second.num_adopted == 3
+    assert second.num_adopted == 4, "three episodes, and what they share"
     again = group(1, second.kept())
     found: dict[int, EndedEpisode] = {}
     await second.episodes.take_over(again, DECLARED, found)
@@ -171,7 +188,9 @@ async def test_another_worker_seals_a_copy_and_plays_what_is_gone(folder: ArenaF
     assert batch is not None
     assert {shard.node_id for shard in batch.shards} == {"rollout/1"}
     tensors = fields_of(PLAYED[3], DECLARED)  # type: ignore[arg-type]
-    assert other.read(batch) == [{name: it.numpy().tobytes() for name, it in tensors.items()}]
+    shared = {"picture": PICTURE.tobytes(), "page": PAGE.tobytes()}
+    own = {name: it.numpy().tobytes() for name, it in tensors.items()}
+    assert other.read(batch) == [own, shared]
     (copy,) = (it.episode for it in other.kept() if it.episode.number == 3)
     assert (copy.run, copy.num_tokens, copy.took_s) == (GroupAttempt(7, 1), 11, 2.5)
 
@@ -193,8 +212,8 @@ async def test_what_was_not_sealed_alone_is_one_shard(folder: ArenaFolder) -> No
     ended[2] = life.episodes.seal(group(), 2, outcomes[2], DECLARED)
     batch = life.episodes.batch_of(group(), ended, DECLARED)
     assert batch is not None
-    assert life.store.num_shards == 2
-    rest, alone = batch.shards
+    assert life.store.num_shards == 3
+    rest, alone, _ = batch.shards
     assert [tuple(run) for run in rest.runs] == [(0, 0, 3), (4, 3, 1)]
     assert [tuple(run) for run in alone.runs] == [(3, 0, 1)]
     packed = await life.episodes._plane.puller.pull(batch)
@@ -206,7 +225,8 @@ async def test_what_was_not_sealed_alone_is_one_shard(folder: ArenaFolder) -> No
     second = Life(folder, "rollout/0", "life2")
     shards = tuple(HeldShard(it.shard.shard_id, it.episode) for it in second.kept())
     held.note_held("rollout/0", "tcp://rollout/0", shards)
-    assert [it.episode.number for it in held.of_group(7)] == [2], "the others are in no note"
+    numbers = [it.episode.number for it in held.of_group(7)]
+    assert numbers == [SHARED, 2], "the others are in no note"
 
 
 async def test_episodes_of_another_task_play_again(folder: ArenaFolder) -> None:
@@ -218,3 +238,54 @@ async def test_episodes_of_another_task_play_again(folder: ArenaFolder) -> None:
     assert found == {}
     await life.episodes.take_over(group(1, life.kept()), DECLARED, found)
     assert found.keys() == PLAYED.keys()
+
+
+async def test_what_a_group_shares_is_stored_once_and_outlives_its_first_episode(
+    folder: ArenaFolder,
+) -> None:
+    """The episode that it was sealed with is rejected by the group's reward."""
+    life = Life(folder, "rollout/0", "life1")
+    outcomes = {number: [row(number, 9)] for number in range(8)}
+    ended: dict[int, EndedEpisode] = {}
+    for number, rows in outcomes.items():
+        shared_id = next((it.shared_id for it in ended.values()), "")
+        ended[number] = life.episodes.seal(group(), number, rows, DECLARED, shared_id=shared_id)
+    ended[0] = dataclasses.replace(ended[0], outcome=REJECTED)
+    batch = life.episodes.batch_of(group(), ended, DECLARED)
+    assert batch is not None
+    life.die()
+    second = Life(folder, "rollout/0", "life2")
+    assert len(PAGE) < second.store.num_bytes < 1.2 * len(PAGE)
+    taken = concat([batch.take([3, 0]), batch.take([6])], batch_id="b", global_step=1)
+    packed = await second.episodes._plane.puller.pull(taken)
+    assert packed.row_fields["page"].values.nbytes <= 2 * len(PAGE), "once of each group"
+    again = rows_of(packed, [{"accuracy": 1.0, "turns": 2.0}] * 3, DECLARED)
+    assert_same_rows(again, [outcomes[number][0] for number in (4, 1, 7)])
+    found: dict[int, EndedEpisode] = {}
+    (shared,) = (it for it in second.kept() if it.episode.number == SHARED)
+    second.store.remove(shared.shard.shard_id)
+    await second.episodes.take_over(group(1, second.kept()), DECLARED, found)
+    assert found == {}, "without what they share they play again"
+
+
+@pytest.mark.parametrize("is_within_episode", [False, True])
+def test_a_value_that_a_group_does_not_share_is_refused_by_name(is_within_episode: bool) -> None:
+    first, other = row(1, 9), row(2, 9)
+    assert problem_of_shared([first], [other], DECLARED) == ""
+    other.fields["page"] = PAGE[1:]
+    rows = ([first, other], []) if is_within_episode else ([first], [other])
+    assert "field 'page' is one that all rows of a group share" in problem_of_shared(
+        *rows, DECLARED
+    )
+
+
+async def test_a_shared_value_of_which_no_row_is_left_is_not_used(folder: ArenaFolder) -> None:
+    """Those that play again may give another one."""
+    life = Life(folder, "rollout/0", "life1")
+    life.episodes.seal(group(), 1, REJECTED, DECLARED)
+    ended = life.episodes.seal(group(), 0, [row(0, 9)], DECLARED)
+    life.store.remove(ended.shard_id)
+    found: dict[int, EndedEpisode] = {}
+    await life.episodes.take_over(group(1, life.kept()), DECLARED, found)
+    assert found.keys() == {1}
+    assert found[1].shared_id == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from areal_sc.algorithms.packing import (
 from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.row_numbers import RowNumbers, sums_of_rows
-from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.transport.packed_rows import PackedRows, RowValues
 
 LayoutOf = Callable[[Sequence[int], torch.device], PackedLayout]
 """Plans a device's attention of packed rows of these lengths; its tensors are on the CPU."""
@@ -93,10 +94,35 @@ class TokenFields(dict[str, torch.Tensor]):
 
     def __missing__(self, name: str) -> torch.Tensor:
         """Raises: ValueError: the rows have no such field."""
+        if name in self._rows.row_fields:
+            assert self._batch.loss_rows is not None
+            return self._batch.loss_rows.spread_field(name)
         if len(self._batch.token_index):
             return require_field(self._rows, name)
         # a rank without rows does not know their fields
         return torch.zeros(0, device=self._batch.input_ids.device)
+
+
+class RowFields(dict[str, Any]):
+    """`LossRows.fields` of some rows, looked up by name.
+
+    Args:
+        rows: that they were taken from.
+        values: of some of these, on the device.
+    """
+
+    def __init__(
+        self, rows: PackedRows, values: Mapping[str, RowValues], device: torch.device
+    ) -> None:
+        super().__init__({name: it.of_rows for name, it in values.items()})
+        self._rows = rows
+        self._device = device
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        """Raises: ValueError: the rows have no such field."""
+        if self._rows.num_rows:
+            raise ValueError(_no_field(self._rows, name, sorted(self)))
+        return torch.zeros(0, device=self._device)  # see `TokenFields`
 
 
 def with_token_advantages(rows: PackedRows) -> PackedRows:
@@ -162,8 +188,17 @@ def with_advantage(rows: PackedRows, tokens: torch.Tensor) -> torch.Tensor:
 
 def require_field(rows: PackedRows, name: str) -> torch.Tensor:
     if name not in rows.fields:
-        raise ValueError(f"the rows have fields {sorted(rows.fields)}, not {name!r}")
+        raise ValueError(_no_field(rows, name, sorted([*rows.fields, *rows.row_fields])))
     return rows.fields[name]
+
+
+def _no_field(rows: PackedRows, name: str, known: list[str]) -> str:
+    first = next(iter(rows.metadata or ()), None)
+    which = f" (the first is of group {first.group_id}, episode {first.episode})" if first else ""
+    return (
+        f"the rows{which} have fields {known}, not {name!r}: those of a workflow are declared in "
+        "its `fields`"
+    )
 
 
 def rows_with_tokens(rows: PackedRows, asked: torch.Tensor) -> list[int]:
@@ -258,16 +293,18 @@ def make_micro_batch(
     own = slice(*borders.tolist())
     asked_index = token_index[places]
     fields = {f"field {name}": values[asked_index] for name, values in rows.fields.items()}
-    of_rows = {}
+    of_rows, row_fields = {}, dict[str, RowValues]()
     if numbers is not None:
         of_token = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         its = numbers.take(chosen)
+        row_fields = rows.take_row_fields(chosen)
         of_rows = {
             "row": of_token[places],
             "place in row": offset[places],
             "counts of rows": its.counts,
             "rewards": its.rewards,
         }
+        of_rows |= {f"row field {name}": it.values for name, it in row_fields.items()}
     there = to_device(
         {
             "input_ids": input_ids,
@@ -282,7 +319,11 @@ def make_micro_batch(
     loss_rows = None
     if of_rows:
         its = RowNumbers(there["counts of rows"], there["rewards"])
-        loss_rows = its.with_tokens(there["row"], there["place in row"])
+        moved = {
+            name: replace(it, values=there[f"row field {name}"]) for name, it in row_fields.items()
+        }
+        known = RowFields(rows, moved, device)
+        loss_rows = its.with_tokens(there["row"], there["place in row"], known)
     return MicroBatch(
         there["input_ids"],
         replace(layout, **{name: there[name] for name in layout.tensors}),

@@ -25,6 +25,7 @@ from areal_sc.controller.rollout.worker_set import (
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.nodes.spec import WorkerReport
 from areal_sc.sizing.store_room import max_group_bytes
+from areal_sc.token_fields import NO_FIELDS, FieldBytes
 
 PAGE_BYTES = 4096
 
@@ -155,11 +156,11 @@ async def test_fields_that_a_workflow_adds_take_room() -> None:
     background = Background(1.0, lambda: "")
     workers = WorkerSet(config, background, lambda run: True, lambda event: None)
     workers.track([member])
-    workers.reserve(0)
+    workers.reserve(NO_FIELDS)
     assert workers.holds_batch
-    workers.reserve(PAGE_BYTES)
+    workers.reserve(FieldBytes(PAGE_BYTES))
     assert not workers.holds_batch
     with pytest.raises(ConfigError, match="leave room for 0;") as caught:
         workers.check_room()
-    assert str(max_group_bytes(config, PAGE_BYTES)) in str(caught.value)
+    assert str(max_group_bytes(config, FieldBytes(PAGE_BYTES))) in str(caught.value)
     await background.close()

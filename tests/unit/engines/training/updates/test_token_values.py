@@ -10,7 +10,8 @@ from areal_sc.algorithms.loss_tokens import RowTokens
 from areal_sc.engines.training.updates.token_values import token_values
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import RowMetadata
-from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.token_fields import field_type
+from areal_sc.transport.packed_rows import PackedRows, RowValues
 
 # a row of two turns, one of which nothing is trained, one whose first token nothing predicts
 MASK = [0, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 1]
@@ -27,7 +28,9 @@ def rows(advantages: tuple[float, ...] | None = (1.0, 2.0, 3.0)) -> PackedRows:
         "loss_mask": torch.tensor(MASK, dtype=torch.bool),
         "scores": torch.arange(24.0).view(12, 2),
     }
-    return PackedRows(fields, LENGTHS, advantages, metadata)
+    spans = tuple((row, row + 1) for row in range(3))
+    style = RowValues(torch.tensor([0.5, 1, 2]), spans, field_type("row:float32"))
+    return PackedRows(fields, LENGTHS, advantages, metadata, {"style": style})
 
 
 def at_tokens(*values: float) -> torch.Tensor:
@@ -40,6 +43,7 @@ Function = Callable[[RowTokens], torch.Tensor]
 CASES: dict[str, tuple[Function, tuple[float, ...]]] = {
     "advantages": (lambda tokens: tokens.fields["advantages"], (1, 1, 1, 3, 3)),
     "a field of two values": (lambda it: it.fields["scores"][:, 1], (3, 5, 11, 21, 23)),
+    "a value a row": (lambda it: it.fields["style"], (0.5, 0.5, 0.5, 2, 2)),
     "rewards": (lambda tokens: tokens.rows.spread(tokens.rows.reward), (0.5, 0.5, 0.5, -1, -1)),
     "positions": (lambda tokens: tokens.rows.position, (1, 2, 5, 1, 2)),
     "lengths": (lambda tokens: tokens.rows.spread(tokens.rows.num_tokens), (7, 7, 7, 3, 3)),
