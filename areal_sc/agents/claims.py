@@ -12,6 +12,9 @@ unblocked by `POST /episodes/ID/reward` or `/reject`, the limits, or whoever giv
 The answer to a claim may be lost on its way. So the claim is confirmed by the process of the run's
 address, once it has sent the answer, or by the first use of the episode. An episode whose claim was
 not confirmed is offered again under another name and key.
+
+Where a journal can be had, it is written down who has claimed an episode, and how it ended: so both
+outlive the worker, as the calls do.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -27,6 +30,7 @@ from aiohttp import web
 
 from areal_sc.agents.calls import CallRefused
 from areal_sc.agents.http import answer_of, decoded, key_in, read_body, refusing
+from areal_sc.agents.journal import Claimed, Confirmed, EpisodeEnd, Record, SessionJournal
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.rows import Rewards
 from areal_sc.agents.session import Session, given_up
@@ -79,17 +83,34 @@ class Offer:
 
     Args:
         row: of the data, as JSON holds it.
+        journal: begins one for an episode of this id, if it can; a session with a journal was
+            claimed in an earlier life of the worker.
     """
 
-    def __init__(self, name: SessionName, row: Any, session: Session) -> None:
+    def __init__(
+        self,
+        name: SessionName,
+        row: Any,
+        session: Session,
+        journal: Callable[[str], SessionJournal | None] = lambda _: None,
+    ) -> None:
         self.name = name
         self.row = row
         self.session = session
+        self._begin_journal = journal
         self._claimed = asyncio.Event()
         self._confirmed = asyncio.Event()
         self._claim_key = ""
         self._claim_ends_s = 0.0
         self._end: asyncio.Future[Rewards] = asyncio.get_running_loop().create_future()
+        for record in session.journal.found if session.journal else ():
+            match record:
+                case Claimed(key):
+                    self._note_claim(key)
+                case Confirmed():
+                    self._confirmed.set()
+                case EpisodeEnd():
+                    self._note_end(record)
 
     def can_be_claimed(self, claim_key: str) -> bool:
         """Whether a claim with this Idempotency-Key, "" for none, may have the episode."""
@@ -103,15 +124,26 @@ class Offer:
 
     def claim(self, claim_key: str) -> None:
         """Gives the episode away, until `UNCONFIRMED_S` are over or `confirm` is called."""
+        if self.session.journal is None:
+            self.session.journal = self._begin_journal(id_of(self.name))
+        self._write(Claimed(claim_key))
+        self._note_claim(claim_key)
+
+    def _note_claim(self, claim_key: str) -> None:
         self._claim_key = claim_key
         self._claim_ends_s = asyncio.get_running_loop().time() + UNCONFIRMED_S
         self.session.note_activity()
         self._claimed.set()
 
+    def _write(self, record: Record) -> None:
+        if self.session.journal:
+            self.session.journal.add(record)
+
     def confirm(self) -> None:
         """Whoever has claimed it knows of it."""
         if self._claimed.is_set() and not self._confirmed.is_set():
             self.session.note_activity()
+            self._write(Confirmed())
             self._confirmed.set()
 
     async def is_taken(self) -> bool:
@@ -125,16 +157,24 @@ class Offer:
         if not self._confirmed.is_set():
             self._claimed.clear()
             self._claim_key = ""
+            if self.session.journal:
+                self.session.journal.end()
+                self.session.journal = None
         return self._confirmed.is_set()
 
-    def finish(self, end: Rewards | AgentError) -> None:
+    def finish(self, end: EpisodeEnd) -> None:
         """Raises: CallRefused: 409: nobody has claimed the episode, or it has ended."""
         if not self._claimed.is_set() or self._end.done():
             raise _has_ended()
-        if isinstance(end, AgentError):
-            self._end.set_exception(end)
+        self._write(end)
+        self._note_end(end)
+
+    def _note_end(self, end: EpisodeEnd) -> None:
+        if end.reward is None:
+            told = f"rejected: {end.reason}"
+            self._end.set_exception(AgentError(told, kind=RejectionKind.agent_rejected))
         else:
-            self._end.set_result(end)
+            self._end.set_result(end.reward)
 
     async def reward(self, config: AgentsConfig, clock: EpisodeClock) -> Rewards:
         """What an episode that is taken is rewarded with. Raises: AgentError: it is rejected."""
@@ -161,7 +201,7 @@ class Claims:
     """The offers of one life of a worker.
 
     Args:
-        session_of: finds an open session, or raises CallRefused.
+        session_of: finds an open session, maybe after a moment, or raises CallRefused.
         rename: gives an open session another name; the one before has ended.
         clock: of the limits of episodes.
     """
@@ -169,7 +209,7 @@ class Claims:
     def __init__(
         self,
         keys: SessionKeys,
-        session_of: Callable[[SessionName], Session],
+        session_of: Callable[[SessionName], Awaitable[Session]],
         rename: Callable[[SessionName], SessionName],
         clock: EpisodeClock,
     ) -> None:
@@ -218,7 +258,7 @@ class Claims:
         return answer_of({"id": id_of(offer.name), "api_key": key, "row": offer.row})
 
     async def _confirm(self, request: web.Request) -> web.StreamResponse:
-        return answer_of({"id": id_of(self._named_in(request).name)})
+        return answer_of({"id": id_of((await self._named_in(request)).name)})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         offer, body = await self._ended_by(request, "reward")
@@ -227,7 +267,7 @@ class Claims:
             offer.session.check_reward(reward)
         except WorkflowError as error:
             raise CallRefused(400, "invalid_reward", str(error)) from error
-        offer.finish(reward)
+        offer.finish(EpisodeEnd(reward))
         return answer_of({"id": id_of(offer.name)})
 
     async def _reject(self, request: web.Request) -> web.StreamResponse:
@@ -235,8 +275,7 @@ class Claims:
         reason = body.get("reason", "")
         if not isinstance(reason, str):
             raise CallRefused(400, "invalid_reason", f"reason: expected text, got {reason!r:.80}")
-        told = reason[:_MAX_REASON_CHARS] or "no reason was told"
-        offer.finish(AgentError(f"rejected: {told}", kind=RejectionKind.agent_rejected))
+        offer.finish(EpisodeEnd(None, reason[:_MAX_REASON_CHARS] or "no reason was told"))
         return answer_of({"id": id_of(offer.name)})
 
     async def _ended_by(self, request: web.Request, field: str) -> tuple[Offer, dict[str, Any]]:
@@ -245,17 +284,18 @@ class Claims:
         body = decoded(await read_body(request) or b"{}")
         if unknown := sorted(body.keys() - {field}):
             raise CallRefused(400, "unknown_field", f"expected {field} alone, got {unknown!r:.200}")
-        return self._named_in(request), body
+        return await self._named_in(request), body
 
-    def _named_in(self, request: web.Request) -> Offer:
+    async def _named_in(self, request: web.Request) -> Offer:
         """The episode of a path, which is confirmed by that.
 
         Raises: CallRefused: 401, 404, 409 or 410: without the run's key, or not offered.
         """
         check_run_key(self._keys, request)
         name = named_by(request.match_info["id"])
+        session = await self._session_of(name)  # it says how it ended
         if (offer := self._offers.get(name)) is None:
-            self._session_of(name).check_open()  # either says how it ended
+            session.check_open()
             raise _has_ended()
         offer.confirm()
         return offer

@@ -29,7 +29,7 @@ from aiohttp import web
 
 from areal_sc.agents.calls import CallRefused, Dialect, ModelCall, anew
 from areal_sc.agents.certificate import make_certificate
-from areal_sc.agents.claims import Claims, Offer
+from areal_sc.agents.claims import Claims, Offer, id_of, named_by
 from areal_sc.agents.http import (
     BACKLOG,
     DELIVERY,
@@ -48,13 +48,14 @@ from areal_sc.agents.http import (
     though_client_goes,
     wait_for_last_byte,
 )
+from areal_sc.agents.journal import SessionJournal
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt
 from areal_sc.agents.rows import Rewards
 from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, given_up
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.engines.base import Completion, OnTokens
-from areal_sc.errors import WorkerError
+from areal_sc.errors import WorkerError, WorkflowError
 from areal_sc.transport.sockets.interface import Interface, bracketed, family_of
 from areal_sc.user_code import EpisodeClock
 from areal_sc.workflows.chat_turn import TokenEngine
@@ -74,6 +75,10 @@ _STREAM_HEADERS: Final = {
 }
 _START_TIMEOUT_S: Final = 60.0
 _END_TIMEOUT_S: Final = 10.0
+RETURN_S: Final = 10.0
+"""A request waits so long for a session that an earlier life of the worker has had."""
+_LOOK_S: Final = 0.1
+_COME_AGAIN_S: Final = 1.0
 _MAX_LOST: Final = 256
 """Sessions of which is remembered that they were given up; of older ones, that they ended."""
 
@@ -85,6 +90,7 @@ class AgentServer:
         worker: its name.
         life: its incarnation.
         secret: of all sessions of the run; b"": of these alone.
+        is_kept: whether the journal of an episode of an earlier life, by its id, is there.
 
     Attributes:
         clock: of the limits of their episodes.
@@ -96,16 +102,20 @@ class AgentServer:
         worker: str,
         life: str = "0",
         secret: bytes = b"",
+        is_kept: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.clock = EpisodeClock()
         self._worker = worker
         self._life = life
         self._keys = SessionKeys(secret)
+        self._is_kept = is_kept
         self._claims = Claims(self._keys, self._session_named, self._rename, self.clock)
         self._naming = threading.Lock()  # sessions begin and end on another thread than claims
         self._num_opened = 0
-        self._sessions = dict[int, Session]()
-        self._lost = dict[int, CallRefused]()  # of the last sessions that were given up
+        self._sessions = dict[SessionName, Session]()
+        self._returning = dict[SessionName, Session]()  # of an earlier life, not offered again yet
+        self._lost = dict[SessionName, CallRefused]()  # of the last sessions that were given up
+        self._passer = ""  # the process of the run's address
         self._starting: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,17 +128,30 @@ class AgentServer:
 
     @asynccontextmanager
     async def open(
-        self, engine: TokenEngine, sampling: GenerationConfig, settings: SessionSettings
+        self,
+        engine: TokenEngine,
+        sampling: GenerationConfig,
+        settings: SessionSettings,
+        journal: SessionJournal | None = None,
     ) -> AsyncIterator[Session]:
         """A session, until the block ends. Its calls are generated on the caller's event loop.
 
+        Args:
+            journal: of the session in an earlier life of the worker: this one goes on from there,
+                and can be found once it is offered.
         Raises: WorkerError: the thread could not begin, as there is no free port, say; the next
             session tries it again.
         """
         await self._started()
-        session = Session(_EngineOnItsLoop(engine), sampling, settings)
-        with self._naming:
-            name = self._new_name(session)
+        new = partial(Session, _EngineOnItsLoop(engine), sampling, settings)
+        session = new()
+        if journal and await self._on_thread(_restored(session, journal)):
+            name = named_by(journal.path.name)
+            self._returning[name] = session
+        else:
+            session = new()
+            with self._naming:
+                name = self._new_name(session)
         lost: CallRefused | None = None
         try:
             session.base_url = f"http://{_HOST}:{self.port}/v1"
@@ -140,20 +163,29 @@ class AgentServer:
             raise
         finally:
             with self._naming:
-                number = next(it for it, open_ in self._sessions.items() if open_ is session)
-                del self._sessions[number]
-            if lost:
-                self._note_lost(number, lost)
+                names = (it for it, open_ in self._sessions.items() if open_ is session)
+                name = next(names, name)
+                self._sessions.pop(name, None)
+                self._returning.pop(name, None)
+            if lost or name.life != self._life:
+                self._note_lost(name, lost or SESSION_ENDED)
             self._soon(partial(session.end, lost))
 
-    async def wait_outside(self, key: str, row: Any, config: AgentsConfig) -> Rewards:
+    async def wait_outside(
+        self,
+        key: str,
+        row: Any,
+        config: AgentsConfig,
+        journal: Callable[[str], SessionJournal | None] = lambda _: None,
+    ) -> Rewards:
         """Offers an open session to agents outside until one has rewarded it.
 
         Args:
             row: as JSON holds it.
+            journal: see `Offer`.
         Raises: AgentError: it was rejected, or came to a limit.
         """
-        return await self._on_thread(self._offer(key, row, config))
+        return await self._on_thread(self._offer(key, row, config, journal))
 
     async def reachable(self, interface: Interface) -> AgentsAt:
         """Where the process that has the run's address reaches this: by TLS, unless on loopback.
@@ -199,10 +231,20 @@ class AgentServer:
         assert self._loop is not None
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
 
-    async def _offer(self, key: str, row: Any, config: AgentsConfig) -> Rewards:
+    async def _offer(
+        self,
+        key: str,
+        row: Any,
+        config: AgentsConfig,
+        journal: Callable[[str], SessionJournal | None],
+    ) -> Rewards:
         name = self._keys.read(key)
         assert name is not None
-        return await self._claims.wait(Offer(name, row, self._session_named(name)), config)
+        with self._naming:
+            if returning := self._returning.pop(name, None):
+                self._sessions[name] = returning
+        session = await self._session_named(name)
+        return await self._claims.wait(Offer(name, row, session, journal), config)
 
     async def _listen(self, host: str) -> tuple[int, str]:
         assert self._runner is not None
@@ -218,16 +260,17 @@ class AgentServer:
 
     def _new_name(self, session: Session) -> SessionName:
         self._num_opened += 1
-        self._sessions[self._num_opened] = session
-        return SessionName(self._worker, self._life, self._num_opened)
+        name = SessionName(self._worker, self._life, self._num_opened)
+        self._sessions[name] = session
+        return name
 
     def _rename(self, name: SessionName) -> SessionName:
         with self._naming:
-            session = self._sessions.pop(name.number, None)
+            session = self._sessions.pop(name, None)
             return self._new_name(session) if session else name  # which has just ended
 
-    def _note_lost(self, number: int, why: CallRefused) -> None:
-        self._lost[number] = why
+    def _note_lost(self, name: SessionName, why: CallRefused) -> None:
+        self._lost[name] = why
         while len(self._lost) > _MAX_LOST:
             del self._lost[next(iter(self._lost))]
 
@@ -282,7 +325,8 @@ class AgentServer:
 
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         name = self._name_in(request)
-        session = self._session_named(name)
+        session = await self._session_named(name)
+        self._note_passer(request.headers.get(DELIVERY, "").partition("-")[0])
         self._claims.confirm(name)
         try:
             body = await read_body(request)
@@ -350,8 +394,15 @@ class AgentServer:
 
     async def _note_undelivered(self, request: web.Request) -> web.StreamResponse:
         delivery = request.headers.get(DELIVERY, "")
-        self._session_named(self._name_in(request)).note_undelivered(delivery)
+        (await self._session_named(self._name_in(request))).note_undelivered(delivery)
         return web.Response()
+
+    def _note_passer(self, passer: str) -> None:
+        """Answers that another process has passed on may not have come to their clients."""
+        if passer and passer != self._passer:
+            self._passer = passer
+            for session in list(self._sessions.values()):
+                session.note_unsure()
 
     def _name_in(self, request: web.Request) -> SessionName:
         """Raises: CallRefused: 401: the request has no key of a session."""
@@ -359,16 +410,45 @@ class AgentServer:
             raise no_session()
         return name
 
-    def _session_named(self, name: SessionName) -> Session:
-        """Raises: CallRefused: 404, 409 or 410: it never was, has ended, or was given up."""
-        if (name.worker, name.life) != (self._worker, self._life):
-            why = f"the worker {name.worker} of this episode has been started again since"
-            raise CallRefused(410, "session_lost", why)
-        if name.number > self._num_opened:
-            raise CallRefused(404, "unknown_episode", "no episode has this id")
-        if (session := self._sessions.get(name.number)) is not None:
+    async def _session_named(self, name: SessionName) -> Session:
+        """Waits for one that an earlier life has had, `RETURN_S` at most.
+
+        Raises: CallRefused: 404, 409 or 410: it never was, has ended, or was given up or lost. 503:
+            it is not back yet.
+        """
+        if (name.worker, name.life) == (self._worker, self._life):
+            if name.number > self._num_opened:
+                raise CallRefused(404, "unknown_episode", "no episode has this id")
+        else:
+            await self._until_back(name)
+        if (session := self._sessions.get(name)) is not None:
             return session
-        raise anew(self._lost.get(name.number, SESSION_ENDED))
+        raise anew(self._lost.get(name, SESSION_ENDED))
+
+    async def _until_back(self, name: SessionName) -> None:
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + RETURN_S
+        while name not in self._sessions and name not in self._lost:
+            if name.worker != self._worker or not self._is_kept(id_of(name)):
+                why = f"the worker {name.worker} of this episode has been started again since"
+                raise CallRefused(410, "session_lost", f"{why}, and its memory is gone")
+            if loop.time() > give_up_s:
+                why = "the episode goes on as soon as its worker has taken it up again"
+                raise CallRefused(503, "session_returns", why, retry_after_s=_COME_AGAIN_S)
+            await asyncio.sleep(_LOOK_S)
+
+
+async def _restored(session: Session, journal: SessionJournal) -> bool:
+    """Whether a session is as its journal says; a journal that cannot be read ends."""
+    try:
+        journal.read()
+        await session.restore(journal.found)
+    except (OSError, msgspec.MsgspecError, WorkflowError, CallRefused) as error:
+        logger.warning("episode=%s cannot go on: %s", journal.path.name, error)
+        journal.end()
+        return False
+    session.journal = journal
+    return True
 
 
 class _EngineOnItsLoop:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
+import msgspec
+
 from areal_sc.agents.calls import (
     CallRefused,
     ContextOverflow,
@@ -29,9 +31,11 @@ from areal_sc.agents.calls import (
     anew,
 )
 from areal_sc.agents.history import CallHistory, CallPlace
+from areal_sc.agents.journal import Record, SessionJournal, WrittenAnswer
 from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings, special_token_in
 from areal_sc.errors import AgentError, NeverWorks, WorkflowError
 from areal_sc.rejection import RejectionKind
@@ -105,6 +109,7 @@ class Session:
         counts: how often each of `COUNTED` was noticed.
         failure: of the engine or of this package, in a call; what the agent made of it says
             nothing about the agent.
+        journal: where its calls are written down; None: they go with the worker.
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class Session:
         self.base_url = self.api_key = ""  # until a server has opened it
         self.counts = Counter[str]()
         self.failure: Exception | None = None
+        self.journal: SessionJournal | None = None
         self._engine = engine
         self._run_sampling = sampling
         self._settings = settings or SessionSettings()
@@ -124,7 +130,7 @@ class Session:
         self._same = dict[str, list[SessionCall]]()  # by their key, or by their digest
         self._sent_away = Counter[tuple[str, int]]()  # by digest and attempt
         self._tasks = set[asyncio.Task[None]]()
-        self._num_tool_calls = 0
+        self._num_begun = self._num_tool_calls = 0
         self._last_activity_s = time.monotonic()
         self._ended: CallRefused | None = None
         self._refused_for_all: CallRefused | None = None  # and no call was answered since
@@ -143,9 +149,8 @@ class Session:
         """
         self.check_open()
         self.note_activity()
-        same = list[SessionCall]()
-        if key or digest:
-            same = self._same.setdefault(f"key {key}" if key else digest, same)
+        name = f"key {key}" if key else digest
+        same = self._same.setdefault(name, []) if name else []
         if same and same[0].digest != digest:
             self.counts["refused"] += 1
             raise CallRefused(
@@ -170,12 +175,42 @@ class Session:
                 retry_after_s=_COME_AGAIN_S,
             )
         begun = SessionCall(call, digest, attempt)
+        begun.number, begun.same = self._num_begun, name
+        self._num_begun += 1
         self._calls.append(begun)
         same.append(begun)
         task = asyncio.create_task(self._run(call, begun), name=f"call {begun.answer_id}")
         self._tasks.add(task)
         task.add_done_callback(self._note_done)
         return begun
+
+    async def restore(self, records: Sequence[Record]) -> None:
+        """Plays the calls of an earlier life of the worker again, with their answers.
+
+        Raises: WorkflowError, CallRefused: a call cannot be what it was.
+        """
+        calls = dict[str, ModelCall]()
+        for it in records:
+            if not isinstance(it, WrittenAnswer):
+                continue
+            call = msgspec.json.decode(it.call, type=ModelCall)
+            after = next((one for one in self._calls if one.answer_id == it.after), None)
+            if it.goes_on_row and after:
+                past = calls[it.after]
+                messages = *past.messages, after.message, *call.messages
+                call = replace(call, messages=messages, tools=past.tools)
+            calls[it.answer_id] = call
+            begun = SessionCall(call, it.digest, it.attempt)
+            begun.number, begun.same = it.number, it.same
+            begun.answer_id, begun.created_s = it.answer_id, it.created_s
+            begun.finish(await self._answer(call, begun, it.completion, after))
+            begun.note_unsure()
+            self._calls.append(begun)
+            if it.same:
+                self._same.setdefault(it.same, []).append(begun)
+            self.counts = Counter(it.counts)
+        self._calls.sort(key=lambda it: it.number)
+        self._num_begun = 1 + max((it.number for it in self._calls), default=-1)
 
     def as_sampled(self, call: ModelCall) -> ModelCall:
         """The call with the sampling that its answer has, as clients are told it."""
@@ -277,6 +312,12 @@ class Session:
         for call in self._calls:
             call.note_undelivered(delivery)
 
+    def note_unsure(self) -> None:
+        """The process has died that passed answers on."""
+        for call in self._calls:
+            if call.is_delivered:
+                call.note_unsure()
+
     def check_reward(self, reward: Rewards) -> None:
         """Raises: WorkflowError: no answer was delivered, or a reward is of no call."""
         if not (trained := _trained(self._calls)):
@@ -324,7 +365,14 @@ class Session:
                 same.remove(begun)
         begun.finish(why)
 
-    async def _answer(self, call: ModelCall, begun: SessionCall) -> ModelAnswer:
+    async def _answer(
+        self,
+        call: ModelCall,
+        begun: SessionCall,
+        completion: Completion | None = None,
+        after: SessionCall | None = None,
+    ) -> ModelAnswer:
+        """Args: completion, after: what it was, and where it stood, in an earlier life."""
         check_tools(call.tools)
         earlier = self._earlier(call.after) if call.after else None
         if earlier:
@@ -339,6 +387,8 @@ class Session:
             )
         sampling = self._sampling(call)
         place = self._history.place(messages, earlier)
+        if completion:  # answers that came while it ran are known by now
+            place = replace(place, after=after)
         turn = NextTurn(
             self._engine,
             self._last_node(begun, place),
@@ -355,7 +405,9 @@ class Session:
         if num_prompt_tokens >= most:
             raise ContextOverflow(num_prompt_tokens, most)
         on_tokens = turn.text_stream(begun.add_text) if call.is_streamed else None
-        completion = await self._engine.generate(turn.prompt, sampling, on_tokens=on_tokens)
+        is_new = completion is None
+        if completion is None:
+            completion = await self._engine.generate(turn.prompt, sampling, on_tokens=on_tokens)
         node = turn.node(completion, self._num_tool_calls)
         self._num_tool_calls += len(node.turn.tool_calls)
         begun.node = node
@@ -366,6 +418,8 @@ class Session:
             begun.kept_after = after
             begun.kept = [*messages[after.num_messages if after else first :], node.turn.message]
         self._history.add(place, begun)
+        if self.journal and is_new:
+            self.journal.add(self._record(replace(call, messages=tuple(messages)), begun, node))
         tokens = tuple[SampledToken, ...]()
         if call.wants_logprobs:
             texts = self._engine.tokenizer.batch_decode([[it] for it in completion.token_ids])
@@ -377,6 +431,25 @@ class Session:
             num_prompt_tokens,
             tokens,
             stop=_stop_of(node, call.stop),
+        )
+
+    def _record(self, call: ModelCall, begun: SessionCall, node: TurnNode) -> WrittenAnswer:
+        """Args: call: with all messages."""
+        call, after = replace(call, after=""), begun.after
+        if after and node.row:
+            call = replace(call, messages=call.messages[after.num_messages :], tools=())
+        return WrittenAnswer(
+            begun.number,
+            begun.same,
+            begun.digest,
+            begun.attempt,
+            begun.answer_id,
+            begun.created_s,
+            after.answer_id if after else "",
+            node.row is not None,
+            msgspec.json.encode(call),
+            node.completion,
+            dict(self.counts),
         )
 
     def _earlier(self, answer_id: str) -> SessionCall:

@@ -30,6 +30,7 @@ from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.system.waiting import all_of
 from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport, Waiting
 from areal_sc.workers.evaluated import EvaluatedEpisode
+from areal_sc.workers.kept_sessions import EpisodeSession
 from areal_sc.workflows.base import AgentReturn, AgentSession
 from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
 from areal_sc.workflows.text_checks import why_endless
@@ -67,6 +68,7 @@ class WorkerEpisodeEngine:
         evaluated: notes what the episode asks for; None: it is trained.
         agents: serves its sessions; None: it can have none.
         agent_pool: runs its agents; not there without `agents`.
+        outside: what its session outlives the worker by; None: it does not.
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
@@ -84,6 +86,7 @@ class WorkerEpisodeEngine:
         evaluated: EvaluatedEpisode | None = None,
         agents: AgentServer | None = None,
         agent_pool: AgentPool | None = None,
+        outside: EpisodeSession | None = None,
     ) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
@@ -96,6 +99,7 @@ class WorkerEpisodeEngine:
         self._evaluated = evaluated
         self._agents = agents
         self._agent_pool = agent_pool
+        self._outside = outside
         self.open_waits: list[EpisodeWait] = []
         self.past_waits: list[EpisodeWait] = []
         self.group = group
@@ -194,8 +198,9 @@ class WorkerEpisodeEngine:
     async def _session(
         self, agents: AgentServer, settings: SessionSettings
     ) -> AsyncIterator[AgentSession]:
+        journal = self._outside.journal if self._outside else None
         try:
-            async with agents.open(self, self._sampling, settings) as session:
+            async with agents.open(self, self._sampling, settings, journal) as session:
                 yield session
         except WorkerError as error:
             self.failure = error
@@ -222,8 +227,11 @@ class WorkerEpisodeEngine:
         assert self._agents is not None
         assert self._agent_pool is not None
         told = json.loads(as_json(row, AGENT_OUTSIDE))
+        journals = [self._outside.begin] if self._outside else []
         with self._waiting(AGENT_OUTSIDE):
-            return await self._agents.wait_outside(session.api_key, told, self._agent_pool.config)
+            return await self._agents.wait_outside(
+                session.api_key, told, self._agent_pool.config, *journals
+            )
 
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         functions = weighted_functions(reward)

@@ -139,7 +139,8 @@ class FinishedEpisodes:
         Raises: StoreFull: there is no room for a copy.
         """
         played = group.workflow, group.prompt
-        fitting = [it for it in group.kept if (it.episode.workflow, it.episode.prompt) == played]
+        ended_ones = (it for it in group.kept if not it.episode.session)
+        fitting = [it for it in ended_ones if (it.episode.workflow, it.episode.prompt) == played]
         outcomes = await all_of(self._outcome(it, declared) for it in fitting)
         for kept, outcome in zip(fitting, outcomes, strict=True):
             if outcome is None:

@@ -17,9 +17,10 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -43,6 +44,7 @@ from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.waiting import all_of
 from areal_sc.transport.rpc.method import Served
+from areal_sc.transport.shards.memory_folder import OFF
 from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe, text_of
 from areal_sc.weights.adopter import Adopter
 from areal_sc.workers import calls
@@ -64,6 +66,7 @@ from areal_sc.workers.finished_episodes import (
 )
 from areal_sc.workers.group_judging import Episode, judged_group
 from areal_sc.workers.group_runs import GroupRuns
+from areal_sc.workers.kept_sessions import EpisodeSession, KeptSessions
 from areal_sc.workers.played_groups import played_answer, played_group, row_text
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workflows.base import Workflow
@@ -107,7 +110,12 @@ class RolloutWorker(Worker):
             run_code=self._run_code,
             **apart,
         )
-        self._agents = AgentServer(spec.name, spec.order.incarnation, self.keys.sessions)
+        life = spec.order.incarnation
+        folder = self.memory_folder("sessions")
+        self._sessions = KeptSessions(folder, spec.name, life, self.plane.store)
+        self._agents = AgentServer(
+            spec.name, life, self.keys.sessions, is_kept=self._sessions.is_kept
+        )
         log = spec.log_path.with_name(f"episode-{spec.order.index}.log")
         own = self._reward_server, self._agents, config.agents
         self._agent_pool = AgentPool(*own, log_path=log, **apart)
@@ -181,6 +189,9 @@ class RolloutWorker(Worker):
         runs, held = self._runs, self.held_shards(groups)
         return RolloutDescription(self._weights.policy, runs.going, runs.ended, held)
 
+    def held_shards(self, groups: Collection[int]) -> tuple[calls.HeldShard, ...]:
+        return tuple(map(self._sessions.checked, super().held_shards(groups)))
+
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         run = calls.GroupAttempt(group.group_id, group.attempt)
         return await self._runs.join(run, lambda: self._play_group(run, group))
@@ -199,6 +210,9 @@ class RolloutWorker(Worker):
         workflow = self.sources.workflow(group.workflow)
         declared = workflow.fields
         ended: dict[int, EndedEpisode] = {}
+        outside: dict[int, EpisodeSession] = {}
+        if workflow.waits_outside and group.group_id >= 0 and self._outlives:
+            outside = self._sessions.of_group(group)
         loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
         ended_s: list[float] = []
 
@@ -215,6 +229,8 @@ class RolloutWorker(Worker):
                     num_tokens=it.num_tokens,
                     took_s=it.took_s,
                 )
+                if number in outside:
+                    outside[number].end()
 
         def note_end(
             number: int, outcome: Episode | Rejection, num_tokens: int, took_s: float
@@ -237,7 +253,12 @@ class RolloutWorker(Worker):
             await self._finished.take_over(group, declared, ended)
             missing = [number for number in range(group.group_size) if number not in ended]
             row, _ = await self._episodes(
-                group.prompt, group.workflow, prefix_group, missing, note_end=note_end
+                group.prompt,
+                group.workflow,
+                prefix_group,
+                missing,
+                note_end=note_end,
+                outside=outside,
             )
             outcomes = {number: it.outcome for number, it in sorted(ended.items())}
             judged = await self._judge_group(group.workflow, group.prompt, row, outcomes)
@@ -249,6 +270,7 @@ class RolloutWorker(Worker):
         except (asyncio.CancelledError, StoreFull):
             self._finished.drop(ended.values())
             ended.clear()
+            is_closed = True
             raise
         finally:
             for timer in timers:
@@ -256,6 +278,8 @@ class RolloutWorker(Worker):
             if group.group_id >= 0 and not is_closed:  # the worker's next life will tell of them
                 for number in ended:
                     seal(number)
+            for session in outside.values() if is_closed else ():
+                session.end()
         self._group_counters["episodes_taken_over"] += group.group_size - len(missing)
         if reply.batch is not None and group.group_id >= 0:  # of training
             self._group_counters["finished_groups"] += 1
@@ -316,6 +340,7 @@ class RolloutWorker(Worker):
     async def sweep(self, sweep: calls.Sweep) -> int:
         last_sequence = await super().sweep(sweep)
         self._runs.forget(self.plane.store.__contains__)
+        self._sessions.forget()
         return last_sequence
 
     async def sleep(self, _: None) -> None:
@@ -332,6 +357,11 @@ class RolloutWorker(Worker):
     async def resume(self, _: None) -> None:
         await self.engine.resume()
         self.recorder.add_event("resume")
+
+    @property
+    def _outlives(self) -> bool:
+        """Whether shards outlive the worker."""
+        return self.transport_config.shared_memory != OFF
 
     def engine_stats(self) -> dict[str, float]:
         if self._engine is None:
@@ -371,6 +401,7 @@ class RolloutWorker(Worker):
         numbers: Sequence[int],
         evaluated: EvaluatedEpisode | None = None,
         note_end: NoteEnd = lambda *_: None,
+        outside: Mapping[int, EpisodeSession] = MappingProxyType({}),
     ) -> tuple[dict[str, Any] | None, list[Episode | Rejection]]:
         """The row of the dataset, None where it cannot be had, and what came of each episode."""
         for number in (workflow_number, reference.dataset):
@@ -390,7 +421,14 @@ class RolloutWorker(Worker):
         where = f"row {reference.index}"
         played = await all_of(
             self._episode(
-                workflow, row_of(wire, where), reference, name, number, evaluated, note_end
+                workflow,
+                row_of(wire, where),
+                reference,
+                name,
+                number,
+                evaluated,
+                note_end,
+                outside.get(number),
             )
             for number in numbers
         )
@@ -448,10 +486,11 @@ class RolloutWorker(Worker):
         number: int,
         evaluated: EvaluatedEpisode | None,
         note_end: NoteEnd,
+        outside: EpisodeSession | None,
     ) -> Episode | Rejection:
         config: RolloutConfig = self.handle.config
         own = self.engine, self._rewards, group, config.generation, evaluated
-        engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool)
+        engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool, outside)
         limit_s = math.inf if workflow.waits_outside else config.group_timeout_s
         # the call of an evaluation has a limit that knows nothing of this clock
         clock = self._agents.clock if evaluated is None else None

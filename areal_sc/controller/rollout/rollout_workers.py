@@ -278,15 +278,33 @@ class RolloutWorkers:
     async def take_worker(self, group: Group) -> RolloutWorkerState:
         """Takes a worker for the group's next attempt: by preference one with episodes of it.
 
-        What its last attempt has left is waited for; see `WorkerSet.take_worker`.
+        What its last attempt has left is waited for; see `WorkerSet.take_worker`. Where that are
+        sessions of agents outside, no other worker can go on with them.
         """
         lost_with = self.kept.lost_with(group.group_id)
         if lost_with is not None:
             what = f"{lost_with} to tell which episodes it still holds"
             await self._background.wait_until(lambda: self.are_rows_known(lost_with), what)
-        return await self.set.take_worker(
-            group.admitted_version, lambda: self.kept.homes(group.group_id)
-        )
+        while True:
+            what = "the worker of a session to take groups again"
+            await self._background.wait_until(lambda: self._can_go_on(group), what)
+            worker = await self.set.take_worker(
+                group.admitted_version, lambda: self.kept.homes(group.group_id)
+            )
+            homes = self._session_homes(group)
+            if not homes or worker in homes:
+                return worker
+            self._background.notify()  # it is free for another
+
+    def _session_homes(self, group: Group) -> list[RolloutWorkerState]:
+        names = self.kept.session_homes(group.group_id)
+        return [it for it in self._states if it.name in names and not it.life.is_closed]
+
+    def _can_go_on(self, group: Group) -> bool:
+        """Whether a worker with sessions of the group takes it, or there is none."""
+        homes = self._session_homes(group)
+        takes = self.set.loads.takes
+        return not homes or any(takes(it.number, group.admitted_version) for it in homes)
 
     def are_rows_known(self, *workers: str | None) -> bool:
         """Whether it is certain that the rows are there which these workers hold.

@@ -56,7 +56,8 @@ class SourceRegistration:
         """Names both for the workers. Raises: the errors of `RolloutController.register`."""
         dataset = self._sources.register_prompts(prompts)
         number = self._sources.register_workflow(workflow)
-        source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
+        num_rows = self._sources.num_rows(dataset)
+        source = RolloutSource(dataset, number, num_rows, workflow.waits_outside)
         if source not in self._checked:
             check_first_rows(prompts, workflow)
             self._field_bytes = max(self._field_bytes, check_fields(workflow))
