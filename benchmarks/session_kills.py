@@ -29,6 +29,8 @@ from integration.run_process import tiny_run
 from transformers import AutoTokenizer
 
 NUM_TURNS = 5
+TURN_END = "}}{{ '$' if message.role == 'assistant' else '>' }}{% endfor %}"
+"""Of the chat template: a conversation goes on where an answer ends."""
 
 
 def main() -> None:
@@ -41,16 +43,19 @@ def main() -> None:
         model, memory = chat_model(folder), folder / "memory"
         for name, before, after in (
             ("config.json", '"max_position_embeddings": 16', '"max_position_embeddings": 256'),
-            ("tokenizer_config.json", "endfor %}=", "endfor %}>"),
+            ("tokenizer_config.json", "}}{% endfor %}=", TURN_END),
         ):
             path = model / name
             path.write_text(path.read_text().replace(before, after))
         settings = *SETTINGS, f"total_steps={num_steps}", f"transport.shared_memory={memory}"
         kills = OutsideKills(
-            lambda: tiny_run(folder / "run", model, *settings, script=BOOKED), NUM_TURNS, "1"
+            lambda: tiny_run(folder / "run", model, *settings, script=BOOKED),
+            NUM_TURNS,
+            "1",
+            memory,
         )
         run = kills.play(num_steps, cycle(["worker", "script", "both"]))
-        kills.check(run, AutoTokenizer.from_pretrained(model), memory)
+        kills.check(run, AutoTokenizer.from_pretrained(model))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     record = {

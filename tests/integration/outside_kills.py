@@ -95,18 +95,20 @@ class OutsideKills:
         start: starts the script, in the same run folder each time.
         num_turns: of each episode.
         says: what clients say in each turn.
+        memory: of the run.
 
     Attributes:
         took_s: of each kill, until the last client had its next answer.
         ended: the clients whose episodes have ended.
     """
 
-    def __init__(self, start: Start, num_turns: int, says: str) -> None:
+    def __init__(self, start: Start, num_turns: int, says: str, memory: Path) -> None:
         self.took_s: list[float] = []
         self.ended: list[Client] = []
         self._start = start
         self._num_turns = num_turns
         self._says = says
+        self._memory = memory
         self._stack = ExitStack()
 
     def play(self, num_steps: int, kinds: Iterator[Killed]) -> RunProcess:
@@ -116,9 +118,10 @@ class OutsideKills:
             outside = Outside(run.run_dir)
             for _ in range(num_steps):
                 run.wait_until(lambda: outside.post("/episodes", key="x")[0], "the address")
-                clients = [
-                    Client(outside, it, self._says) for it in outside.claimed(EPISODES_A_STEP)
-                ]
+                episodes = outside.claimed(EPISODES_A_STEP)
+                ids = {it["id"] for it in episodes}
+                wait_until(lambda ids=ids: self._journals == ids, what="other journals to go")
+                clients = [Client(outside, it, self._says) for it in episodes]
                 for turn in range(self._num_turns):
                     began_s = time.monotonic()
                     for client in clients:
@@ -141,6 +144,11 @@ class OutsideKills:
             run.wait_until_gone()
             return run
 
+    @property
+    def _journals(self) -> set[str]:
+        """Ids of the sessions that are written down."""
+        return {it.name for it in self._memory.rglob("sessions/*")}
+
     def _kill(self, run: RunProcess, kind: Killed) -> RunProcess:
         if kind != "script":
             os.kill(run.worker_pid("rollout/0"), signal.SIGKILL)
@@ -150,7 +158,7 @@ class OutsideKills:
         run.wait()
         return self._stack.enter_context(self._start())
 
-    def check(self, run: RunProcess, tokenizer: Any, memory: Path) -> None:
+    def check(self, run: RunProcess, tokenizer: Any) -> None:
         """Each episode is one row, trained once, with the tokens that its client was told."""
         lines = Path(f"{run.run_dir}.book").read_text().splitlines()
         book = [json.loads(line) for line in lines]
@@ -168,10 +176,4 @@ class OutsideKills:
         assert (account.rows_lost, account.trained_again) == (0, [])
         assert run.summary()["num_rows_trained"] == len(self.ended)
         assert not run.summary()["rejected_episodes"]
-        left = [path for path in memory.rglob("*") if run.run_dir.name in str(path)]
-        assert not left, left
-
-
-def memory_is_empty(memory: Path) -> bool:
-    """Whether nothing is left of a run."""
-    return not memory.exists() or wait_until(lambda: not any(memory.rglob("*")))
+        assert not list(self._memory.rglob("*"))

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     book = os.path.abspath(f"{config.run_dir}.book")
     rows = [{"question": f"a{n}", "book": book} for n in range(NUM_QUESTIONS)]
-    PPOTrainer(config).fit(Booked(), rows)
+    PPOTrainer(config).fit(Booked(history="keep"), rows)
 
 
 if __name__ == "__main__":
