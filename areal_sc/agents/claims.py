@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from aiohttp import web
 
 from areal_sc.agents.calls import CallRefused
 from areal_sc.agents.http import answer_of, decoded, key_in, read_body, refusing
-from areal_sc.agents.journal import Claimed, Confirmed, EpisodeEnd, Record, SessionJournal
+from areal_sc.agents.journal import Claimed, EpisodeEnd, Record
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.rows import Rewards
 from areal_sc.agents.session import Session, given_up
@@ -83,34 +83,25 @@ class Offer:
 
     Args:
         row: of the data, as JSON holds it.
-        journal: begins one for an episode of this id, if it can; a session with a journal was
-            claimed in an earlier life of the worker.
+        written: what has become of it in an earlier life of the worker.
     """
 
     def __init__(
-        self,
-        name: SessionName,
-        row: Any,
-        session: Session,
-        journal: Callable[[str], SessionJournal | None] = lambda _: None,
+        self, name: SessionName, row: Any, session: Session, written: Sequence[Record] = ()
     ) -> None:
         self.name = name
         self.row = row
         self.session = session
-        self._begin_journal = journal
         self._claimed = asyncio.Event()
         self._confirmed = asyncio.Event()
         self._claim_key = ""
         self._claim_ends_s = 0.0
         self._end: asyncio.Future[Rewards] = asyncio.get_running_loop().create_future()
-        for record in session.journal.found if session.journal else ():
-            match record:
-                case Claimed(key):
-                    self._note_claim(key)
-                case Confirmed():
-                    self._confirmed.set()
-                case EpisodeEnd():
-                    self._note_end(record)
+        for record in written:
+            if isinstance(record, Claimed):
+                self._note_claim(record)
+            elif isinstance(record, EpisodeEnd):
+                self._note_end(record)
 
     def can_be_claimed(self, claim_key: str) -> bool:
         """Whether a claim with this Idempotency-Key, "" for none, may have the episode."""
@@ -124,27 +115,25 @@ class Offer:
 
     def claim(self, claim_key: str) -> None:
         """Gives the episode away, until `UNCONFIRMED_S` are over or `confirm` is called."""
-        if self.session.journal is None:
-            self.session.journal = self._begin_journal(id_of(self.name))
-        self._write(Claimed(claim_key))
-        self._note_claim(claim_key)
+        self.session.journal.begin(id_of(self.name))
+        self._write_claim(Claimed(claim_key))
 
-    def _note_claim(self, claim_key: str) -> None:
-        self._claim_key = claim_key
+    def _write_claim(self, claimed: Claimed) -> None:
+        self.session.journal.add(claimed)
+        self._note_claim(claimed)
+
+    def _note_claim(self, claimed: Claimed) -> None:
+        self._claim_key = claimed.key
         self._claim_ends_s = asyncio.get_running_loop().time() + UNCONFIRMED_S
         self.session.note_activity()
         self._claimed.set()
-
-    def _write(self, record: Record) -> None:
-        if self.session.journal:
-            self.session.journal.add(record)
+        if claimed.is_confirmed:
+            self._confirmed.set()
 
     def confirm(self) -> None:
         """Whoever has claimed it knows of it."""
         if self._claimed.is_set() and not self._confirmed.is_set():
-            self.session.note_activity()
-            self._write(Confirmed())
-            self._confirmed.set()
+            self._write_claim(Claimed(self._claim_key, is_confirmed=True))
 
     async def is_taken(self) -> bool:
         """Waits for a claim, and returns whether it was confirmed in time; if not, it is void."""
@@ -157,16 +146,14 @@ class Offer:
         if not self._confirmed.is_set():
             self._claimed.clear()
             self._claim_key = ""
-            if self.session.journal:
-                self.session.journal.end()
-                self.session.journal = None
+            self.session.journal.end()
         return self._confirmed.is_set()
 
     def finish(self, end: EpisodeEnd) -> None:
         """Raises: CallRefused: 409: nobody has claimed the episode, or it has ended."""
         if not self._claimed.is_set() or self._end.done():
             raise _has_ended()
-        self._write(end)
+        self.session.journal.add(end)
         self._note_end(end)
 
     def _note_end(self, end: EpisodeEnd) -> None:

@@ -9,7 +9,6 @@ the calls again, with the answers that were sampled: see `Session.restore`.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import zlib
@@ -29,38 +28,37 @@ _HEAD: Final = Packed("<II")
 
 
 class Claimed(Struct, frozen=True, array_like=True, tag=True):
-    """Somebody has claimed the episode. `key`: the Idempotency-Key; "": none."""
+    """Somebody has claimed the episode.
+
+    Attributes:
+        key: the Idempotency-Key of the claim; "": none.
+        is_confirmed: who has claimed it knows of it.
+    """
 
     key: str
-
-
-class Confirmed(Struct, frozen=True, array_like=True, tag=True):
-    """Whoever has claimed it knows of it."""
+    is_confirmed: bool = False
 
 
 class WrittenAnswer(Struct, frozen=True, array_like=True, tag=True):
     """The model has answered a call.
 
     Attributes:
-        number, same, digest, attempt, answer_id, created_s: of the `SessionCall`.
+        number, same, digest, answer_id, created_s: of the `SessionCall`.
         after: id of the answer that it goes on from; "": it begins a conversation.
         goes_on_row: the call has only the messages behind that answer, and no tools, since they are
             those of the call before.
         call: a `ModelCall` as JSON, whose messages are all that the model was given.
-        counts: of the session, with this call.
     """
 
     number: int
     same: str
     digest: str
-    attempt: int
     answer_id: str
     created_s: int
     after: str
     goes_on_row: bool
     call: bytes
     completion: Completion
-    counts: dict[str, int]
 
 
 class EpisodeEnd(Struct, frozen=True, array_like=True, tag=True):
@@ -70,64 +68,64 @@ class EpisodeEnd(Struct, frozen=True, array_like=True, tag=True):
     reason: str = ""
 
 
-Record = Claimed | Confirmed | WrittenAnswer | EpisodeEnd
+Record = Claimed | WrittenAnswer | EpisodeEnd
 
 
 class SessionJournal:
-    """The journal of one session. May be ended on another thread than it is written on.
+    """The journal of one session. It may be ended on another thread than it is written on.
 
     Args:
-        path: of its file, whose name is the id of the episode.
-        forget: is called at the end.
+        make: the empty file for a session of this id; None: nothing is written down.
 
     Attributes:
-        found: what an earlier life has written, as far as it is whole.
+        path: of its file, whose name is the id; None: there is none, and `add` does nothing.
     """
 
-    def __init__(self, path: Path, forget: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, make: Callable[[str], Path | None] = lambda _: None, path: Path | None = None
+    ) -> None:
         self.path = path
-        self.found: list[Record] = []
-        self._forget = forget
-        self._has_ended = False
+        self._make = make
 
-    def begin(self) -> None:
-        """Makes the file. Raises: OSError: there is no room, say."""
-        self.path.parent.mkdir(mode=0o700, exist_ok=True)
-        self.path.touch(0o600)
+    def begin(self, session_id: str) -> None:
+        """Begins the journal, unless it has begun."""
+        self.path = self.path or self._make(session_id)
 
-    def read(self) -> None:
-        """Reads what is there, and cuts off what a death has cut short.
+    def read(self) -> list[Record]:
+        """What is there; what a death has cut short is cut off.
 
         Raises: OSError: there is no file. msgspec.MsgspecError: it is of another version.
         """
+        assert self.path is not None
         content, place = self.path.read_bytes(), 0
+        found: list[Record] = []
         while len(content) - place >= _HEAD.size:
             size, checksum = _HEAD.unpack_from(content, place)
-            body = content[place + _HEAD.size : place + _HEAD.size + size]
+            body = content[place + _HEAD.size :][:size]
             if len(body) < size or zlib.crc32(body) != checksum:
                 break
-            self.found.append(msgspec.msgpack.decode(body, type=Record))
+            found.append(msgspec.msgpack.decode(body, type=Record))
             place += _HEAD.size + size
         os.truncate(self.path, place)
+        return found
 
     def add(self, record: Record) -> None:
         """Writes a record down. Where that fails, the journal ends: it must not have a gap."""
+        if (path := self.path) is None:
+            return
         body = msgspec.msgpack.encode(record)
         content = _HEAD.pack(len(body), zlib.crc32(body)) + body
         try:
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-            try:
-                if os.write(file, content) < len(content):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            finally:
-                os.close(file)
+            with path.open("r+b") as file:
+                file.seek(0, os.SEEK_END)
+                file.write(content)
         except OSError as error:
-            if not self._has_ended:
-                logger.warning("session %s would not outlive its worker: %s", self.path.name, error)
+            if self.path:
+                logger.warning("session %s would not outlive its worker: %s", path.name, error)
                 self.end()
 
     def end(self) -> None:
         """The session needs no journal any more."""
-        self._has_ended = True
-        self.path.unlink(missing_ok=True)
-        self._forget()
+        path, self.path = self.path, None
+        if path:
+            path.unlink(missing_ok=True)

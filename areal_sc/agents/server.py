@@ -48,14 +48,14 @@ from areal_sc.agents.http import (
     though_client_goes,
     wait_for_last_byte,
 )
-from areal_sc.agents.journal import SessionJournal
+from areal_sc.agents.journal import Record, SessionJournal, WrittenAnswer
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt
 from areal_sc.agents.rows import Rewards
 from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, given_up
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.engines.base import Completion, OnTokens
-from areal_sc.errors import WorkerError, WorkflowError
+from areal_sc.errors import WorkerError
 from areal_sc.transport.sockets.interface import Interface, bracketed, family_of
 from areal_sc.user_code import EpisodeClock
 from areal_sc.workflows.chat_turn import TokenEngine
@@ -78,7 +78,6 @@ _END_TIMEOUT_S: Final = 10.0
 RETURN_S: Final = 10.0
 """A request waits so long for a session that an earlier life of the worker has had."""
 _LOOK_S: Final = 0.1
-_COME_AGAIN_S: Final = 1.0
 _MAX_LOST: Final = 256
 """Sessions of which is remembered that they were given up; of older ones, that they ended."""
 
@@ -113,7 +112,7 @@ class AgentServer:
         self._naming = threading.Lock()  # sessions begin and end on another thread than claims
         self._num_opened = 0
         self._sessions = dict[SessionName, Session]()
-        self._returning = dict[SessionName, Session]()  # of an earlier life, not offered again yet
+        self._returning = dict[SessionName, tuple[Session, list[Record]]]()  # not offered again yet
         self._lost = dict[SessionName, CallRefused]()  # of the last sessions that were given up
         self._passer = ""  # the process of the run's address
         self._starting: asyncio.Task[None] | None = None
@@ -137,19 +136,20 @@ class AgentServer:
         """A session, until the block ends. Its calls are generated on the caller's event loop.
 
         Args:
-            journal: of the session in an earlier life of the worker: this one goes on from there,
-                and can be found once it is offered.
+            journal: of the session; one that has begun in an earlier life of the worker goes on
+                from there, and can be found once it is offered.
         Raises: WorkerError: the thread could not begin, as there is no free port, say; the next
             session tries it again.
         """
         await self._started()
-        new = partial(Session, _EngineOnItsLoop(engine), sampling, settings)
-        session = new()
-        if journal and await self._on_thread(_restored(session, journal)):
-            name = named_by(journal.path.name)
-            self._returning[name] = session
+        session = Session(_EngineOnItsLoop(engine), sampling, settings, journal)
+        if path := session.journal.path:
+            written = session.journal.read()
+            answers = [it for it in written if isinstance(it, WrittenAnswer)]
+            await self._on_thread(session.restore(answers))
+            name = named_by(path.name)
+            self._returning[name] = session, written
         else:
-            session = new()
             with self._naming:
                 name = self._new_name(session)
         lost: CallRefused | None = None
@@ -171,21 +171,14 @@ class AgentServer:
                 self._note_lost(name, lost or SESSION_ENDED)
             self._soon(partial(session.end, lost))
 
-    async def wait_outside(
-        self,
-        key: str,
-        row: Any,
-        config: AgentsConfig,
-        journal: Callable[[str], SessionJournal | None] = lambda _: None,
-    ) -> Rewards:
+    async def wait_outside(self, key: str, row: Any, config: AgentsConfig) -> Rewards:
         """Offers an open session to agents outside until one has rewarded it.
 
         Args:
             row: as JSON holds it.
-            journal: see `Offer`.
         Raises: AgentError: it was rejected, or came to a limit.
         """
-        return await self._on_thread(self._offer(key, row, config, journal))
+        return await self._on_thread(self._offer(key, row, config))
 
     async def reachable(self, interface: Interface) -> AgentsAt:
         """Where the process that has the run's address reaches this: by TLS, unless on loopback.
@@ -231,20 +224,15 @@ class AgentServer:
         assert self._loop is not None
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
 
-    async def _offer(
-        self,
-        key: str,
-        row: Any,
-        config: AgentsConfig,
-        journal: Callable[[str], SessionJournal | None],
-    ) -> Rewards:
+    async def _offer(self, key: str, row: Any, config: AgentsConfig) -> Rewards:
         name = self._keys.read(key)
         assert name is not None
+        written = list[Record]()
         with self._naming:
-            if returning := self._returning.pop(name, None):
-                self._sessions[name] = returning
+            if name in self._returning:
+                self._sessions[name], written = self._returning.pop(name)
         session = await self._session_named(name)
-        return await self._claims.wait(Offer(name, row, session, journal), config)
+        return await self._claims.wait(Offer(name, row, session, written), config)
 
     async def _listen(self, host: str) -> tuple[int, str]:
         assert self._runner is not None
@@ -416,39 +404,22 @@ class AgentServer:
         Raises: CallRefused: 404, 409 or 410: it never was, has ended, or was given up or lost. 503:
             it is not back yet.
         """
-        if (name.worker, name.life) == (self._worker, self._life):
-            if name.number > self._num_opened:
-                raise CallRefused(404, "unknown_episode", "no episode has this id")
-        else:
-            await self._until_back(name)
-        if (session := self._sessions.get(name)) is not None:
-            return session
-        raise anew(self._lost.get(name, SESSION_ENDED))
-
-    async def _until_back(self, name: SessionName) -> None:
+        is_own = (name.worker, name.life) == (self._worker, self._life)
+        if is_own and name.number > self._num_opened:
+            raise CallRefused(404, "unknown_episode", "no episode has this id")
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + RETURN_S
-        while name not in self._sessions and name not in self._lost:
+        while not (is_own or name in self._sessions or name in self._lost):
             if name.worker != self._worker or not self._is_kept(id_of(name)):
                 why = f"the worker {name.worker} of this episode has been started again since"
                 raise CallRefused(410, "session_lost", f"{why}, and its memory is gone")
             if loop.time() > give_up_s:
                 why = "the episode goes on as soon as its worker has taken it up again"
-                raise CallRefused(503, "session_returns", why, retry_after_s=_COME_AGAIN_S)
+                raise CallRefused(503, "session_returns", why, retry_after_s=_LOOK_S)
             await asyncio.sleep(_LOOK_S)
-
-
-async def _restored(session: Session, journal: SessionJournal) -> bool:
-    """Whether a session is as its journal says; a journal that cannot be read ends."""
-    try:
-        journal.read()
-        await session.restore(journal.found)
-    except (OSError, msgspec.MsgspecError, WorkflowError, CallRefused) as error:
-        logger.warning("episode=%s cannot go on: %s", journal.path.name, error)
-        journal.end()
-        return False
-    session.journal = journal
-    return True
+        if (session := self._sessions.get(name)) is not None:
+            return session
+        raise anew(self._lost.get(name, SESSION_ENDED))
 
 
 class _EngineOnItsLoop:

@@ -31,7 +31,7 @@ from areal_sc.agents.calls import (
     anew,
 )
 from areal_sc.agents.history import CallHistory, CallPlace
-from areal_sc.agents.journal import Record, SessionJournal, WrittenAnswer
+from areal_sc.agents.journal import SessionJournal, WrittenAnswer
 from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
@@ -102,6 +102,7 @@ class Session:
 
     Args:
         sampling: of the run; an agent may shorten its answers and end them by strings of its own.
+        journal: where its calls are written down; None: they go with the worker.
 
     Attributes:
         base_url: where an agent reaches it: of OpenAI's clients, with `/v1`.
@@ -109,7 +110,6 @@ class Session:
         counts: how often each of `COUNTED` was noticed.
         failure: of the engine or of this package, in a call; what the agent made of it says
             nothing about the agent.
-        journal: where its calls are written down; None: they go with the worker.
     """
 
     def __init__(
@@ -117,11 +117,12 @@ class Session:
         engine: TokenEngine,
         sampling: GenerationConfig,
         settings: SessionSettings | None = None,
+        journal: SessionJournal | None = None,
     ) -> None:
         self.base_url = self.api_key = ""  # until a server has opened it
         self.counts = Counter[str]()
         self.failure: Exception | None = None
-        self.journal: SessionJournal | None = None
+        self.journal = journal or SessionJournal()
         self._engine = engine
         self._run_sampling = sampling
         self._settings = settings or SessionSettings()
@@ -184,15 +185,13 @@ class Session:
         task.add_done_callback(self._note_done)
         return begun
 
-    async def restore(self, records: Sequence[Record]) -> None:
+    async def restore(self, written: Sequence[WrittenAnswer]) -> None:
         """Plays the calls of an earlier life of the worker again, with their answers.
 
         Raises: WorkflowError, CallRefused: a call cannot be what it was.
         """
         calls = dict[str, ModelCall]()
-        for it in records:
-            if not isinstance(it, WrittenAnswer):
-                continue
+        for it in written:
             call = msgspec.json.decode(it.call, type=ModelCall)
             after = next((one for one in self._calls if one.answer_id == it.after), None)
             if it.goes_on_row and after:
@@ -200,17 +199,15 @@ class Session:
                 messages = *past.messages, after.message, *call.messages
                 call = replace(call, messages=messages, tools=past.tools)
             calls[it.answer_id] = call
-            begun = SessionCall(call, it.digest, it.attempt)
+            begun = SessionCall(call, it.digest, 0)
             begun.number, begun.same = it.number, it.same
             begun.answer_id, begun.created_s = it.answer_id, it.created_s
             begun.finish(await self._answer(call, begun, it.completion, after))
             begun.note_unsure()
             self._calls.append(begun)
-            if it.same:
-                self._same.setdefault(it.same, []).append(begun)
-            self.counts = Counter(it.counts)
+            self._same.setdefault(it.same, []).append(begun)
+            self._num_begun = max(self._num_begun, it.number + 1)
         self._calls.sort(key=lambda it: it.number)
-        self._num_begun = 1 + max((it.number for it in self._calls), default=-1)
 
     def as_sampled(self, call: ModelCall) -> ModelCall:
         """The call with the sampling that its answer has, as clients are told it."""
@@ -418,8 +415,8 @@ class Session:
             begun.kept_after = after
             begun.kept = [*messages[after.num_messages if after else first :], node.turn.message]
         self._history.add(place, begun)
-        if self.journal and is_new:
-            self.journal.add(self._record(replace(call, messages=tuple(messages)), begun, node))
+        if is_new and self.journal.path:
+            self.journal.add(_written(replace(call, messages=tuple(messages)), begun, node))
         tokens = tuple[SampledToken, ...]()
         if call.wants_logprobs:
             texts = self._engine.tokenizer.batch_decode([[it] for it in completion.token_ids])
@@ -431,25 +428,6 @@ class Session:
             num_prompt_tokens,
             tokens,
             stop=_stop_of(node, call.stop),
-        )
-
-    def _record(self, call: ModelCall, begun: SessionCall, node: TurnNode) -> WrittenAnswer:
-        """Args: call: with all messages."""
-        call, after = replace(call, after=""), begun.after
-        if after and node.row:
-            call = replace(call, messages=call.messages[after.num_messages :], tools=())
-        return WrittenAnswer(
-            begun.number,
-            begun.same,
-            begun.digest,
-            begun.attempt,
-            begun.answer_id,
-            begun.created_s,
-            after.answer_id if after else "",
-            node.row is not None,
-            msgspec.json.encode(call),
-            node.completion,
-            dict(self.counts),
         )
 
     def _earlier(self, answer_id: str) -> SessionCall:
@@ -503,6 +481,24 @@ def _trained(calls: Sequence[SessionCall]) -> list[TrainedCall]:
     return [
         TrainedCall(it.answer_id, it.model, it.node) for it in calls if it.is_delivered and it.node
     ]
+
+
+def _written(call: ModelCall, begun: SessionCall, node: TurnNode) -> WrittenAnswer:
+    """Args: call: with all messages."""
+    call, after = replace(call, after=""), begun.after
+    if after and node.row:
+        call = replace(call, messages=call.messages[after.num_messages :], tools=())
+    return WrittenAnswer(
+        begun.number,
+        begun.same,
+        begun.digest,
+        begun.answer_id,
+        begun.created_s,
+        after.answer_id if after else "",
+        node.row is not None,
+        msgspec.json.encode(call),
+        node.completion,
+    )
 
 
 def _stop_of(node: TurnNode, stop: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from msgspec import Struct
 
 from areal_sc.agents.agent import as_json
+from areal_sc.agents.journal import SessionJournal
 from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import SessionSettings
@@ -30,7 +31,6 @@ from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.system.waiting import all_of
 from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport, Waiting
 from areal_sc.workers.evaluated import EvaluatedEpisode
-from areal_sc.workers.kept_sessions import EpisodeSession
 from areal_sc.workflows.base import AgentReturn, AgentSession
 from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
 from areal_sc.workflows.text_checks import why_endless
@@ -68,7 +68,7 @@ class WorkerEpisodeEngine:
         evaluated: notes what the episode asks for; None: it is trained.
         agents: serves its sessions; None: it can have none.
         agent_pool: runs its agents; not there without `agents`.
-        outside: what its session outlives the worker by; None: it does not.
+        journal: of its session; None: that does not outlive the worker.
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
@@ -86,7 +86,7 @@ class WorkerEpisodeEngine:
         evaluated: EvaluatedEpisode | None = None,
         agents: AgentServer | None = None,
         agent_pool: AgentPool | None = None,
-        outside: EpisodeSession | None = None,
+        journal: SessionJournal | None = None,
     ) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
@@ -99,7 +99,7 @@ class WorkerEpisodeEngine:
         self._evaluated = evaluated
         self._agents = agents
         self._agent_pool = agent_pool
-        self._outside = outside
+        self._journal = journal
         self.open_waits: list[EpisodeWait] = []
         self.past_waits: list[EpisodeWait] = []
         self.group = group
@@ -198,9 +198,8 @@ class WorkerEpisodeEngine:
     async def _session(
         self, agents: AgentServer, settings: SessionSettings
     ) -> AsyncIterator[AgentSession]:
-        journal = self._outside.journal if self._outside else None
         try:
-            async with agents.open(self, self._sampling, settings, journal) as session:
+            async with agents.open(self, self._sampling, settings, self._journal) as session:
                 yield session
         except WorkerError as error:
             self.failure = error
@@ -227,11 +226,8 @@ class WorkerEpisodeEngine:
         assert self._agents is not None
         assert self._agent_pool is not None
         told = json.loads(as_json(row, AGENT_OUTSIDE))
-        journals = [self._outside.begin] if self._outside else []
         with self._waiting(AGENT_OUTSIDE):
-            return await self._agents.wait_outside(
-                session.api_key, told, self._agent_pool.config, *journals
-            )
+            return await self._agents.wait_outside(session.api_key, told, self._agent_pool.config)
 
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         functions = weighted_functions(reward)

@@ -3,21 +3,20 @@
     an episode is claimed ──► a shard without rows, whose note names the session, and a journal
     the worker dies ──► its next life adopts the shard, and tells its note
                     ──► the group's next attempt, which only that worker gets, opens the session
-    the episode is sealed, or nobody needs it ──► the journal goes, then the shard
+    the episode is sealed, or nobody needs it ──► the journal goes at once, the shard by a sweep
 
-So a journal comes and goes as a finished episode does: see `finished_episodes`. One whose shard is
-swept goes with it.
+So a session comes and goes as a finished episode does: see `finished_episodes`.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 from msgspec import msgpack
 from msgspec.structs import replace
 
-from areal_sc.agents.claims import named_by
 from areal_sc.agents.journal import SessionJournal
 from areal_sc.errors import StoreFull, TransportError
 from areal_sc.transport.shards.store import TensorStore
@@ -26,111 +25,73 @@ from areal_sc.workers.calls import REST, FinishedEpisode, GroupAttempt, HeldShar
 logger = logging.getLogger(__name__)
 
 
-class EpisodeSession:
-    """The journal of one episode, if it has one.
-
-    Attributes:
-        journal: of an earlier life of the worker, or of the newest claim.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        store: TensorStore,
-        note: FinishedEpisode,
-        journal: SessionJournal | None,
-    ) -> None:
-        self.journal = journal
-        self._folder = folder
-        self._store = store
-        self._note = note
-
-    def begin(self, session_id: str) -> SessionJournal | None:
-        """Begins a journal; None: there is no room. May be called on any thread."""
-        note, shard_id = replace(self._note, session=session_id), ""
-        try:
-            shard_id = self._store.put({}, [], note=msgpack.encode(note))
-            journal = SessionJournal(
-                self._folder / session_id, lambda: self._store.remove(shard_id)
-            )
-            journal.begin()
-        except (StoreFull, TransportError, OSError) as error:
-            logger.warning("session %s will not outlive its worker: %s", session_id, error)
-            if shard_id:
-                self._store.remove(shard_id)
-            return None
-        self.journal = journal
-        return journal
-
-    def end(self) -> None:
-        """The episode is sealed, or not needed. The shard of an earlier life is left to a sweep."""
-        if self.journal:
-            self.journal.end()
-            self.journal = None
-
-
 class KeptSessions:
-    """The journals of all lives of one worker.
+    """The journals of one worker's sessions, those of its earlier lives included.
 
     Args:
         folder: where they are.
-        worker, life: its name, and its incarnation.
     """
 
-    def __init__(self, folder: Path, worker: str, life: str, store: TensorStore) -> None:
+    def __init__(self, folder: Path, store: TensorStore) -> None:
         self._folder = folder
-        self._worker = worker
-        self._life = life
         self._store = store
+        self._shards: dict[str, str] = {}  # of sessions of earlier lives
+        self._journals: dict[tuple[str, int], SessionJournal] = {}
 
     def is_kept(self, session_id: str) -> bool:
         """Whether its journal is there."""
         return (self._folder / session_id).exists()
 
-    def of_group(self, group: RunGroup) -> dict[int, EpisodeSession]:
-        """Of each episode, by its number: with what an earlier life has left of it."""
-        played = group.workflow, group.prompt
+    def begin(self, name: str, group: RunGroup) -> None:
+        """A group begins, of this name: with the sessions that an earlier life has left of it."""
         left = {
-            it.episode.number: SessionJournal(self._folder / it.episode.session)
+            it.episode.number: self._folder / it.episode.session
             for it in group.kept
-            if it.episode.session
-            and (it.episode.workflow, it.episode.prompt) == played
-            and it.shard.shard_id in self._store
+            if it.episode.session and it.shard.shard_id in self._store
         }
-        run = GroupAttempt(group.group_id, group.attempt)
-        return {
-            number: EpisodeSession(
-                self._folder,
-                self._store,
-                FinishedEpisode(run, number, workflow=group.workflow, prompt=group.prompt),
-                left.get(number),
-            )
-            for number in range(group.group_size)
-        }
+        run, prompt = GroupAttempt(group.group_id, group.attempt), group.prompt
+        for number in range(group.group_size):
+            note = FinishedEpisode(run, number, workflow=group.workflow, prompt=prompt)
+            make = partial(self._make, note)
+            self._journals[name, number] = SessionJournal(make, left.get(number))
+
+    def journal(self, name: str, number: int) -> SessionJournal:
+        """Of an episode of a group; nothing is written down if that has not begun here."""
+        return self._journals.get((name, number)) or SessionJournal()
+
+    def end(self, name: str, number: int, *, is_kept: bool = False) -> None:
+        """The episode is sealed, or nobody needs it.
+
+        Args: is_kept: neither, but this life of the worker ends.
+        """
+        journal = self._journals.pop((name, number), None)
+        if journal and not is_kept:
+            journal.end()
 
     def checked(self, held: HeldShard) -> HeldShard:
         """A shard as it is told of: one whose journal is gone is of no episode."""
-        episode = held.episode
-        if episode is None or not episode.session or self.is_kept(episode.session):
+        if held.episode is None or not held.episode.session:
             return held
-        return HeldShard(held.shard_id, FinishedEpisode(episode.run, REST))
+        self._shards[held.episode.session] = held.shard_id
+        if self.is_kept(held.episode.session):
+            return held
+        return HeldShard(held.shard_id, FinishedEpisode(held.episode.run, REST))
 
     def forget(self) -> None:
-        """After a sweep: journals of earlier lives go whose shards are gone."""
-        if not self._folder.exists():
-            return
-        left = [it for it in self._folder.iterdir() if self._is_of_earlier_life(it)]
-        if left:
-            notes = (msgpack.decode(it, type=FinishedEpisode) for it in self._notes)
-            held = {note.session for note in notes}
-            for path in left:
-                if path.name not in held:
-                    path.unlink(missing_ok=True)
+        """After a sweep: journals go whose shards are gone."""
+        for session_id, shard_id in list(self._shards.items()):
+            if shard_id not in self._store:
+                del self._shards[session_id]
+                (self._folder / session_id).unlink(missing_ok=True)
 
-    @property
-    def _notes(self) -> list[bytes]:
-        return [note for note in self._store.notes.values() if note]
-
-    def _is_of_earlier_life(self, path: Path) -> bool:
-        name = named_by(path.name)
-        return name.worker == self._worker and name.life != self._life
+    def _make(self, note: FinishedEpisode, session_id: str) -> Path | None:
+        """The shard and the file; None: there is no room. May be called on any thread."""
+        path = self._folder / session_id
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._store.put({}, [], note=msgpack.encode(replace(note, session=session_id)))
+            path.touch(0o600)
+        except (StoreFull, TransportError, OSError) as error:
+            logger.warning("session %s will not outlive its worker: %s", session_id, error)
+            return None
+        return path

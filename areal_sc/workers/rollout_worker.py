@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -66,7 +65,7 @@ from areal_sc.workers.finished_episodes import (
 )
 from areal_sc.workers.group_judging import Episode, judged_group
 from areal_sc.workers.group_runs import GroupRuns
-from areal_sc.workers.kept_sessions import EpisodeSession, KeptSessions
+from areal_sc.workers.kept_sessions import KeptSessions
 from areal_sc.workers.played_groups import played_answer, played_group, row_text
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workflows.base import Workflow
@@ -110,12 +109,9 @@ class RolloutWorker(Worker):
             run_code=self._run_code,
             **apart,
         )
-        life = spec.order.incarnation
-        folder = self.memory_folder("sessions")
-        self._sessions = KeptSessions(folder, spec.name, life, self.plane.store)
-        self._agents = AgentServer(
-            spec.name, life, self.keys.sessions, is_kept=self._sessions.is_kept
-        )
+        self._sessions = KeptSessions(self.memory_folder("sessions"), self.plane.store)
+        served = spec.name, spec.order.incarnation, self.keys.sessions
+        self._agents = AgentServer(*served, is_kept=self._sessions.is_kept)
         log = spec.log_path.with_name(f"episode-{spec.order.index}.log")
         own = self._reward_server, self._agents, config.agents
         self._agent_pool = AgentPool(*own, log_path=log, **apart)
@@ -210,9 +206,9 @@ class RolloutWorker(Worker):
         workflow = self.sources.workflow(group.workflow)
         declared = workflow.fields
         ended: dict[int, EndedEpisode] = {}
-        outside: dict[int, EpisodeSession] = {}
-        if workflow.waits_outside and group.group_id >= 0 and self._outlives:
-            outside = self._sessions.of_group(group)
+        outlives = self.transport_config.shared_memory != OFF
+        if workflow.waits_outside and group.group_id >= 0 and outlives:
+            self._sessions.begin(prefix_group, group)
         loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
         ended_s: list[float] = []
 
@@ -229,8 +225,7 @@ class RolloutWorker(Worker):
                     num_tokens=it.num_tokens,
                     took_s=it.took_s,
                 )
-                if number in outside:
-                    outside[number].end()
+                self._sessions.end(prefix_group, number)
 
         def note_end(
             number: int, outcome: Episode | Rejection, num_tokens: int, took_s: float
@@ -253,12 +248,7 @@ class RolloutWorker(Worker):
             await self._finished.take_over(group, declared, ended)
             missing = [number for number in range(group.group_size) if number not in ended]
             row, _ = await self._episodes(
-                group.prompt,
-                group.workflow,
-                prefix_group,
-                missing,
-                note_end=note_end,
-                outside=outside,
+                group.prompt, group.workflow, prefix_group, missing, note_end=note_end
             )
             outcomes = {number: it.outcome for number, it in sorted(ended.items())}
             judged = await self._judge_group(group.workflow, group.prompt, row, outcomes)
@@ -278,8 +268,8 @@ class RolloutWorker(Worker):
             if group.group_id >= 0 and not is_closed:  # the worker's next life will tell of them
                 for number in ended:
                     seal(number)
-            for session in outside.values() if is_closed else ():
-                session.end()
+            for number in range(group.group_size):
+                self._sessions.end(prefix_group, number, is_kept=not is_closed)
         self._group_counters["episodes_taken_over"] += group.group_size - len(missing)
         if reply.batch is not None and group.group_id >= 0:  # of training
             self._group_counters["finished_groups"] += 1
@@ -358,11 +348,6 @@ class RolloutWorker(Worker):
         await self.engine.resume()
         self.recorder.add_event("resume")
 
-    @property
-    def _outlives(self) -> bool:
-        """Whether shards outlive the worker."""
-        return self.transport_config.shared_memory != OFF
-
     def engine_stats(self) -> dict[str, float]:
         if self._engine is None:
             return {}
@@ -401,7 +386,6 @@ class RolloutWorker(Worker):
         numbers: Sequence[int],
         evaluated: EvaluatedEpisode | None = None,
         note_end: NoteEnd = lambda *_: None,
-        outside: Mapping[int, EpisodeSession] = MappingProxyType({}),
     ) -> tuple[dict[str, Any] | None, list[Episode | Rejection]]:
         """The row of the dataset, None where it cannot be had, and what came of each episode."""
         for number in (workflow_number, reference.dataset):
@@ -421,14 +405,7 @@ class RolloutWorker(Worker):
         where = f"row {reference.index}"
         played = await all_of(
             self._episode(
-                workflow,
-                row_of(wire, where),
-                reference,
-                name,
-                number,
-                evaluated,
-                note_end,
-                outside.get(number),
+                workflow, row_of(wire, where), reference, name, number, evaluated, note_end
             )
             for number in numbers
         )
@@ -486,11 +463,11 @@ class RolloutWorker(Worker):
         number: int,
         evaluated: EvaluatedEpisode | None,
         note_end: NoteEnd,
-        outside: EpisodeSession | None,
     ) -> Episode | Rejection:
         config: RolloutConfig = self.handle.config
         own = self.engine, self._rewards, group, config.generation, evaluated
-        engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool, outside)
+        journal = self._sessions.journal(group, number)
+        engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool, journal)
         limit_s = math.inf if workflow.waits_outside else config.group_timeout_s
         # the call of an evaluation has a limit that knows nothing of this clock
         clock = self._agents.clock if evaluated is None else None

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,11 +110,12 @@ class OutsideKills:
         self._says = says
         self._memory = memory
         self._stack = ExitStack()
+        self._runs: list[RunProcess] = []  # processes that outlive one are found by its mark
 
     def play(self, num_steps: int, kinds: Iterator[Killed]) -> RunProcess:
         """Each kill is between two turns of all episodes of a step. Returns: the ended run."""
         with self._stack:
-            run = self._stack.enter_context(self._start())
+            run = self._start_again()
             outside = Outside(run.run_dir)
             for _ in range(num_steps):
                 run.wait_until(lambda: outside.post("/episodes", key="x")[0], "the address")
@@ -141,7 +142,8 @@ class OutsideKills:
                     client.end(float(number))
                 self.ended += clients
             run.finish()
-            run.wait_until_gone()
+            for it in self._runs:
+                it.wait_until_gone()
             return run
 
     @property
@@ -151,12 +153,18 @@ class OutsideKills:
 
     def _kill(self, run: RunProcess, kind: Killed) -> RunProcess:
         if kind != "script":
-            os.kill(run.worker_pid("rollout/0"), signal.SIGKILL)
+            pids = {pid for it in self._runs for pid in it.processes()}
+            (pid,) = (it for it in pids if _name_of(it) == "areal:rollout/0")
+            os.kill(pid, signal.SIGKILL)
         if kind == "worker":
             return run
         run.send(signal.SIGKILL)
         run.wait()
-        return self._stack.enter_context(self._start())
+        return self._start_again()
+
+    def _start_again(self) -> RunProcess:
+        self._runs.append(self._stack.enter_context(self._start()))
+        return self._runs[-1]
 
     def check(self, run: RunProcess, tokenizer: Any) -> None:
         """Each episode is one row, trained once, with the tokens that its client was told."""
@@ -177,3 +185,10 @@ class OutsideKills:
         assert run.summary()["num_rows_trained"] == len(self.ended)
         assert not run.summary()["rejected_episodes"]
         assert not list(self._memory.rglob("*"))
+
+
+def _name_of(pid: int) -> str:
+    """ "": it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""

@@ -291,20 +291,16 @@ class RolloutWorkers:
             worker = await self.set.take_worker(
                 group.admitted_version, lambda: self.kept.homes(group.group_id)
             )
-            homes = self._session_homes(group)
-            if not homes or worker in homes:
+            if self._can_go_on(group, on=worker):
                 return worker
             self._background.notify()  # it is free for another
 
-    def _session_homes(self, group: Group) -> list[RolloutWorkerState]:
-        names = self.kept.session_homes(group.group_id)
-        return [it for it in self._states if it.name in names and not it.life.is_closed]
-
-    def _can_go_on(self, group: Group) -> bool:
-        """Whether a worker with sessions of the group takes it, or there is none."""
-        homes = self._session_homes(group)
-        takes = self.set.loads.takes
-        return not homes or any(takes(it.number, group.admitted_version) for it in homes)
+    def _can_go_on(self, group: Group, on: RolloutWorkerState | None = None) -> bool:
+        """Whether a worker, or this one, takes the group with its sessions, or it has none."""
+        names, takes = self.kept.session_homes(group.group_id), self.set.loads.takes
+        homes = [it for it in self._states if it.name in names and not it.life.is_closed]
+        able = [it for it in homes if it is on or takes(it.number, group.admitted_version)]
+        return not homes or bool(able if on is None else on in able)
 
     def are_rows_known(self, *workers: str | None) -> bool:
         """Whether it is certain that the rows are there which these workers hold.
