@@ -2,7 +2,7 @@
 
     claimed ──► confirmed ──► each answer, before its last byte is sent ──► rewarded or rejected
 
-A journal is a file in the memory of the node. Each record stands behind its length and checksum, so
+A journal is a file in the memory of the node. Each record is a line of JSON behind its checksum, so
 one that a death has cut short is cut off. The next life of the worker reads the journal and plays
 the calls again, with the answers that were sampled: see `Session.restore`.
 """
@@ -14,17 +14,17 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from struct import Struct as Packed
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
+from areal_sc.agents.calls import ModelCall
 from areal_sc.engines.base import Completion
 
 logger = logging.getLogger(__name__)
 
-_HEAD: Final = Packed("<II")
+_CHECKSUM_CHARS: Final = 8
 
 
 class Claimed(Struct, frozen=True, array_like=True, tag=True):
@@ -47,7 +47,7 @@ class WrittenAnswer(Struct, frozen=True, array_like=True, tag=True):
         after: id of the answer that it goes on from; "": it begins a conversation.
         goes_on_row: the call has only the messages behind that answer, and no tools, since they are
             those of the call before.
-        call: a `ModelCall` as JSON, whose messages are all that the model was given.
+        call: its messages are all that the model was given.
     """
 
     number: int
@@ -57,7 +57,7 @@ class WrittenAnswer(Struct, frozen=True, array_like=True, tag=True):
     created_s: int
     after: str
     goes_on_row: bool
-    call: bytes
+    call: ModelCall
     completion: Completion
 
 
@@ -97,28 +97,24 @@ class SessionJournal:
         Raises: OSError: there is no file. msgspec.MsgspecError: it is of another version.
         """
         assert self.path is not None
-        content, place = self.path.read_bytes(), 0
-        found: list[Record] = []
-        while len(content) - place >= _HEAD.size:
-            size, checksum = _HEAD.unpack_from(content, place)
-            body = content[place + _HEAD.size :][:size]
-            if len(body) < size or zlib.crc32(body) != checksum:
+        found, num_bytes = list[Record](), 0
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            body = line[_CHECKSUM_CHARS:-1]
+            if line != _line_of(body):
                 break
-            found.append(msgspec.msgpack.decode(body, type=Record))
-            place += _HEAD.size + size
-        os.truncate(self.path, place)
+            found.append(msgspec.json.decode(body, type=Record))
+            num_bytes += len(line)
+        os.truncate(self.path, num_bytes)
         return found
 
     def add(self, record: Record) -> None:
         """Writes a record down. Where that fails, the journal ends: it must not have a gap."""
         if (path := self.path) is None:
             return
-        body = msgspec.msgpack.encode(record)
-        content = _HEAD.pack(len(body), zlib.crc32(body)) + body
         try:
             with path.open("r+b") as file:
                 file.seek(0, os.SEEK_END)
-                file.write(content)
+                file.write(_line_of(msgspec.json.encode(record)))
         except OSError as error:
             if self.path:
                 logger.warning("session %s would not outlive its worker: %s", path.name, error)
@@ -129,3 +125,7 @@ class SessionJournal:
         path, self.path = self.path, None
         if path:
             path.unlink(missing_ok=True)
+
+
+def _line_of(body: bytes) -> bytes:
+    return b"%08x%b\n" % (zlib.crc32(body), body)

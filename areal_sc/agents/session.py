@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
-import msgspec
-
 from areal_sc.agents.calls import (
     CallRefused,
     ContextOverflow,
@@ -192,7 +190,7 @@ class Session:
         """
         calls = dict[str, ModelCall]()
         for it in written:
-            call = msgspec.json.decode(it.call, type=ModelCall)
+            call = it.call
             after = next((one for one in self._calls if one.answer_id == it.after), None)
             if it.goes_on_row and after:
                 past = calls[it.after]
@@ -496,7 +494,7 @@ def _written(call: ModelCall, begun: SessionCall, node: TurnNode) -> WrittenAnsw
         begun.created_s,
         after.answer_id if after else "",
         node.row is not None,
-        msgspec.json.encode(call),
+        call,
         node.completion,
     )
 
