@@ -1,6 +1,6 @@
 """Worker and script are killed between two turns of agents outside, which play on.
 
-    python benchmarks/session_kills.py --kills 100 --json session_kills.json
+    python benchmarks/session_kills.py --json session_kills.json      100 kills
     python benchmarks/session_kills.py --quick
 
 Four agents outside play five turns each, with the local engine. Between two turns SIGKILL hits the
@@ -12,6 +12,7 @@ agent was told, bit for bit, and nothing is left in the memory of the run.
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 import sys
@@ -24,13 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import report
 from episode_kills import chat_model
-from integration.outside_kills import BOOKED, EPISODES_A_STEP, SETTINGS, OutsideKills
+from integration.outside_kills import BOOKED, EPISODES_A_STEP, SETTINGS, OutsideKills, end_turns
 from integration.run_process import tiny_run
 from transformers import AutoTokenizer
 
 NUM_TURNS = 5
-TURN_END = "}}{{ '$' if message.role == 'assistant' else '>' }}{% endfor %}"
-"""Of the chat template: a conversation goes on where an answer ends."""
 
 
 def main() -> None:
@@ -41,15 +40,13 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="session-kills-"))
     try:
         model, memory = chat_model(folder), folder / "memory"
-        for name, before, after in (
-            ("config.json", '"max_position_embeddings": 16', '"max_position_embeddings": 256'),
-            ("tokenizer_config.json", "}}{% endfor %}=", TURN_END),
-        ):
-            path = model / name
-            path.write_text(path.read_text().replace(before, after))
-        settings = *SETTINGS, f"total_steps={num_steps}", f"transport.shared_memory={memory}"
+        end_turns(model, ">")
+        settings = model / "config.json"
+        sizes = json.loads(settings.read_text()) | {"max_position_embeddings": 256}
+        settings.write_text(json.dumps(sizes))
+        overrides = *SETTINGS, f"total_steps={num_steps}", f"transport.shared_memory={memory}"
         kills = OutsideKills(
-            lambda: tiny_run(folder / "run", model, *settings, script=BOOKED),
+            lambda: tiny_run(folder / "run", model, *overrides, script=BOOKED),
             NUM_TURNS,
             "1",
             memory,

@@ -192,3 +192,14 @@ def _name_of(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
+
+
+def end_turns(model: Path, mark: str) -> None:
+    """Has the chat template end each turn, an answer as the model does: a conversation is a row."""
+    path = model / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    end = "{{ '$' if message.role == 'assistant' else '" + mark + "' }}"
+    settings["chat_template"] = (
+        "{% for message in messages %}{{ message.content }}" + end + "{% endfor %}"
+    )
+    path.write_text(json.dumps(settings))
