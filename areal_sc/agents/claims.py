@@ -228,7 +228,8 @@ class Claims:
                 self._offers[offer.name] = offer
             return await offer.reward(config, self._clock)
         except BaseException as error:
-            offer.session.end(given_up(error))  # the session stays open for a moment
+            why = given_up(error, offer.session.journal)
+            offer.session.end(why)  # the session stays open for a moment
             raise
         finally:
             del self._offers[offer.name]

@@ -52,7 +52,13 @@ from areal_sc.agents.journal import Record, SessionJournal, WrittenAnswer
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt
 from areal_sc.agents.rows import Rewards
-from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, given_up
+from areal_sc.agents.session import (
+    SESSION_ENDED,
+    SESSION_RETURNS,
+    Session,
+    SessionSettings,
+    given_up,
+)
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkerError
@@ -159,7 +165,7 @@ class AgentServer:
             with session.raising():
                 yield session
         except BaseException as error:
-            lost = given_up(error)
+            lost = given_up(error, session.journal)
             raise
         finally:
             with self._naming:
@@ -409,17 +415,17 @@ class AgentServer:
             raise CallRefused(404, "unknown_episode", "no episode has this id")
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + RETURN_S
-        while not (is_own or name in self._sessions or name in self._lost):
+        while (session := self._sessions.get(name)) is None:
+            ended = self._lost.get(name, SESSION_ENDED if is_own else SESSION_RETURNS)
+            if ended.status != SESSION_RETURNS.status:
+                raise anew(ended)
             if name.worker != self._worker or not self._is_kept(id_of(name)):
-                why = f"the worker {name.worker} of this episode has been started again since"
-                raise CallRefused(410, "session_lost", f"{why}, and its memory is gone")
+                why = f"the memory of the worker {name.worker} of this episode is gone"
+                raise CallRefused(410, "session_lost", why)
             if loop.time() > give_up_s:
-                why = "the episode goes on as soon as its worker has taken it up again"
-                raise CallRefused(503, "session_returns", why, retry_after_s=_LOOK_S)
+                raise anew(SESSION_RETURNS)
             await asyncio.sleep(_LOOK_S)
-        if (session := self._sessions.get(name)) is not None:
-            return session
-        raise anew(self._lost.get(name, SESSION_ENDED))
+        return session
 
 
 class _EngineOnItsLoop:

@@ -58,6 +58,12 @@ _BY_OTHERS: Final = ("agent_rejected", "agent_idle", "agent_timeout")
 """How an agent outside ends an episode: a client that calls wrongly must not end the run."""
 
 SESSION_ENDED: Final = CallRefused(409, "session_ended", "the episode of this key has ended")
+SESSION_RETURNS: Final = CallRefused(
+    503,
+    "session_returns",
+    "the episode goes on as soon as its worker has taken it up again",
+    retry_after_s=_COME_AGAIN_S,
+)
 
 COUNTED: Final = (
     "retries",
@@ -349,7 +355,9 @@ class Session:
             logger.exception("a call of an agent failed")
             self.failure = error
             told = f"the engine failed, so this episode is not trained: {error!r:.300}"
-            self._forget(begun, CallRefused(503, "engine_failed", told))
+            outlives = self.journal.path is not None
+            why = SESSION_RETURNS if outlives else CallRefused(503, "engine_failed", told)
+            self._forget(begun, anew(why))
 
     def _forget(self, begun: SessionCall, why: CallRefused) -> None:
         """A call without an answer can be tried again."""
@@ -510,10 +518,15 @@ def _stop_of(node: TurnNode, stop: Sequence[str]) -> str:
     return next((it for it in stop if text.startswith(it, cut)), "")
 
 
-def given_up(error: BaseException) -> CallRefused:
-    """What clients are told of an episode that ended by this: 409 if they rejected it, or 410."""
+def given_up(error: BaseException, journal: SessionJournal) -> CallRefused:
+    """What clients are told of an episode that ended by this.
+
+    409: they rejected it. 503: the next life of the worker may go on with it. Else 410.
+    """
     if isinstance(error, AgentError) and error.kind == RejectionKind.agent_rejected:
         return SESSION_ENDED
+    if journal.path and not isinstance(error, AgentError):
+        return SESSION_RETURNS
     return CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
 
 

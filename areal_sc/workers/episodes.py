@@ -199,7 +199,8 @@ class WorkerEpisodeEngine:
         self, agents: AgentServer, settings: SessionSettings
     ) -> AsyncIterator[AgentSession]:
         try:
-            async with agents.open(self, self._sampling, settings, self._journal) as session:
+            journal, self._journal = self._journal, None  # of the episode's first session
+            async with agents.open(self, self._sampling, settings, journal) as session:
                 yield session
         except WorkerError as error:
             self.failure = error
