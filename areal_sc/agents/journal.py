@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_sc.agents.calls import ModelCall
+from areal_sc.agents.rows import Rewards
 from areal_sc.engines.base import Completion
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class WrittenAnswer(Struct, frozen=True, array_like=True, tag=True):
 class EpisodeEnd(Struct, frozen=True, array_like=True, tag=True):
     """The agent has rewarded the episode, or, where `reward` is None, rejected it."""
 
-    reward: float | dict[str, float] | None
+    reward: Rewards | None
     reason: str = ""
 
 
