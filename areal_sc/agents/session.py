@@ -59,10 +59,7 @@ _BY_OTHERS: Final = ("agent_rejected", "agent_idle", "agent_timeout")
 
 SESSION_ENDED: Final = CallRefused(409, "session_ended", "the episode of this key has ended")
 SESSION_RETURNS: Final = CallRefused(
-    503,
-    "session_returns",
-    "the episode goes on as soon as its worker has taken it up again",
-    retry_after_s=_COME_AGAIN_S,
+    503, "session_returns", "it goes on when its worker is back", retry_after_s=_COME_AGAIN_S
 )
 
 COUNTED: Final = (
@@ -355,9 +352,8 @@ class Session:
             logger.exception("a call of an agent failed")
             self.failure = error
             told = f"the engine failed, so this episode is not trained: {error!r:.300}"
-            outlives = self.journal.path is not None
-            why = SESSION_RETURNS if outlives else CallRefused(503, "engine_failed", told)
-            self._forget(begun, anew(why))
+            why = CallRefused(503, "engine_failed", told)
+            self._forget(begun, anew(SESSION_RETURNS) if self.journal.path else why)
 
     def _forget(self, begun: SessionCall, why: CallRefused) -> None:
         """A call without an answer can be tried again."""

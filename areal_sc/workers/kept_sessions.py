@@ -44,12 +44,13 @@ class KeptSessions:
 
     def begin(self, name: str, group: RunGroup) -> None:
         """A group begins, of this name: with the sessions that an earlier life has left of it."""
-        left = {
-            it.episode.number: self._folder / it.episode.session
-            for it in group.kept
-            if it.episode.session and it.shard.shard_id in self._store
-        }
         run, prompt = GroupAttempt(group.group_id, group.attempt), group.prompt
+        here = [it.episode for it in group.kept if it.shard.shard_id in self._store]
+        left = {
+            it.number: self._folder / it.session
+            for it in here
+            if it.session and (it.workflow, it.prompt) == (group.workflow, prompt)
+        }
         for number in range(group.group_size):
             note = FinishedEpisode(run, number, workflow=group.workflow, prompt=prompt)
             make = partial(self._make, note)
