@@ -70,7 +70,8 @@ class ContextOverflow(CallRefused):
 
 def anew(refused: CallRefused) -> CallRefused:
     """The same refusal; an exception that is raised again and again grows."""
-    return CallRefused(refused.status, refused.code, refused.message)
+    again_s = refused.retry_after_s
+    return CallRefused(refused.status, refused.code, refused.message, retry_after_s=again_s)
 
 
 @dataclass(frozen=True)

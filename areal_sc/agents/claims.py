@@ -12,6 +12,9 @@ unblocked by `POST /episodes/ID/reward` or `/reject`, the limits, or whoever giv
 The answer to a claim may be lost on its way. So the claim is confirmed by the process of the run's
 address, once it has sent the answer, or by the first use of the episode. An episode whose claim was
 not confirmed is offered again under another name and key.
+
+Where a journal can be had, it is written down who has claimed an episode, and how it ended: so both
+outlive the worker, as the calls do.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -27,6 +30,7 @@ from aiohttp import web
 
 from areal_sc.agents.calls import CallRefused
 from areal_sc.agents.http import answer_of, decoded, key_in, read_body, refusing
+from areal_sc.agents.journal import Claimed, EpisodeEnd, Record
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.rows import Rewards
 from areal_sc.agents.session import Session, given_up
@@ -79,9 +83,12 @@ class Offer:
 
     Args:
         row: of the data, as JSON holds it.
+        written: what has become of it in an earlier life of the worker.
     """
 
-    def __init__(self, name: SessionName, row: Any, session: Session) -> None:
+    def __init__(
+        self, name: SessionName, row: Any, session: Session, written: Sequence[Record] = ()
+    ) -> None:
         self.name = name
         self.row = row
         self.session = session
@@ -90,6 +97,11 @@ class Offer:
         self._claim_key = ""
         self._claim_ends_s = 0.0
         self._end: asyncio.Future[Rewards] = asyncio.get_running_loop().create_future()
+        for record in written:
+            if isinstance(record, Claimed):
+                self._note_claim(record)
+            elif isinstance(record, EpisodeEnd):
+                self._note_end(record)
 
     def can_be_claimed(self, claim_key: str) -> bool:
         """Whether a claim with this Idempotency-Key, "" for none, may have the episode."""
@@ -103,16 +115,25 @@ class Offer:
 
     def claim(self, claim_key: str) -> None:
         """Gives the episode away, until `UNCONFIRMED_S` are over or `confirm` is called."""
-        self._claim_key = claim_key
+        self.session.journal.begin(id_of(self.name))
+        self._write_claim(Claimed(claim_key))
+
+    def _write_claim(self, claimed: Claimed) -> None:
+        self.session.journal.add(claimed)
+        self._note_claim(claimed)
+
+    def _note_claim(self, claimed: Claimed) -> None:
+        self._claim_key = claimed.key
         self._claim_ends_s = asyncio.get_running_loop().time() + UNCONFIRMED_S
         self.session.note_activity()
         self._claimed.set()
+        if claimed.is_confirmed:
+            self._confirmed.set()
 
     def confirm(self) -> None:
         """Whoever has claimed it knows of it."""
         if self._claimed.is_set() and not self._confirmed.is_set():
-            self.session.note_activity()
-            self._confirmed.set()
+            self._write_claim(Claimed(self._claim_key, is_confirmed=True))
 
     async def is_taken(self) -> bool:
         """Waits for a claim, and returns whether it was confirmed in time; if not, it is void."""
@@ -125,16 +146,22 @@ class Offer:
         if not self._confirmed.is_set():
             self._claimed.clear()
             self._claim_key = ""
+            self.session.journal.end()
         return self._confirmed.is_set()
 
-    def finish(self, end: Rewards | AgentError) -> None:
+    def finish(self, end: EpisodeEnd) -> None:
         """Raises: CallRefused: 409: nobody has claimed the episode, or it has ended."""
         if not self._claimed.is_set() or self._end.done():
             raise _has_ended()
-        if isinstance(end, AgentError):
-            self._end.set_exception(end)
+        self.session.journal.add(end)
+        self._note_end(end)
+
+    def _note_end(self, end: EpisodeEnd) -> None:
+        if end.reward is None:
+            told = f"rejected: {end.reason}"
+            self._end.set_exception(AgentError(told, kind=RejectionKind.agent_rejected))
         else:
-            self._end.set_result(end)
+            self._end.set_result(end.reward)
 
     async def reward(self, config: AgentsConfig, clock: EpisodeClock) -> Rewards:
         """What an episode that is taken is rewarded with. Raises: AgentError: it is rejected."""
@@ -161,7 +188,7 @@ class Claims:
     """The offers of one life of a worker.
 
     Args:
-        session_of: finds an open session, or raises CallRefused.
+        session_of: finds an open session, maybe after a moment, or raises CallRefused.
         rename: gives an open session another name; the one before has ended.
         clock: of the limits of episodes.
     """
@@ -169,7 +196,7 @@ class Claims:
     def __init__(
         self,
         keys: SessionKeys,
-        session_of: Callable[[SessionName], Session],
+        session_of: Callable[[SessionName], Awaitable[Session]],
         rename: Callable[[SessionName], SessionName],
         clock: EpisodeClock,
     ) -> None:
@@ -201,7 +228,8 @@ class Claims:
                 self._offers[offer.name] = offer
             return await offer.reward(config, self._clock)
         except BaseException as error:
-            offer.session.end(given_up(error))  # the session stays open for a moment
+            why = given_up(error, offer.session.journal)
+            offer.session.end(why)  # the session stays open for a moment
             raise
         finally:
             del self._offers[offer.name]
@@ -218,7 +246,7 @@ class Claims:
         return answer_of({"id": id_of(offer.name), "api_key": key, "row": offer.row})
 
     async def _confirm(self, request: web.Request) -> web.StreamResponse:
-        return answer_of({"id": id_of(self._named_in(request).name)})
+        return answer_of({"id": id_of((await self._named_in(request)).name)})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         offer, body = await self._ended_by(request, "reward")
@@ -227,7 +255,7 @@ class Claims:
             offer.session.check_reward(reward)
         except WorkflowError as error:
             raise CallRefused(400, "invalid_reward", str(error)) from error
-        offer.finish(reward)
+        offer.finish(EpisodeEnd(reward))
         return answer_of({"id": id_of(offer.name)})
 
     async def _reject(self, request: web.Request) -> web.StreamResponse:
@@ -235,8 +263,7 @@ class Claims:
         reason = body.get("reason", "")
         if not isinstance(reason, str):
             raise CallRefused(400, "invalid_reason", f"reason: expected text, got {reason!r:.80}")
-        told = reason[:_MAX_REASON_CHARS] or "no reason was told"
-        offer.finish(AgentError(f"rejected: {told}", kind=RejectionKind.agent_rejected))
+        offer.finish(EpisodeEnd(None, reason[:_MAX_REASON_CHARS] or "no reason was told"))
         return answer_of({"id": id_of(offer.name)})
 
     async def _ended_by(self, request: web.Request, field: str) -> tuple[Offer, dict[str, Any]]:
@@ -245,17 +272,18 @@ class Claims:
         body = decoded(await read_body(request) or b"{}")
         if unknown := sorted(body.keys() - {field}):
             raise CallRefused(400, "unknown_field", f"expected {field} alone, got {unknown!r:.200}")
-        return self._named_in(request), body
+        return await self._named_in(request), body
 
-    def _named_in(self, request: web.Request) -> Offer:
+    async def _named_in(self, request: web.Request) -> Offer:
         """The episode of a path, which is confirmed by that.
 
         Raises: CallRefused: 401, 404, 409 or 410: without the run's key, or not offered.
         """
         check_run_key(self._keys, request)
         name = named_by(request.match_info["id"])
+        session = await self._session_of(name)  # it says how it ended
         if (offer := self._offers.get(name)) is None:
-            self._session_of(name).check_open()  # either says how it ended
+            session.check_open()
             raise _has_ended()
         offer.confirm()
         return offer

@@ -1,11 +1,11 @@
 """The process that has the address of a run, and passes calls on to the worker of their key.
 
 consumes     requests of agents outside; from the script, where the workers are
-waits for    the clients and the workers; after a worker's death, for what the script says of it
+waits for    the clients and the workers; after a worker's death, for its next life
 unblocked by both; the process ends with its standard input, so with the script
 
     agent -- HTTP --> key: which life of which worker --> HTTP --> the sessions of that worker
-      /v1/...               by a key of a session
+      /v1/...               by a key of a session, which may outlive its worker's life
       POST /episodes        by the key of the run: the first worker that has an episode
       /episodes/ID/...      by the key of the run, the worker that ID names
 
@@ -76,7 +76,8 @@ from areal_sc.transport.sockets.interface import family_of
 logger = logging.getLogger(__name__)
 
 NEWS_S: Final = 10.0
-"""A call waits so long for what has become of a worker that cannot be reached."""
+"""A request waits so long for a worker that is being started again; then its client comes again."""
+_PROCESS: Final = secrets.token_hex(8)
 _COME_AGAIN_S: Final = 1.0
 _MAX_CLAIM_KEYS: Final = 4096
 _CONNECT_S: Final = 10.0
@@ -100,7 +101,7 @@ class Router:
         self._last_claimed = ""
         self._asked = dict[str, str]()  # which worker, by the Idempotency-Key of a claim
         self._silent_until_s = dict[str, float]()  # workers that let a claim wait
-        self._under_way = dict[asyncio.Timeout, SessionName]()
+        self._under_way = dict[asyncio.Timeout, tuple[str, AgentsAt]]()
         self._passing = set[asyncio.Task[None]]()
 
     def application(self) -> web.Application:
@@ -123,8 +124,8 @@ class Router:
         self._silent_until_s.clear()
         self._news.set()
         self._news = asyncio.Event()
-        for limit, name in self._under_way.items():
-            if self._is_lost(name) and not limit.expired():
+        for limit, (worker, at) in self._under_way.items():
+            if routes.up.get(worker) != at and not limit.expired():
                 limit.reschedule(0)
 
     async def _call(self, request: web.Request, path: str) -> web.StreamResponse:
@@ -196,14 +197,16 @@ class Router:
     ) -> web.StreamResponse:
         """Raises: CallRefused: 410 or 503: the worker is gone, or cannot be reached."""
         body = await read_body(request)
-        at = self._place_of(name)
-        headers = {**_told_by(request), DELIVERY: secrets.token_hex(8)}
-        try:
-            async with self._while_up(name):
-                answer = await self._post(at, path, headers, body)
-        except (aiohttp.ClientError, OSError) as error:
-            logger.info("worker=%s cannot be reached: %r", name.worker, error)
-            raise await self._gone(name) from error
+        headers = {**_told_by(request), DELIVERY: f"{_PROCESS}-{secrets.token_hex(8)}"}
+        at: AgentsAt | None = None
+        while True:
+            at = await self._next_place(name, at)
+            try:
+                async with self._while_up(name.worker, at):
+                    answer = await self._post(at, path, headers, body)
+                break
+            except (aiohttp.ClientError, OSError) as error:
+                logger.info("worker=%s cannot be reached: %r", name.worker, error)
         told = {it: answer.headers[it] for it in _ANSWERED if it in answer.headers}
         response = web.StreamResponse(status=answer.status, headers=told)
         response.content_length = answer.content_length
@@ -223,7 +226,7 @@ class Router:
         """Sends an answer to the client; if it cannot have the whole, its worker is told."""
         wait_for_last_byte(request)
         try:
-            async with self._while_up(name), answer:
+            async with self._while_up(name.worker, at), answer:
                 await response.prepare(request)
                 async for part in answer.content.iter_any():
                     await response.write(part)
@@ -246,40 +249,35 @@ class Router:
         data = io.BytesIO(body)
         return self._client.post(f"{at.url}{path}", data=data, headers=headers, ssl=seal)
 
-    def _place_of(self, name: SessionName) -> AgentsAt:
-        """Raises: CallRefused: 410 or 503: the session is lost, or its worker is not known yet."""
-        if self._is_lost(name):
-            why = self._routes.lost.get(name.worker, "it has been started again")
-            told = f"the worker {name.worker} of this episode is gone: {why}; its group runs again"
-            raise CallRefused(410, "session_lost", told)
-        if (at := self._routes.up.get(name.worker)) is None:
-            raise _unreached(name)
-        return at
+    async def _next_place(self, name: SessionName, before: AgentsAt | None) -> AgentsAt:
+        """Where the worker is, but not where it was before; waits for that, `NEWS_S` at most.
 
-    def _is_lost(self, name: SessionName) -> bool:
-        at = self._routes.up.get(name.worker)
-        return name.worker in self._routes.lost if at is None else at.life != name.life
+        Raises: CallRefused: 410 or 503: it has left, or is not there yet.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NEWS_S):
+                while (at := self._routes.up.get(name.worker)) is None or at == before:
+                    if at is None and (why := self._routes.lost.get(name.worker)):
+                        told = f"the worker {name.worker} of this episode is gone: {why}"
+                        raise CallRefused(410, "session_lost", f"{told}; its group runs again")
+                    await self._news.wait()
+                return at
+        why = f"the worker {name.worker} of this episode cannot be reached now"
+        raise CallRefused(503, "worker_unreached", why, retry_after_s=_COME_AGAIN_S)
 
     @asynccontextmanager
-    async def _while_up(self, name: SessionName) -> AsyncIterator[None]:
-        """Ends the block with a TimeoutError once its worker is lost.
+    async def _while_up(self, worker: str, at: AgentsAt) -> AsyncIterator[None]:
+        """Ends the block with a TimeoutError once this life of the worker is lost.
 
         A machine that has died may have closed no connection.
         """
-        async with asyncio.timeout(0 if self._is_lost(name) else None) as limit:
-            self._under_way[limit] = name
+        is_up = self._routes.up.get(worker) == at
+        async with asyncio.timeout(None if is_up else 0) as limit:
+            self._under_way[limit] = worker, at
             try:
                 yield
             finally:
                 del self._under_way[limit]
-
-    async def _gone(self, name: SessionName) -> CallRefused:
-        """What has become of a worker that cannot be reached; waits for that, `NEWS_S` at most."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(NEWS_S):
-                while self._place_of(name):
-                    await self._news.wait()
-        return _unreached(name)
 
 
 def _now() -> float:
@@ -288,11 +286,6 @@ def _now() -> float:
 
 def _told_by(request: web.Request) -> dict[str, str]:
     return {it: request.headers[it] for it in _ASKED if it in request.headers}
-
-
-def _unreached(name: SessionName) -> CallRefused:
-    why = f"the worker {name.worker} of this episode cannot be reached now"
-    return CallRefused(503, "worker_unreached", why, retry_after_s=_COME_AGAIN_S)
 
 
 async def _serve() -> None:

@@ -23,7 +23,7 @@ class Routes(Struct, frozen=True):
 
     Attributes:
         up: that do their work, by name.
-        lost: why the life before of others, or of these, has ended; by name.
+        lost: why others have left for good, by name. One that is being started again is in neither.
     """
 
     up: dict[str, AgentsAt]

@@ -29,7 +29,7 @@ from aiohttp import web
 
 from areal_sc.agents.calls import CallRefused, Dialect, ModelCall, anew
 from areal_sc.agents.certificate import make_certificate
-from areal_sc.agents.claims import Claims, Offer
+from areal_sc.agents.claims import Claims, Offer, id_of, named_by
 from areal_sc.agents.http import (
     BACKLOG,
     DELIVERY,
@@ -48,10 +48,17 @@ from areal_sc.agents.http import (
     though_client_goes,
     wait_for_last_byte,
 )
+from areal_sc.agents.journal import Record, SessionJournal, WrittenAnswer
 from areal_sc.agents.keys import SessionKeys, SessionName
 from areal_sc.agents.routes import AgentsAt
 from areal_sc.agents.rows import Rewards
-from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, given_up
+from areal_sc.agents.session import (
+    SESSION_ENDED,
+    SESSION_RETURNS,
+    Session,
+    SessionSettings,
+    given_up,
+)
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkerError
@@ -74,6 +81,9 @@ _STREAM_HEADERS: Final = {
 }
 _START_TIMEOUT_S: Final = 60.0
 _END_TIMEOUT_S: Final = 10.0
+RETURN_S: Final = 10.0
+"""A request waits so long for a session that an earlier life of the worker has had."""
+_LOOK_S: Final = 0.1
 _MAX_LOST: Final = 256
 """Sessions of which is remembered that they were given up; of older ones, that they ended."""
 
@@ -85,6 +95,7 @@ class AgentServer:
         worker: its name.
         life: its incarnation.
         secret: of all sessions of the run; b"": of these alone.
+        is_kept: whether the journal of an episode of an earlier life, by its id, is there.
 
     Attributes:
         clock: of the limits of their episodes.
@@ -96,16 +107,20 @@ class AgentServer:
         worker: str,
         life: str = "0",
         secret: bytes = b"",
+        is_kept: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.clock = EpisodeClock()
         self._worker = worker
         self._life = life
         self._keys = SessionKeys(secret)
+        self._is_kept = is_kept
         self._claims = Claims(self._keys, self._session_named, self._rename, self.clock)
         self._naming = threading.Lock()  # sessions begin and end on another thread than claims
         self._num_opened = 0
-        self._sessions = dict[int, Session]()
-        self._lost = dict[int, CallRefused]()  # of the last sessions that were given up
+        self._sessions = dict[SessionName, Session]()
+        self._returning = dict[SessionName, tuple[Session, list[Record]]]()  # not offered again yet
+        self._lost = dict[SessionName, CallRefused]()  # of the last sessions that were given up
+        self._passer = ""  # the process of the run's address
         self._starting: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,17 +133,31 @@ class AgentServer:
 
     @asynccontextmanager
     async def open(
-        self, engine: TokenEngine, sampling: GenerationConfig, settings: SessionSettings
+        self,
+        engine: TokenEngine,
+        sampling: GenerationConfig,
+        settings: SessionSettings,
+        journal: SessionJournal | None = None,
     ) -> AsyncIterator[Session]:
         """A session, until the block ends. Its calls are generated on the caller's event loop.
 
+        Args:
+            journal: of the session; one that has begun in an earlier life of the worker goes on
+                from there, and can be found once it is offered.
         Raises: WorkerError: the thread could not begin, as there is no free port, say; the next
             session tries it again.
         """
         await self._started()
-        session = Session(_EngineOnItsLoop(engine), sampling, settings)
-        with self._naming:
-            name = self._new_name(session)
+        session = Session(_EngineOnItsLoop(engine), sampling, settings, journal)
+        if path := session.journal.path:
+            written = session.journal.read()
+            answers = [it for it in written if isinstance(it, WrittenAnswer)]
+            await self._on_thread(session.restore(answers))
+            name = named_by(path.name)
+            self._returning[name] = session, written
+        else:
+            with self._naming:
+                name = self._new_name(session)
         lost: CallRefused | None = None
         try:
             session.base_url = f"http://{_HOST}:{self.port}/v1"
@@ -136,14 +165,16 @@ class AgentServer:
             with session.raising():
                 yield session
         except BaseException as error:
-            lost = given_up(error)
+            lost = given_up(error, session.journal)
             raise
         finally:
             with self._naming:
-                number = next(it for it, open_ in self._sessions.items() if open_ is session)
-                del self._sessions[number]
-            if lost:
-                self._note_lost(number, lost)
+                names = (it for it, open_ in self._sessions.items() if open_ is session)
+                name = next(names, name)
+                self._sessions.pop(name, None)
+                self._returning.pop(name, None)
+            if lost or name.life != self._life:
+                self._note_lost(name, lost or SESSION_ENDED)
             self._soon(partial(session.end, lost))
 
     async def wait_outside(self, key: str, row: Any, config: AgentsConfig) -> Rewards:
@@ -202,7 +233,12 @@ class AgentServer:
     async def _offer(self, key: str, row: Any, config: AgentsConfig) -> Rewards:
         name = self._keys.read(key)
         assert name is not None
-        return await self._claims.wait(Offer(name, row, self._session_named(name)), config)
+        written = list[Record]()
+        with self._naming:
+            if name in self._returning:
+                self._sessions[name], written = self._returning.pop(name)
+        session = await self._session_named(name)
+        return await self._claims.wait(Offer(name, row, session, written), config)
 
     async def _listen(self, host: str) -> tuple[int, str]:
         assert self._runner is not None
@@ -218,16 +254,17 @@ class AgentServer:
 
     def _new_name(self, session: Session) -> SessionName:
         self._num_opened += 1
-        self._sessions[self._num_opened] = session
-        return SessionName(self._worker, self._life, self._num_opened)
+        name = SessionName(self._worker, self._life, self._num_opened)
+        self._sessions[name] = session
+        return name
 
     def _rename(self, name: SessionName) -> SessionName:
         with self._naming:
-            session = self._sessions.pop(name.number, None)
+            session = self._sessions.pop(name, None)
             return self._new_name(session) if session else name  # which has just ended
 
-    def _note_lost(self, number: int, why: CallRefused) -> None:
-        self._lost[number] = why
+    def _note_lost(self, name: SessionName, why: CallRefused) -> None:
+        self._lost[name] = why
         while len(self._lost) > _MAX_LOST:
             del self._lost[next(iter(self._lost))]
 
@@ -282,7 +319,8 @@ class AgentServer:
 
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         name = self._name_in(request)
-        session = self._session_named(name)
+        session = await self._session_named(name)
+        self._note_passer(request.headers.get(DELIVERY, "").partition("-")[0])
         self._claims.confirm(name)
         try:
             body = await read_body(request)
@@ -350,8 +388,15 @@ class AgentServer:
 
     async def _note_undelivered(self, request: web.Request) -> web.StreamResponse:
         delivery = request.headers.get(DELIVERY, "")
-        self._session_named(self._name_in(request)).note_undelivered(delivery)
+        (await self._session_named(self._name_in(request))).note_undelivered(delivery)
         return web.Response()
+
+    def _note_passer(self, passer: str) -> None:
+        """Answers that another process has passed on may not have come to their clients."""
+        if passer and passer != self._passer:
+            self._passer = passer
+            for session in list(self._sessions.values()):
+                session.note_unsure()
 
     def _name_in(self, request: web.Request) -> SessionName:
         """Raises: CallRefused: 401: the request has no key of a session."""
@@ -359,16 +404,28 @@ class AgentServer:
             raise no_session()
         return name
 
-    def _session_named(self, name: SessionName) -> Session:
-        """Raises: CallRefused: 404, 409 or 410: it never was, has ended, or was given up."""
-        if (name.worker, name.life) != (self._worker, self._life):
-            why = f"the worker {name.worker} of this episode has been started again since"
-            raise CallRefused(410, "session_lost", why)
-        if name.number > self._num_opened:
+    async def _session_named(self, name: SessionName) -> Session:
+        """Waits for one that an earlier life has had, `RETURN_S` at most.
+
+        Raises: CallRefused: 404, 409 or 410: it never was, has ended, or was given up or lost. 503:
+            it is not back yet.
+        """
+        is_own = (name.worker, name.life) == (self._worker, self._life)
+        if is_own and name.number > self._num_opened:
             raise CallRefused(404, "unknown_episode", "no episode has this id")
-        if (session := self._sessions.get(name.number)) is not None:
-            return session
-        raise anew(self._lost.get(name.number, SESSION_ENDED))
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + RETURN_S
+        while (session := self._sessions.get(name)) is None:
+            ended = self._lost.get(name, SESSION_ENDED if is_own else SESSION_RETURNS)
+            if ended.status != SESSION_RETURNS.status:
+                raise anew(ended)
+            if name.worker != self._worker or not self._is_kept(id_of(name)):
+                why = f"the memory of the worker {name.worker} of this episode is gone"
+                raise CallRefused(410, "session_lost", why)
+            if loop.time() > give_up_s:
+                raise anew(SESSION_RETURNS)
+            await asyncio.sleep(_LOOK_S)
+        return session
 
 
 class _EngineOnItsLoop:

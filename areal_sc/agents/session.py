@@ -29,9 +29,11 @@ from areal_sc.agents.calls import (
     anew,
 )
 from areal_sc.agents.history import CallHistory, CallPlace
+from areal_sc.agents.journal import SessionJournal, WrittenAnswer
 from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings, special_token_in
 from areal_sc.errors import AgentError, NeverWorks, WorkflowError
 from areal_sc.rejection import RejectionKind
@@ -56,6 +58,9 @@ _BY_OTHERS: Final = ("agent_rejected", "agent_idle", "agent_timeout")
 """How an agent outside ends an episode: a client that calls wrongly must not end the run."""
 
 SESSION_ENDED: Final = CallRefused(409, "session_ended", "the episode of this key has ended")
+SESSION_RETURNS: Final = CallRefused(
+    503, "session_returns", "it goes on when its worker is back", retry_after_s=_COME_AGAIN_S
+)
 
 COUNTED: Final = (
     "retries",
@@ -98,6 +103,7 @@ class Session:
 
     Args:
         sampling: of the run; an agent may shorten its answers and end them by strings of its own.
+        journal: where its calls are written down; None: they go with the worker.
 
     Attributes:
         base_url: where an agent reaches it: of OpenAI's clients, with `/v1`.
@@ -112,10 +118,12 @@ class Session:
         engine: TokenEngine,
         sampling: GenerationConfig,
         settings: SessionSettings | None = None,
+        journal: SessionJournal | None = None,
     ) -> None:
         self.base_url = self.api_key = ""  # until a server has opened it
         self.counts = Counter[str]()
         self.failure: Exception | None = None
+        self.journal = journal or SessionJournal()
         self._engine = engine
         self._run_sampling = sampling
         self._settings = settings or SessionSettings()
@@ -124,7 +132,7 @@ class Session:
         self._same = dict[str, list[SessionCall]]()  # by their key, or by their digest
         self._sent_away = Counter[tuple[str, int]]()  # by digest and attempt
         self._tasks = set[asyncio.Task[None]]()
-        self._num_tool_calls = 0
+        self._num_begun = self._num_tool_calls = 0
         self._last_activity_s = time.monotonic()
         self._ended: CallRefused | None = None
         self._refused_for_all: CallRefused | None = None  # and no call was answered since
@@ -143,9 +151,8 @@ class Session:
         """
         self.check_open()
         self.note_activity()
-        same = list[SessionCall]()
-        if key or digest:
-            same = self._same.setdefault(f"key {key}" if key else digest, same)
+        name = f"key {key}" if key else digest
+        same = self._same.setdefault(name, []) if name else []
         if same and same[0].digest != digest:
             self.counts["refused"] += 1
             raise CallRefused(
@@ -170,12 +177,38 @@ class Session:
                 retry_after_s=_COME_AGAIN_S,
             )
         begun = SessionCall(call, digest, attempt)
+        begun.number, begun.same = self._num_begun, name
+        self._num_begun += 1
         self._calls.append(begun)
         same.append(begun)
         task = asyncio.create_task(self._run(call, begun), name=f"call {begun.answer_id}")
         self._tasks.add(task)
         task.add_done_callback(self._note_done)
         return begun
+
+    async def restore(self, written: Sequence[WrittenAnswer]) -> None:
+        """Plays the calls of an earlier life of the worker again, with their answers.
+
+        Raises: WorkflowError, CallRefused: a call cannot be what it was.
+        """
+        calls = dict[str, ModelCall]()
+        for it in written:
+            call = it.call
+            after = next((one for one in self._calls if one.answer_id == it.after), None)
+            if it.goes_on_row and after:
+                past = calls[it.after]
+                messages = *past.messages, after.message, *call.messages
+                call = replace(call, messages=messages, tools=past.tools)
+            calls[it.answer_id] = call
+            begun = SessionCall(call, it.digest, 0)
+            begun.number, begun.same = it.number, it.same
+            begun.answer_id, begun.created_s = it.answer_id, it.created_s
+            begun.finish(await self._answer(call, begun, it.completion, after))
+            begun.note_unsure()
+            self._calls.append(begun)
+            self._same.setdefault(it.same, []).append(begun)
+            self._num_begun = max(self._num_begun, it.number + 1)
+        self._calls.sort(key=lambda it: it.number)
 
     def as_sampled(self, call: ModelCall) -> ModelCall:
         """The call with the sampling that its answer has, as clients are told it."""
@@ -277,6 +310,12 @@ class Session:
         for call in self._calls:
             call.note_undelivered(delivery)
 
+    def note_unsure(self) -> None:
+        """The process has died that passed answers on."""
+        for call in self._calls:
+            if call.is_delivered:
+                call.note_unsure()
+
     def check_reward(self, reward: Rewards) -> None:
         """Raises: WorkflowError: no answer was delivered, or a reward is of no call."""
         if not (trained := _trained(self._calls)):
@@ -313,7 +352,8 @@ class Session:
             logger.exception("a call of an agent failed")
             self.failure = error
             told = f"the engine failed, so this episode is not trained: {error!r:.300}"
-            self._forget(begun, CallRefused(503, "engine_failed", told))
+            why = CallRefused(503, "engine_failed", told)
+            self._forget(begun, anew(SESSION_RETURNS) if self.journal.path else why)
 
     def _forget(self, begun: SessionCall, why: CallRefused) -> None:
         """A call without an answer can be tried again."""
@@ -324,7 +364,14 @@ class Session:
                 same.remove(begun)
         begun.finish(why)
 
-    async def _answer(self, call: ModelCall, begun: SessionCall) -> ModelAnswer:
+    async def _answer(
+        self,
+        call: ModelCall,
+        begun: SessionCall,
+        completion: Completion | None = None,
+        after: SessionCall | None = None,
+    ) -> ModelAnswer:
+        """Args: completion, after: what it was, and where it stood, in an earlier life."""
         check_tools(call.tools)
         earlier = self._earlier(call.after) if call.after else None
         if earlier:
@@ -339,6 +386,8 @@ class Session:
             )
         sampling = self._sampling(call)
         place = self._history.place(messages, earlier)
+        if completion:  # answers that came while it ran are known by now
+            place = replace(place, after=after)
         turn = NextTurn(
             self._engine,
             self._last_node(begun, place),
@@ -355,7 +404,9 @@ class Session:
         if num_prompt_tokens >= most:
             raise ContextOverflow(num_prompt_tokens, most)
         on_tokens = turn.text_stream(begun.add_text) if call.is_streamed else None
-        completion = await self._engine.generate(turn.prompt, sampling, on_tokens=on_tokens)
+        is_new = completion is None
+        if completion is None:
+            completion = await self._engine.generate(turn.prompt, sampling, on_tokens=on_tokens)
         node = turn.node(completion, self._num_tool_calls)
         self._num_tool_calls += len(node.turn.tool_calls)
         begun.node = node
@@ -366,6 +417,8 @@ class Session:
             begun.kept_after = after
             begun.kept = [*messages[after.num_messages if after else first :], node.turn.message]
         self._history.add(place, begun)
+        if is_new and self.journal.path:
+            self.journal.add(_written(replace(call, messages=tuple(messages)), begun, node))
         tokens = tuple[SampledToken, ...]()
         if call.wants_logprobs:
             texts = self._engine.tokenizer.batch_decode([[it] for it in completion.token_ids])
@@ -432,6 +485,24 @@ def _trained(calls: Sequence[SessionCall]) -> list[TrainedCall]:
     ]
 
 
+def _written(call: ModelCall, begun: SessionCall, node: TurnNode) -> WrittenAnswer:
+    """Args: call: with all messages."""
+    call, after = replace(call, after=""), begun.after
+    if after and node.row:
+        call = replace(call, messages=call.messages[after.num_messages :], tools=())
+    return WrittenAnswer(
+        begun.number,
+        begun.same,
+        begun.digest,
+        begun.answer_id,
+        begun.created_s,
+        after.answer_id if after else "",
+        node.row is not None,
+        call,
+        node.completion,
+    )
+
+
 def _stop_of(node: TurnNode, stop: Sequence[str]) -> str:
     """The string that ended an answer; "": none of these."""
     if not stop:
@@ -443,10 +514,15 @@ def _stop_of(node: TurnNode, stop: Sequence[str]) -> str:
     return next((it for it in stop if text.startswith(it, cut)), "")
 
 
-def given_up(error: BaseException) -> CallRefused:
-    """What clients are told of an episode that ended by this: 409 if they rejected it, or 410."""
+def given_up(error: BaseException, journal: SessionJournal) -> CallRefused:
+    """What clients are told of an episode that ended by this.
+
+    409: they rejected it. 503: the next life of the worker may go on with it. Else 410.
+    """
     if isinstance(error, AgentError) and error.kind == RejectionKind.agent_rejected:
         return SESSION_ENDED
+    if journal.path and not isinstance(error, AgentError):
+        return SESSION_RETURNS
     return CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
 
 

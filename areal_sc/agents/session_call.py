@@ -20,6 +20,8 @@ class SessionCall:
     Attributes:
         digest: of what the client sent.
         attempt: of the client that came last; 0: its first, or it does not say.
+        number: of the session's calls, in the order in which they began.
+        same: by which a retry finds it; "": none does.
         answer_id: unique in the run.
         created_s: Unix time.
         model: that the call named.
@@ -34,6 +36,8 @@ class SessionCall:
     def __init__(self, call: ModelCall, digest: str, attempt: int) -> None:
         self.digest = digest
         self.attempt = attempt
+        self.number = 0
+        self.same = ""
         self.answer_id = secrets.token_hex(16)
         self.created_s = int(time.time())
         self.model = call.model
@@ -43,6 +47,7 @@ class SessionCall:
         self.kept: list[Message] | None = None
         self.kept_after: SessionCall | None = None
         self._was_delivered = False
+        self._is_unsure = False
         self._passed_on = set[str]()
         self._num_sending = 0
         self._num_clients = 0
@@ -72,13 +77,14 @@ class SessionCall:
 
     @property
     def is_delivered(self) -> bool:
-        """Whether a client has the answer, or is about to have it."""
-        return self._was_delivered or bool(self._passed_on) or self._num_sending > 0
+        """Whether a client has the answer, is about to have it, or may have it."""
+        has_it = self._was_delivered or self._is_unsure
+        return has_it or bool(self._passed_on) or self._num_sending > 0
 
     @property
     def is_left(self) -> bool:
-        """Whether no client has the answer, or waits for it."""
-        return not (self.is_delivered or self._num_clients)
+        """Whether no client is known to have the answer, or waits for it."""
+        return not self._num_clients and (self._is_unsure or not self.is_delivered)
 
     @contextmanager
     def client(self) -> Iterator[None]:
@@ -121,6 +127,7 @@ class SessionCall:
         self._num_sending += 1
         try:
             yield
+            self._is_unsure = False
             if delivery:
                 self._passed_on.add(delivery)
             else:
@@ -130,11 +137,15 @@ class SessionCall:
 
     def note_delivered(self) -> None:
         """A client has the answer."""
-        self._was_delivered = True
+        self._was_delivered, self._is_unsure = True, False
 
     def note_undelivered(self, delivery: str) -> None:
         """An answer could not be passed on."""
         self._passed_on.discard(delivery)
+
+    def note_unsure(self) -> None:
+        """Whoever passed the answer on has died: who asks the same again has not had it."""
+        self._is_unsure = not self._was_delivered
 
     def add_text(self, text: str) -> None:
         """Takes the next piece of the answer's content."""

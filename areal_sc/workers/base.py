@@ -168,7 +168,8 @@ class Worker:
         for shard_id, note in self.plane.store.notes.items():
             episode = msgpack.decode(note, type=calls.FinishedEpisode) if note else None
             if episode is not None and episode.run.group_id not in wanted:
-                episode = calls.FinishedEpisode(episode.run, episode.number)
+                run, number, session = episode.run, episode.number, episode.session
+                episode = calls.FinishedEpisode(run, number, session=session)
             elif episode is not None:  # its text stays here, and is long
                 episode = replace(episode, answer="")
             held.append(calls.HeldShard(shard_id, episode))

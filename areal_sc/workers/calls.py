@@ -87,6 +87,8 @@ class FinishedEpisode(Struct, frozen=True, array_like=True):
         num_tokens: that were sampled.
         took_s: from its begin to its end.
         answer, vote: of the last row, see `Trajectory`, as far as a group's reward reads them.
+        session: id of a session whose journal is there, so the episode has not ended, and goes on;
+            "": it has ended.
     """
 
     run: GroupAttempt
@@ -100,6 +102,7 @@ class FinishedEpisode(Struct, frozen=True, array_like=True):
     vote: str | None = None
     workflow: int = 0
     prompt: PromptReference | None = None
+    session: str = ""
 
 
 class HeldShard(Struct, frozen=True, array_like=True):

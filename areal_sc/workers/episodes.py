@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from msgspec import Struct
 
 from areal_sc.agents.agent import as_json
+from areal_sc.agents.journal import SessionJournal
 from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import SessionSettings
@@ -67,6 +68,7 @@ class WorkerEpisodeEngine:
         evaluated: notes what the episode asks for; None: it is trained.
         agents: serves its sessions; None: it can have none.
         agent_pool: runs its agents; not there without `agents`.
+        journal: of its session; None: that does not outlive the worker.
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
@@ -84,6 +86,7 @@ class WorkerEpisodeEngine:
         evaluated: EvaluatedEpisode | None = None,
         agents: AgentServer | None = None,
         agent_pool: AgentPool | None = None,
+        journal: SessionJournal | None = None,
     ) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
@@ -96,6 +99,7 @@ class WorkerEpisodeEngine:
         self._evaluated = evaluated
         self._agents = agents
         self._agent_pool = agent_pool
+        self._journal = journal
         self.open_waits: list[EpisodeWait] = []
         self.past_waits: list[EpisodeWait] = []
         self.group = group
@@ -195,7 +199,8 @@ class WorkerEpisodeEngine:
         self, agents: AgentServer, settings: SessionSettings
     ) -> AsyncIterator[AgentSession]:
         try:
-            async with agents.open(self, self._sampling, settings) as session:
+            journal, self._journal = self._journal, None  # of the episode's first session
+            async with agents.open(self, self._sampling, settings, journal) as session:
                 yield session
         except WorkerError as error:
             self.failure = error

@@ -156,7 +156,8 @@ class FinishedEpisodes:
         Raises: StoreFull: there is no room for a copy.
         """
         played = group.workflow, group.prompt
-        fitting = [it for it in group.kept if (it.episode.workflow, it.episode.prompt) == played]
+        ended_ones = (it for it in group.kept if not it.episode.session)
+        fitting = [it for it in ended_ones if (it.episode.workflow, it.episode.prompt) == played]
         shared = [it.shard for it in fitting if it.episode.number == calls.SHARED]
         fitting = [it for it in fitting if it.episode.number != calls.SHARED]
         outcomes = await all_of(self._outcome(it, declared, shared) for it in fitting)

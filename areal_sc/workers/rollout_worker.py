@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -43,6 +43,7 @@ from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.waiting import all_of
 from areal_sc.transport.rpc.method import Served
+from areal_sc.transport.shards.memory_folder import OFF
 from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe, text_of
 from areal_sc.weights.adopter import Adopter
 from areal_sc.workers import calls
@@ -65,6 +66,7 @@ from areal_sc.workers.finished_episodes import (
 from areal_sc.workers.group_judging import Episode, judged_group
 from areal_sc.workers.group_rows import problem_of_shared
 from areal_sc.workers.group_runs import GroupRuns
+from areal_sc.workers.kept_sessions import KeptSessions
 from areal_sc.workers.played_groups import played_answer, played_group, row_text
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workflows.base import Workflow
@@ -108,7 +110,9 @@ class RolloutWorker(Worker):
             run_code=self._run_code,
             **apart,
         )
-        self._agents = AgentServer(spec.name, spec.order.incarnation, self.keys.sessions)
+        self._sessions = KeptSessions(self.memory_folder("sessions"), self.plane.store)
+        served = spec.name, spec.order.incarnation, self.keys.sessions
+        self._agents = AgentServer(*served, is_kept=self._sessions.is_kept)
         log = spec.log_path.with_name(f"episode-{spec.order.index}.log")
         own = self._reward_server, self._agents, config.agents
         self._agent_pool = AgentPool(*own, log_path=log, **apart)
@@ -182,6 +186,9 @@ class RolloutWorker(Worker):
         runs, held = self._runs, self.held_shards(groups)
         return RolloutDescription(self._weights.policy, runs.going, runs.ended, held)
 
+    def held_shards(self, groups: Collection[int]) -> tuple[calls.HeldShard, ...]:
+        return tuple(map(self._sessions.checked, super().held_shards(groups)))
+
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
         run = calls.GroupAttempt(group.group_id, group.attempt)
         return await self._runs.join(run, lambda: self._play_group(run, group))
@@ -200,6 +207,9 @@ class RolloutWorker(Worker):
         workflow = self.sources.workflow(group.workflow)
         declared = workflow.fields
         ended: dict[int, EndedEpisode] = {}
+        outlives = self.transport_config.shared_memory != OFF
+        if workflow.waits_outside and group.group_id >= 0 and outlives:
+            self._sessions.begin(prefix_group, group)
         loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
         ended_s: list[float] = []
 
@@ -217,6 +227,7 @@ class RolloutWorker(Worker):
                     num_tokens=it.num_tokens,
                     took_s=it.took_s,
                 )
+                self._sessions.end(prefix_group, number)
 
         def note_end(
             number: int, outcome: Episode | Rejection, num_tokens: int, took_s: float
@@ -258,6 +269,7 @@ class RolloutWorker(Worker):
         except (asyncio.CancelledError, StoreFull):
             self._finished.drop(ended.values())
             ended.clear()
+            is_closed = True
             raise
         finally:
             for timer in timers:
@@ -265,6 +277,8 @@ class RolloutWorker(Worker):
             if group.group_id >= 0 and not is_closed:  # the worker's next life will tell of them
                 for number in ended:
                     seal(number)
+            for number in range(group.group_size):
+                self._sessions.end(prefix_group, number, is_kept=not is_closed)
         self._group_counters["episodes_taken_over"] += group.group_size - len(missing)
         if reply.batch is not None and group.group_id >= 0:  # of training
             self._group_counters["finished_groups"] += 1
@@ -325,6 +339,7 @@ class RolloutWorker(Worker):
     async def sweep(self, sweep: calls.Sweep) -> int:
         last_sequence = await super().sweep(sweep)
         self._runs.forget(self.plane.store.__contains__)
+        self._sessions.forget()
         return last_sequence
 
     async def sleep(self, _: None) -> None:
@@ -460,7 +475,8 @@ class RolloutWorker(Worker):
     ) -> Episode | Rejection:
         config: RolloutConfig = self.handle.config
         own = self.engine, self._rewards, group, config.generation, evaluated
-        engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool)
+        journal = self._sessions.journal(group, number)
+        engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool, journal)
         limit_s = math.inf if workflow.waits_outside else config.group_timeout_s
         # the call of an evaluation has a limit that knows nothing of this clock
         clock = self._agents.clock if evaluated is None else None

@@ -55,6 +55,7 @@ PROMISED = {
     "planner": {"8_24_2_error_median", "8_24_2_regret"},
     "planes": {"tcp_vs_bare_pyzmq", "noop_rpc_vs_bare", "heartbeat_256_cpu_percent"},
     "rank_kills": {"num_kills", "copying_snapshot_until_step_s", "between_steps_until_step_s"},
+    "session_kills": {"num_kills", "median_pause_s"},
     "safety_cost": {"journal_over_bare", "all_over_bare"},
     "sandbox": {"strongest_programs_per_s", "apart_over_bare"},
     "scale": {"just_in_time_eta8_sync_over", "train_x0.7_sync_over"},

@@ -62,11 +62,13 @@ class RolloutSource:
 
     Attributes:
         num_prompts: rows of the dataset; None: a stream, which does not say.
+        waits_outside: see `Workflow`.
     """
 
     dataset: int
     workflow: int
     num_prompts: int | None
+    waits_outside: bool = False
 
     def prompt(self, index: int, seed: int) -> PromptReference:
         return PromptReference(self.dataset, index, seed)

@@ -6,7 +6,8 @@
 
 A prompt whose workers die again and again may be to blame. Whatever runs beside such a prompt loses
 its run, too. So a prompt that was hit a few times is a *suspect*, and suspects run one after the
-other: those that are innocent end, and the one whose worker dies all the same is rejected.
+other: those that are innocent end, and the one whose worker dies all the same is rejected. Groups
+of agents outside are no suspects: they may take days, and would wait for each other.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Groups(ABC):
         def again(worker: RolloutWorkerState, error: WorkerLost | StoreFull) -> None:
             self._begin_again(group, worker, error)
 
-        reply = await self._outlive(group.prompt, take, run, again)
+        may_blame = not source.waits_outside
+        reply = await self._outlive(group.prompt, take, run, again, may_blame=may_blame)
         if isinstance(reply, Rejection):
             attempt = GroupAttempt(group.group_id, group.attempt)
             return GroupReply(attempt, rejected=(RejectedEpisodes(self._config.group_size, reply),))
@@ -110,12 +112,15 @@ class Groups(ABC):
         take: Callable[[], Awaitable[RolloutWorkerState]],
         run: Callable[[RolloutWorkerState], Awaitable[T]],
         again: Callable[[RolloutWorkerState, WorkerLost | StoreFull], None],
+        *,
+        may_blame: bool = True,
     ) -> T | Rejection:
         """What a run of the prompt gives in the end; a rejection, if the prompt is to blame.
 
         Args:
             take: gives a worker when there is one for it; `run` begins before anything is awaited.
             again: is told of each run that came to nothing.
+            may_blame: the prompt may be a suspect.
         Raises: StoreFull: nothing can be spared for its rows. What `take` raises, and all else.
         """
         await self._make_readable(prompt.dataset, prompt.index)
@@ -127,7 +132,7 @@ class Groups(ABC):
                     return await run(worker)
                 except WorkerLost as death:  # says nothing of the prompt, unless it is to blame
                     again(worker, death)
-                    num_deaths += 1
+                    num_deaths += may_blame
                     if num_deaths == DEATHS_OF_A_SUSPECT + DEATHS_TO_BLAME:
                         return _blame(prompt, num_deaths, death)
                 except StoreFull as error:

@@ -61,6 +61,10 @@ class KeptEpisodes:
         """Open groups with kept episodes."""
         return list(filter(self.is_open, self._kept))
 
+    def session_homes(self, group_id: int) -> set[str]:
+        """The workers whose memory has sessions of it, which go on nowhere else."""
+        return {it.shard.node_id for it in self.of_group(group_id) if it.episode.session}
+
     def note_lost(self, group_id: int, worker: str) -> None:
         """An attempt was lost with this worker, which may have finished episodes of it."""
         self._lost_with[group_id] = worker
@@ -87,7 +91,8 @@ class KeptEpisodes:
                 continue
             group_id = it.episode.run.group_id
             runs[it.shard_id] = GroupAttempt(group_id, NOBODYS)
-            is_new = it.episode.number not in (REST, *self._kept.get(group_id, {}))
+            known = self._kept.get(group_id, {}).get(it.episode.number)
+            is_new = it.episode.number != REST and (known is None or bool(known.episode.session))
             if self.is_open(group_id) and is_new:
                 shard = ShardReference(worker, address, it.shard_id)
                 its = self._kept.setdefault(group_id, {})

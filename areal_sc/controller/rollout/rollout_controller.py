@@ -450,7 +450,8 @@ class RolloutController(Controller):
         """
         dataset = self._sources.register_prompts(prompts)
         number = self._sources.register_workflow(workflow)
-        source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
+        num_rows = self._sources.num_rows(dataset)
+        source = RolloutSource(dataset, number, num_rows, workflow.waits_outside)
         if source not in self._checked:
             check_first_rows(prompts, workflow)
             largest = map(max, self._field_bytes, check_fields(workflow))

@@ -278,15 +278,29 @@ class RolloutWorkers:
     async def take_worker(self, group: Group) -> RolloutWorkerState:
         """Takes a worker for the group's next attempt: by preference one with episodes of it.
 
-        What its last attempt has left is waited for; see `WorkerSet.take_worker`.
+        What its last attempt has left is waited for; see `WorkerSet.take_worker`. Where that are
+        sessions of agents outside, no other worker can go on with them.
         """
         lost_with = self.kept.lost_with(group.group_id)
         if lost_with is not None:
             what = f"{lost_with} to tell which episodes it still holds"
             await self.background.wait_until(lambda: self.are_rows_known(lost_with), what)
-        return await self.set.take_worker(
-            group.admitted_version, lambda: self.kept.homes(group.group_id)
-        )
+        while True:
+            what = "the worker of a session to take groups again"
+            await self.background.wait_until(lambda: self._can_go_on(group), what)
+            worker = await self.set.take_worker(
+                group.admitted_version, lambda: self.kept.homes(group.group_id)
+            )
+            if self._can_go_on(group, on=worker):
+                return worker
+            self.background.notify()  # it is free for another
+
+    def _can_go_on(self, group: Group, on: RolloutWorkerState | None = None) -> bool:
+        """Whether a worker, or this one, takes the group with its sessions, or it has none."""
+        names, takes = self.kept.session_homes(group.group_id), self.set.loads.takes
+        homes = [it for it in self._states if it.name in names and not it.life.is_closed]
+        able = [it for it in homes if it is on or takes(it.number, group.admitted_version)]
+        return not homes or bool(able if on is None else on in able)
 
     def are_rows_known(self, *workers: str | None) -> bool:
         """Whether it is certain that the rows are there which these workers hold.

@@ -121,9 +121,8 @@ class RunAddress:
     def note_event(self, event: FleetEvent | StepEvent) -> None:
         """Takes what becomes of workers."""
         match event:
-            case UnitLost(unit, cause):
-                self._at.pop(unit, None)
-                self._lost[unit] = str(cause).partition("\n")[0]
+            case UnitLost(unit):
+                self._at.pop(unit, None)  # its next life has its sessions
             case UnitLeft(unit):
                 self._at.pop(unit, None)
                 self._lost[unit] = "it is not wanted any more"

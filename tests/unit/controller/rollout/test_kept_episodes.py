@@ -67,3 +67,19 @@ def test_nobody_needs_the_episodes_of_a_group_that_has_ended() -> None:
     assert kept.group_ids == [1]
     kept.forget(1)
     assert kept.group_ids == []
+
+
+def test_a_session_goes_on_where_it_lies_unless_its_episode_has_ended() -> None:
+    kept, _ = kept_of(0)
+    going = FinishedEpisode(GroupAttempt(0, 0), 0, session="rollout.0.a.1")
+    runs = kept.note_held("rollout/0", "tcp://0", [HeldShard("a.1", going), held("a.2", 0, 1)])
+    assert runs == dict.fromkeys(("a.1", "a.2"), GroupAttempt(0, KEPT))
+    assert kept.session_homes(0) == {"rollout/0"}
+    # it was sealed, and its worker died before it could forget the session
+    for shards in ([HeldShard("a.1", going), held("a.3", 0, 0)], [held("a.3", 0, 0)]):
+        kept.note_held("rollout/0", "tcp://0", shards)
+        assert numbers(kept, 0) == [(0, "a.3")]
+        assert kept.session_homes(0) == set()
+    shards = [held("a.3", 0, 0), HeldShard("a.1", going)]
+    assert kept.note_held("rollout/0", "tcp://0", shards)["a.1"] == GroupAttempt(0, NOBODYS)
+    assert numbers(kept, 0) == [(0, "a.3")]
