@@ -16,6 +16,7 @@ from simulation.virtual_loop import VirtualTimeLoop
 from areal_sc.controller.ledger import journal
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import Split
+from areal_sc.controller.rollout.groups import GroupTools
 from areal_sc.controller.rollout.kept_episodes import KEPT, KeptEpisodes
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
@@ -97,9 +98,9 @@ def group_sent_before_its_record() -> Iterator[None]:
     async def at_once() -> None:
         pass
 
-    def begin_without(self: TrainingGroups, *args: Any) -> None:
-        *before, _ = args
-        begin(self, *before, at_once)
+    def begin_without(self: TrainingGroups, tools: GroupTools) -> None:
+        begin(self, tools)
+        tools.workers.durable = at_once
 
     with patch.object(TrainingGroups, "__init__", begin_without):
         yield
