@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Final
 
 from msgspec import Struct
 
@@ -20,6 +21,10 @@ TRAJECTORY_FIELDS: Mapping[str, str] = {
 
 MADE_FIELDS = ("proximal_logprobs", "staleness")
 """Further fields that a trainer makes, by these names."""
+
+ROUTED_EXPERTS: Final = "routed_experts"
+"""The field of rollout workers, with `actor.routing_replay`: the experts that each token went
+through, [layers, experts of a token]."""
 
 FIELD_DTYPES: Mapping[str, int] = {
     **{"float32": 4, "float64": 8, "bool": 1, "uint8": 1},

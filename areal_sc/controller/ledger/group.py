@@ -15,7 +15,7 @@ from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.sources.prompt_choice import PromptPast
 from areal_sc.sources.prompts import JsonlPrompts, prompt_at
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.token_fields import MADE_FIELDS, TRAJECTORY_FIELDS, TensorMetadata
+from areal_sc.token_fields import MADE_FIELDS, ROUTED_EXPERTS, TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.workflows.base import Workflow
 
 UNUSABLE: Final = 8
@@ -112,7 +112,8 @@ def check_fields(workflow: Workflow) -> int:
 
     Raises: WorkflowError: one has no name that a field may have.
     """
-    where, taken = f"{type(workflow).__name__}.fields", (*TRAJECTORY_FIELDS, *MADE_FIELDS)
+    where = f"{type(workflow).__name__}.fields"
+    taken = *TRAJECTORY_FIELDS, *MADE_FIELDS, ROUTED_EXPERTS
     for name, field in workflow.fields.items():
         if not isinstance(field, TensorMetadata):
             raise WorkflowError(f"{where}: expected a TensorMetadata, got {field!r}")

@@ -12,6 +12,7 @@ from areal_sc.controller.rollout.outside_groups import RegisteredSet
 from areal_sc.controller.rollout.run_address import RunAddress
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.sizing.routed_experts import routes_field
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.sandbox.opening import check_sandbox
 from areal_sc.workflows.base import Workflow
@@ -59,7 +60,8 @@ class SourceRegistration:
         source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
         if source not in self._checked:
             check_first_rows(prompts, workflow)
-            self._field_bytes = max(self._field_bytes, check_fields(workflow))
+            of_model = sum(it.token_bytes for it in routes_field(self._config).values())
+            self._field_bytes = max(self._field_bytes, check_fields(workflow) + of_model)
             workflow.check_settings(self._config)
             if workflow.runs_code() and self._is_local:
                 check_sandbox(self._config.sandbox)

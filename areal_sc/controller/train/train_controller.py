@@ -103,7 +103,8 @@ class TrainController(Controller):
         self.found: FoundRanks | None = None
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
-        self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
+        replays = self.config.routing_replay
+        self._step = TrainStep(self._ranks, self.config.ppo, self._loss, replays_routes=replays)
         self._work = RankWork(self._ranks, self.fleet, self._step, self._sources, self.place)
         self._publisher = Publisher(self._ranks, self._step, self.place)
 

@@ -21,13 +21,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.random import stream_key, uniforms
+from areal_sc.engines.local.slot_routes import SlotRoutes
 from areal_sc.engines.stop_strings import StopStrings
+from areal_sc.token_fields import TensorMetadata
 
 Ints = npt.NDArray[np.int64]
 
@@ -117,10 +120,19 @@ class StepPlan:
 
 
 class SlotTable:
-    """Waiting and running requests."""
+    """Waiting and running requests.
+
+    Args:
+        routes: the field of the experts that a token goes through, to be noted; None: they are not.
+    """
 
     def __init__(
-        self, max_rows: int, max_context_tokens: int, max_prefill_tokens: int, seed: int
+        self,
+        max_rows: int,
+        max_context_tokens: int,
+        max_prefill_tokens: int,
+        seed: int,
+        routes: TensorMetadata | None = None,
     ) -> None:
         self.max_rows = max_rows
         self.max_prefill_tokens = max_prefill_tokens
@@ -136,6 +148,7 @@ class SlotTable:
         self.tokens = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
         self.logprobs = np.zeros((max_rows, max_context_tokens), dtype=np.float32)
         self.versions = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
+        self._routes = routes and SlotRoutes(max_rows, max_context_tokens, routes)
         self.length = np.zeros(max_rows, dtype=np.int64)
         self.cached = np.zeros(max_rows, dtype=np.int64)
         self.is_recomputing = np.zeros(max_rows, dtype=np.bool_)
@@ -200,14 +213,20 @@ class SlotTable:
         token_ids: Ints,
         logprobs: npt.NDArray[np.float32],
         version: int,
+        routes: npt.NDArray[Any] | None = None,
     ) -> list[tuple[SlotRequest, Completion]]:
         """Appends the sampled tokens of the ready rows; returns and removes what is finished.
 
         Args:
             token_ids, logprobs: [N], void where `plan.is_ready` is False.
             version: policy version that sampled them.
+            routes: [T, L, k], the experts that the plan's tokens went through, where these are
+                noted.
         """
         rows = np.flatnonzero(plan.is_ready)
+        if self._routes is not None:
+            assert routes is not None
+            self._note_routes(plan, self._routes, routes)
         sampled, length = token_ids[rows], self.length[rows]
         self.tokens[rows, length] = sampled
         self.logprobs[rows, length] = logprobs[rows]
@@ -228,6 +247,15 @@ class SlotTable:
             finished.append((request, self._completion(request, reason)))
             self._release(request)
         return finished
+
+    def _note_routes(self, plan: StepPlan, its: SlotRoutes, routes: npt.NDArray[Any]) -> None:
+        for length, pairs in plan.row_copies.items():
+            for source, target in pairs:
+                its.share(source, target, length)
+        written = plan.write_tokens if plan.chunks else slice(None)
+        its.entries[plan.write_rows, plan.positions[written]] = routes[written]
+        for row in np.flatnonzero(plan.is_ready):
+            its.keep(row, self.length[row])
 
     def take_streamed(self) -> list[tuple[int, int]]:
         """(request id, token) of what `record` was given for streamed requests since last time."""
@@ -256,6 +284,8 @@ class SlotTable:
         self.tokens[row, : len(request.prompt)] = request.prompt
         self.length[row] = len(request.prompt)
         self.cached[row] = 0
+        if self._routes is not None:
+            self._routes.num_kept[row] = 0
         self.is_recomputing[row] = False
         self.max_length[row] = request.max_length
         self.temperature[row] = request.temperature
@@ -282,6 +312,7 @@ class SlotTable:
             finish_reason=reason,
             temperature=request.temperature,
             stop=request.stops.strings if request.stops else (),
+            routes=None if self._routes is None else self._routes.of(row, end),
         )
 
     def _release(self, request: SlotRequest) -> None:
@@ -307,6 +338,8 @@ class SlotTable:
         longest = int(self.length[sources].max())
         for table in (self.tokens, self.logprobs, self.versions):
             table[targets, :longest] = table[sources, :longest]
+        if self._routes is not None:
+            self._routes.move(sources, targets, longest)
         for column in (
             self.length,
             self.cached,
