@@ -28,7 +28,6 @@ import numpy.typing as npt
 
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.random import stream_key, uniforms
-from areal_sc.engines.local.slot_routes import SlotRoutes
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.token_fields import TensorMetadata
 
@@ -124,6 +123,11 @@ class SlotTable:
 
     Args:
         routes: the field of the experts that a token goes through, to be noted; None: they are not.
+
+    A token goes through experts each time that its cache entry is computed: once, and again after
+    new weights. Its `entry_routes` are those of the entry as it is now. Its `routes`, of the first
+    `num_routed` tokens of a row, stay as they were when the token behind it was sampled or, of a
+    prompt, the first one behind the prompt.
     """
 
     def __init__(
@@ -148,7 +152,11 @@ class SlotTable:
         self.tokens = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
         self.logprobs = np.zeros((max_rows, max_context_tokens), dtype=np.float32)
         self.versions = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
-        self._routes = routes and SlotRoutes(max_rows, max_context_tokens, routes)
+        of_token = routes or TensorMetadata()
+        shape = max_rows, max_context_tokens if routes else 0, *of_token.shape
+        self.routes = np.zeros(shape, dtype=of_token.dtype)
+        self.entry_routes = np.zeros_like(self.routes)
+        self.num_routed = np.zeros(max_rows, dtype=np.int64)
         self.length = np.zeros(max_rows, dtype=np.int64)
         self.cached = np.zeros(max_rows, dtype=np.int64)
         self.is_recomputing = np.zeros(max_rows, dtype=np.bool_)
@@ -224,9 +232,8 @@ class SlotTable:
                 noted.
         """
         rows = np.flatnonzero(plan.is_ready)
-        if self._routes is not None:
-            assert routes is not None
-            self._note_routes(plan, self._routes, routes)
+        if routes is not None:
+            self._note_routes(plan, routes)
         sampled, length = token_ids[rows], self.length[rows]
         self.tokens[rows, length] = sampled
         self.logprobs[rows, length] = logprobs[rows]
@@ -248,14 +255,16 @@ class SlotTable:
             self._release(request)
         return finished
 
-    def _note_routes(self, plan: StepPlan, its: SlotRoutes, routes: npt.NDArray[Any]) -> None:
+    def _note_routes(self, plan: StepPlan, routes: npt.NDArray[Any]) -> None:
         for length, pairs in plan.row_copies.items():
             for source, target in pairs:
-                its.share(source, target, length)
+                self.entry_routes[target, :length] = self.entry_routes[source, :length]
         written = plan.write_tokens if plan.chunks else slice(None)
-        its.entries[plan.write_rows, plan.positions[written]] = routes[written]
+        self.entry_routes[plan.write_rows, plan.positions[written]] = routes[written]
         for row in np.flatnonzero(plan.is_ready):
-            its.keep(row, self.length[row])
+            new = slice(self.num_routed[row], self.length[row])
+            self.routes[row, new] = self.entry_routes[row, new]
+            self.num_routed[row] = self.length[row]
 
     def take_streamed(self) -> list[tuple[int, int]]:
         """(request id, token) of what `record` was given for streamed requests since last time."""
@@ -284,8 +293,7 @@ class SlotTable:
         self.tokens[row, : len(request.prompt)] = request.prompt
         self.length[row] = len(request.prompt)
         self.cached[row] = 0
-        if self._routes is not None:
-            self._routes.num_kept[row] = 0
+        self.num_routed[row] = 0
         self.is_recomputing[row] = False
         self.max_length[row] = request.max_length
         self.temperature[row] = request.temperature
@@ -305,6 +313,8 @@ class SlotTable:
 
     def _completion(self, request: SlotRequest, reason: str) -> Completion:
         row, start, end = request.row, len(request.prompt), int(self.length[request.row])
+        routes = self.routes[row, :end].copy()
+        routes[end - 1 :] = 0  # nothing was sampled behind the last token
         return Completion(
             token_ids=self.tokens[row, start:end].tolist(),
             logprobs=self.logprobs[row, start:end].tolist(),
@@ -312,7 +322,7 @@ class SlotTable:
             finish_reason=reason,
             temperature=request.temperature,
             stop=request.stops.strings if request.stops else (),
-            routes=None if self._routes is None else self._routes.of(row, end),
+            routes=routes if routes.size else None,
         )
 
     def _release(self, request: SlotRequest) -> None:
@@ -336,10 +346,8 @@ class SlotTable:
         if not sources:
             return []
         longest = int(self.length[sources].max())
-        for table in (self.tokens, self.logprobs, self.versions):
+        for table in (self.tokens, self.logprobs, self.versions, self.routes, self.entry_routes):
             table[targets, :longest] = table[sources, :longest]
-        if self._routes is not None:
-            self._routes.move(sources, targets, longest)
         for column in (
             self.length,
             self.cached,
@@ -352,6 +360,7 @@ class SlotTable:
             self.stop_token_ids,
             self.has_stop_strings,
             self.is_streamed,
+            self.num_routed,
         ):
             column[targets] = column[sources]
         moves = list(zip(sources, targets, strict=True))
