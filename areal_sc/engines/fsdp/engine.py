@@ -198,7 +198,8 @@ class FSDPEngine(RankEngine):
                 micro_batch = self._micro_batch(batch, micro_rows)
                 value = loss.of(micro_batch, self._forward(micro_batch, batch.rows))
                 if self._model.routers is not None and micro_batch.routes is not None:
-                    others, given = map(Metric.sum, self._model.routers.count_others())
+                    counts = self._groups.sequence.sum(self._model.routers.count_others())
+                    others, given = map(Metric.sum, counts)
                     loss.metrics.add(**{OTHER_EXPERTS: others, NUM_GIVEN: given})
                 # FSDP averages over its ranks, but the denominator is already the global one.
                 scale = self._optimizer.loss_scale or LossScale(1.0)
