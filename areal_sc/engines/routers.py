@@ -67,15 +67,20 @@ class Routers:
         of_layers = [self.chosen.get(number, none) for number in range(self.sizes.num_layers)]
         return torch.stack(of_layers, dim=1).to(getattr(torch, self.sizes.field.dtype))
 
-    def count_others(self) -> torch.Tensor:
-        """[2] float32: how many of the given experts the routers would not have chosen in the last
-        forward, and how many were given."""
+    def count_others(self, places: torch.Tensor, is_counted: torch.Tensor) -> torch.Tensor:
+        """[2] float32: how many of the experts that were given to some tokens of the last forward
+        the routers would not have chosen, and how many were given.
+
+        Args:
+            places: [N] int64, of the tokens.
+            is_counted: [N] bool, which of them count.
+        """
         assert self.given is not None
-        given = self.given[:, list(self.chosen)].long()
-        chosen = torch.stack(list(self.chosen.values()), dim=1)
+        given = self.given[places][:, list(self.chosen)].long()
+        chosen = torch.stack([its[places] for its in self.chosen.values()], dim=1)
         is_other = (given[..., None] != chosen[..., None, :]).all(-1)
-        is_known = _are_known(given)[..., None].expand_as(given)
-        return torch.stack([(is_other & is_known).sum(), is_known.sum()]).float()
+        is_given = (_are_known(given) & is_counted[:, None])[..., None].expand_as(given)
+        return torch.stack([(is_other & is_given).sum(), is_given.sum()]).float()
 
     def _route(self, number: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         with _Choice(self.sizes, None if self.given is None else self.given[:, number]) as choice:

@@ -197,10 +197,7 @@ class FSDPEngine(RankEngine):
                 self._model.begin_micro_batch(is_last=number == len(batch.packed))
                 micro_batch = self._micro_batch(batch, micro_rows)
                 value = loss.of(micro_batch, self._forward(micro_batch, batch.rows))
-                if self._model.routers is not None and micro_batch.routes is not None:
-                    counts = self._groups.sequence.sum(self._model.routers.count_others())
-                    others, given = map(Metric.sum, counts)
-                    loss.metrics.add(**{OTHER_EXPERTS: others, NUM_GIVEN: given})
+                self._note_routes(micro_batch, loss)
                 # FSDP averages over its ranks, but the denominator is already the global one.
                 scale = self._optimizer.loss_scale or LossScale(1.0)
                 torch.autograd.backward(value * (self.rows.size * scale.value))
@@ -214,6 +211,16 @@ class FSDPEngine(RankEngine):
         if self.rows.size > 1 and not self._is_room_known:
             tokens = max(sum(batch.rows.lengths[row] for row in rows) for rows in batch.packed)
             self._find_room_to_meet_once(tokens, held_bytes)
+
+    def _note_routes(self, batch: MicroBatch, loss: MinibatchLoss) -> None:
+        """Counts experts of tokens of the same weights that the routers would not have chosen."""
+        routers, versions = self._model.routers, batch.fields.get("versions")
+        if routers is None or batch.routes is None or versions is None or not loss.is_first:
+            return
+        is_same = versions[batch.own] == loss.version
+        counts = self._groups.sequence.sum(routers.count_others(batch.positions, is_same))
+        others, given = map(Metric.sum, counts)
+        loss.metrics.add(**{OTHER_EXPERTS: others, NUM_GIVEN: given})
 
     def _find_room_to_meet_once(self, num_tokens: int, held_bytes: int) -> None:
         """From now on ranks meet once, if each has room for all parameters and their gradients.

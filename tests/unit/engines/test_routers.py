@@ -56,7 +56,8 @@ def test_tokens_go_through_given_experts(family: str) -> None:
         own = routers.routes()
         routers.given = own.flip(-1)
         torch.testing.assert_close(logits_of(model, token_ids), expected)
-        assert routers.count_others()[0] == 0
+        all_tokens = torch.arange(NUM_TOKENS), torch.ones(NUM_TOKENS, dtype=torch.bool)
+        assert routers.count_others(*all_tokens)[0] == 0
         routers.given = given = drawn_routes(routers)
         got = list[torch.Tensor]()
         for module in model.modules():
@@ -72,7 +73,10 @@ def test_tokens_go_through_given_experts(family: str) -> None:
         for it, mine in zip(of_layers[number], routers.chosen[layer][2:], strict=True)
     )
     assert others > 0
-    assert routers.count_others().tolist() == [others, sum(it.numel() for it in of_layers)]
+    num_given = sum(it.numel() for it in of_layers)
+    assert routers.count_others(*all_tokens).tolist() == [others, num_given]
+    last = torch.tensor([NUM_TOKENS - 1, 2]), torch.tensor([True, False])
+    assert routers.count_others(*last)[1] == num_given / (NUM_TOKENS - 2)
 
 
 def qwen3(router: Any, hidden: torch.Tensor, given: torch.Tensor) -> torch.Tensor:

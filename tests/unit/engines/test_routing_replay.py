@@ -12,9 +12,11 @@ import pytest
 import torch
 import transformers as hf
 from builders import engines_on
+from local_engines import running
 
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.ppo_settings import PPOConfig
+from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import LocalModel
@@ -22,6 +24,8 @@ from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.engines.routers import Routers
 from areal_sc.errors import ModelError
 from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.workers.episodes import WorkerEpisodeEngine
+from areal_sc.workflows.transcript import Transcript
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -235,6 +239,30 @@ def test_answers_that_new_weights_interrupt_have_the_routes_of_each_token(expert
         assert it.routes is not None
         assert not it.routes[-1].any()
         np.testing.assert_array_equal(np.sort(it.routes[:-1]), np.sort(expected))
+
+
+async def test_a_row_of_two_turns_has_the_routes_of_both(experts: Path) -> None:
+    """All tokens but the last one, through an episode's engine and the embedded one."""
+    model = hf.AutoModelForCausalLM.from_pretrained(experts, dtype=torch.float32).eval()
+    reference = copy.deepcopy(model)
+    routers, transcript = Routers(reference), Transcript()
+    sampling = GenerationConfig(max_new_tokens=9)
+    async with running(model, max_context_tokens=MAX_CONTEXT, routing_replay=True) as engine:
+        pool: Any = None
+        episode = WorkerEpisodeEngine(engine, pool, "g", sampling, routes=routers.sizes.field)
+        for context in ([3, 1, 4, 1, 5], [9, 2, 6]):
+            transcript.add_context(context)
+            answer = await episode.generate(transcript.input_ids)
+            assert answer.routes is None
+            transcript.add_completion(answer)
+    [row] = episode.routes.with_routes([transcript.trajectory(1.0)])
+    with torch.no_grad():
+        reference(input_ids=torch.tensor([row.input_ids]), use_cache=False)
+    found, expected = row.fields["routed_experts"], routers.routes().numpy()
+    assert found.dtype == np.uint8
+    assert len(found) == 26
+    np.testing.assert_array_equal(np.sort(found[:-1]), np.sort(expected[:-1]))
+    assert not found[-1].any()
 
 
 def test_routes_of_another_model_are_refused(experts: Path, rows: PackedRows) -> None:

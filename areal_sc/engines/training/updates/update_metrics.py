@@ -102,8 +102,9 @@ class UpdateMetrics:
         mismatch, num_compared = (combined.pop(name, 0.0) for name in (MISMATCH, NUM_COMPARED))
         if num_compared:
             combined |= {MISMATCH: mismatch / num_compared, **worst}
-        if num_given := combined.pop(NUM_GIVEN, 0.0):
-            combined[OTHER_EXPERTS] /= num_given
+        others, num_given = (combined.pop(name, 0.0) for name in (OTHER_EXPERTS, NUM_GIVEN))
+        if num_given:
+            combined[OTHER_EXPERTS] = others / num_given
         return {
             "loss": loss,
             "grad_norm": sum(made) / len(made) if made else math.nan if num_skipped else 0.0,
