@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from builders import engines_on
+from builders import engines_on, packed_rows
 from local_engines import running
+from unit.engines.families import FAMILIES
 
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.ppo_settings import PPOConfig
@@ -191,6 +192,34 @@ def test_backward_goes_through_the_replayed_experts(experts: Path, rows: PackedR
             plain = build(activation_checkpointing=kept)
             other = plain.update([without_routes(some)], loss_of(PPOConfig()), step=0)
             assert abs(other["grad_norm"] - float(norm)) > 2e-4 * float(norm)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe"])
+def test_packed_and_padded_rows_go_through_drawn_experts(family: str, tmp_path: Path) -> None:
+    """As each row does alone in the model's own forward; some tokens route by themselves."""
+    lengths = (9, 1, 14, 5)
+    folder = saved(tmp_path / family, FAMILIES[family]())
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    routers = Routers(model)
+    sizes = routers.sizes
+    drawn = torch.rand(sum(lengths), sizes.num_layers, sizes.num_experts)
+    routes = drawn.topk(sizes.per_token).indices.to(torch.uint8)
+    routes[::4] = 0
+    rows = packed_rows(lengths, routed_experts=routes)
+    with engines_on(folder) as build:
+        engine = build(routing_replay=True)
+        assert engine._model.abilities.packs == (family != "qwen3_5_moe")
+        found = engine.forward(rows, "logprobs")
+        other = engine.forward(without_routes(rows), "logprobs")
+    assert (found - other).abs().max() > 1e-2
+    for start, length in zip(rows.starts, lengths, strict=True):
+        token_ids = rows.fields["input_ids"][start : start + length].long()
+        routers.given = routes[start : start + length]
+        with torch.no_grad():
+            logits = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].double()
+        expected = logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0].float()
+        own = found[start + 1 : start + length]
+        torch.testing.assert_close(own, expected, rtol=0, atol=1e-4)
 
 
 def changed(model: Any, seed: int) -> Any:
