@@ -213,8 +213,7 @@ class ActorConfig(Section):
         None, "torch.compile for each decoder layer; null: on a GPU that waits for the host"
     )
     routing_replay: bool = setting(
-        False,
-        "with experts: ranks take those that each token went through when it was sampled",
+        False, "tokens go through the experts that they had in generation", idle=_ON_ROWS
     )
     logprob_chunk_tokens: int = in_code(0)
     num_threads: int = setting(

@@ -83,7 +83,9 @@ class Routers:
         return torch.stack([(is_other & is_given).sum(), is_given.sum()]).float()
 
     def _route(self, number: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        with _Choice(self.sizes, None if self.given is None else self.given[:, number]) as choice:
+        with _ExpertChoice(
+            self.sizes, None if self.given is None else self.given[:, number]
+        ) as choice:
             outputs = forward(*args, **named)
         self.chosen[number] = choice.own[0]
         return outputs
@@ -98,12 +100,10 @@ class Routers:
         given = (torch.arange(k) * (num_experts // k)).expand(_NUM_TRIED, k)
         hidden = torch.arange(0.0, _NUM_TRIED * width).sin().view(_NUM_TRIED, width)
         further = len(inspect.signature(tried.forward).parameters) - 1  # numbers of experts
-        with _Choice(self.sizes, given) as choice, suppress(*_FORWARD_ERRORS):
+        with _ExpertChoice(self.sizes, given) as choice, suppress(*_FORWARD_ERRORS):
             outputs = tried(hidden, *[torch.zeros(num_experts)] * further)
-            its = [it for it in outputs if it.shape == given.shape]
-            weights = [it for it in its if it.is_floating_point()]
-            has_taken = any(it.equal(given) for it in its) and weights and weights[0].all()
-            if len(choice.own) == 1 and has_taken:
+            weights, experts = (it for it in outputs if it.shape == given.shape)
+            if len(choice.own) == 1 and experts.equal(given) and weights.all():
                 return
         raise ModelError(
             f"actor.routing_replay: {type(router).__name__} does not make the weights of experts "
@@ -111,7 +111,7 @@ class Routers:
         )
 
 
-class _Choice(TorchFunctionMode):
+class _ExpertChoice(TorchFunctionMode):
     """Within it the choice of experts, by `torch.topk` of [T, experts], is noted or replaced."""
 
     def __init__(self, sizes: RoutedExperts, given: torch.Tensor | None) -> None:

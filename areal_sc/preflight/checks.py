@@ -263,16 +263,12 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     """The rest of the requirements, in the form of `_batch_requirements`."""
     shared_memory, update = config.transport.shared_memory, config.weight_update
     yield "actor.head", config.actor.head == ModelHead.lm, "lm, since the policy generates"
-    yield (
-        "actor.routing_replay",
-        not config.actor.routing_replay
-        or (
-            config.actor.engine is TrainEngineKind.fsdp
-            and config.rollout.engine is not RolloutEngine.vllm
-            and not config.actor.compile_layers
-        ),
-        "false with actor.engine=megatron, rollout.engine=vllm or actor.compile_layers=true",
-    )
+    if config.actor.routing_replay:
+        with_replay, engine = "with actor.routing_replay", config.rollout.engine
+        is_fsdp = config.actor.engine is TrainEngineKind.fsdp
+        yield "actor.engine", is_fsdp, f"fsdp {with_replay}"
+        yield "rollout.engine", engine is not RolloutEngine.vllm, f"local or sglang {with_replay}"
+        yield "actor.compile_layers", not config.actor.compile_layers, f"false {with_replay}"
     if config.reward_model.path:
         why = "all with reward_model.path (it scores the rows of a batch, after they are chosen)"
         yield "rollout.keep_groups", config.rollout.keep_groups == KeepGroups.all, why

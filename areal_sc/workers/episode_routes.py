@@ -15,7 +15,7 @@ from areal_sc.token_fields import ROUTED_EXPERTS, TensorMetadata
 from areal_sc.workflows.base import Trajectory
 
 
-class _Answer(NamedTuple):
+class _RoutedAnswer(NamedTuple):
     """What one call of the model tells.
 
     Attributes:
@@ -43,7 +43,7 @@ class EpisodeRoutes:
 
     def __init__(self, field: TensorMetadata | None) -> None:
         self._field = field
-        self._answers: list[_Answer] = []
+        self._answers: list[_RoutedAnswer] = []
 
     def take(self, prompt: Sequence[int], answer: Completion) -> Completion:
         """Keeps the routes of an answer; returns it without them."""
@@ -55,7 +55,7 @@ class EpisodeRoutes:
             if size <= len(prompt) and np.array_equal(before.token_ids, token_ids[:size]):
                 first = max(first, size - 1)
         new = answer.routes[first:].copy()
-        self._answers.append(_Answer(token_ids, len(prompt), first, new))
+        self._answers.append(_RoutedAnswer(token_ids, len(prompt), first, new))
         return replace(answer, routes=None)
 
     def with_routes(self, rows: list[Trajectory] | Rejection) -> list[Trajectory] | Rejection:

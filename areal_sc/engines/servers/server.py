@@ -176,8 +176,8 @@ class ServerLife:
         client.abilities.check(self.url, config.path, config.max_context_tokens)
         if config.routing_replay and not client.abilities.tells_routes:
             raise ConfigError(
-                f"actor.routing_replay: expected a server that tells the experts of tokens (SGLang "
-                f"with enable_return_routed_experts), got {self.url}"
+                f"actor.routing_replay: {self.url} does not tell the experts of tokens; start "
+                "SGLang with --enable-return-routed-experts"
             )
 
     def _begin(self, client: ServerClient) -> None:
