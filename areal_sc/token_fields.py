@@ -23,6 +23,10 @@ TRAJECTORY_FIELDS: Mapping[str, str] = {
 MADE_FIELDS = ("proximal_logprobs", "staleness")
 """Further fields that a trainer makes, by these names."""
 
+ROUTED_EXPERTS: Final = "routed_experts"
+"""The field of rollout workers, with `actor.routing_replay`: the experts that each token went
+through, [layers, experts of a token]."""
+
 FIELD_DTYPES: Mapping[str, int] = {
     **{"float32": 4, "float64": 8, "bool": 1, "uint8": 1},
     **{"int8": 1, "int16": 2, "int32": 4, "int64": 8},
@@ -118,14 +122,14 @@ class TensorMetadata(Struct, frozen=True, array_like=True):
             )
         if self.per_row and self.per_group:
             raise MetadataError("place of a field: expected per_row or per_group, got both")
-        if any(type(size) is not int or size < 1 for size in self._sizes):
+        if any(type(size) is not int or size < 1 for size in self.sizes):
             raise MetadataError(f"shape of a field: expected sizes >= 1, got {self.shape}")
         if self.has_own_length != (self.max_bytes > 0) or (self.has_own_length and self.per_token):
             raise MetadataError(
                 "shape of a field: expected None in front of that of rows or groups with max_bytes "
                 f"> 0, and of no others, got {self.shape} with max_bytes={self.max_bytes}"
             )
-        if len(self.shape) > MAX_DIMENSIONS or max(self._sizes, default=1) > MAX_SIZE:
+        if len(self.shape) > MAX_DIMENSIONS or max(self.sizes, default=1) > MAX_SIZE:
             raise MetadataError(
                 f"shape of a field: expected at most {MAX_DIMENSIONS} sizes <= {MAX_SIZE}, got "
                 f"{str(self.shape)[:60]}"
@@ -146,13 +150,14 @@ class TensorMetadata(Struct, frozen=True, array_like=True):
         return self.shape[:1] == (None,)
 
     @property
-    def _sizes(self) -> tuple[Any, ...]:
+    def sizes(self) -> tuple[Any, ...]:
+        """The shape of a value, without the length that is its own."""
         return self.shape[1:] if self.has_own_length else self.shape
 
     @property
     def value_bytes(self) -> int:
         """Most bytes of a value."""
-        return self.max_bytes or math.prod(self._sizes) * FIELD_DTYPES[self.dtype]
+        return self.max_bytes or math.prod(self.sizes) * FIELD_DTYPES[self.dtype]
 
     @property
     def type_name(self) -> str:

@@ -75,7 +75,7 @@ def as_actor(section: ModelBesideConfig, actor: ActorConfig) -> ActorConfig:
         own["ppo"] = PPOConfig(ppo.num_minibatches, ppo.loss, ppo.loss_settings)
     elif isinstance(section, TeacherConfig):
         own["lora"] = section.lora.whole()
-    own |= {"is_frozen": section.is_frozen, "head": section.head}
+    own |= {"is_frozen": section.is_frozen, "head": section.head, "routing_replay": False}
     # a folder without weights is drawn alike, whatever the model is for
     own["random_init"] = actor.random_init and section.path == actor.path
     idle = _OF_TRAINING if section.is_frozen else ("algorithm",)

@@ -212,6 +212,9 @@ class ActorConfig(Section):
     compile_layers: bool | None = setting(
         None, "torch.compile for each decoder layer; null: on a GPU that waits for the host"
     )
+    routing_replay: bool = setting(
+        False, "tokens go through the experts that they had in generation", idle=_ON_ROWS
+    )
     logprob_chunk_tokens: int = in_code(0)
     num_threads: int = setting(
         0, "CPU threads a rank; 0: one, with a GPU its share of the cores", ge=0
@@ -303,6 +306,7 @@ class RolloutConfig(Section):
         "${actor.random_init}", False, "the folder needs no weights: the trainer's come first"
     )
     lora: LoraConfig = shared("${actor.lora}", LoraConfig)
+    routing_replay: bool = shared("${actor.routing_replay}", False, "rows tell their experts")
     generation: GenerationConfig = shared("${generation}", GenerationConfig)
     num_workers: int = setting(1, "processes, one engine each", ge=1)
     autoscale: AutoscaleConfig = setting(AutoscaleConfig)

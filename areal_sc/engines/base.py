@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from areal_sc.config.schema import ModelHead
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
     from transformers import PreTrainedTokenizerBase
 
@@ -69,6 +70,9 @@ class Completion:
         finish_reason: `stop`, `length` (max_new_tokens) or `context` (the model's limit).
         temperature: that it was sampled at; 0: greedy, `logprobs` are those of temperature 1.
         stop: strings that end it; its text ends before the first one.
+        routes: [P + C, layers, experts of a token], with `routing_replay`: the experts that the
+            tokens of prompt and answer went through when the log-probabilities were computed;
+            zeros where that is not known, as of the last one. None: the engine was not asked.
     """
 
     token_ids: list[int]
@@ -77,6 +81,7 @@ class Completion:
     finish_reason: str
     temperature: float
     stop: tuple[str, ...] = ()
+    routes: npt.NDArray[Any] | None = field(default=None, compare=False)
 
 
 class GenerationEngine(Protocol):

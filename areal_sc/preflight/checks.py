@@ -20,7 +20,7 @@ from areal_sc.config.fields import check_ranges, value_at
 from areal_sc.config.follow_settings import EvaluationSetConfig
 from areal_sc.config.further_models import further_models
 from areal_sc.config.named_scheduler import own_scheduler
-from areal_sc.config.parallel_settings import Placement
+from areal_sc.config.parallel_settings import Placement, TrainEngineKind
 from areal_sc.config.placement import Purpose
 from areal_sc.config.ppo_settings import ppo_requirements
 from areal_sc.config.schema import (
@@ -284,6 +284,12 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     """The rest of the requirements, in the form of `_batch_requirements`."""
     shared_memory, update = config.transport.shared_memory, config.weight_update
     yield "actor.head", config.actor.head == ModelHead.lm, "lm, since the policy generates"
+    if config.actor.routing_replay:
+        with_replay, engine = "with actor.routing_replay", config.rollout.engine
+        is_fsdp = config.actor.engine is TrainEngineKind.fsdp
+        yield "actor.engine", is_fsdp, f"fsdp {with_replay}"
+        yield "rollout.engine", engine is not RolloutEngine.vllm, f"local or sglang {with_replay}"
+        yield "actor.compile_layers", not config.actor.compile_layers, f"false {with_replay}"
     if config.reward_model.path:
         why = "all with reward_model.path (it scores the rows of a batch, after they are chosen)"
         yield "rollout.keep_groups", config.rollout.keep_groups == KeepGroups.all, why

@@ -29,7 +29,9 @@ from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.system.waiting import all_of
+from areal_sc.token_fields import TensorMetadata
 from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport, Waiting
+from areal_sc.workers.episode_routes import EpisodeRoutes
 from areal_sc.workers.evaluated import EvaluatedEpisode
 from areal_sc.workflows.base import AgentReturn, AgentSession
 from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
@@ -69,6 +71,7 @@ class WorkerEpisodeEngine:
         agents: serves its sessions; None: it can have none.
         agent_pool: runs its agents; not there without `agents`.
         journal: of its session; None: that does not outlive the worker.
+        routes: the field of its rows' routes; None: they have none.
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
@@ -87,6 +90,7 @@ class WorkerEpisodeEngine:
         agents: AgentServer | None = None,
         agent_pool: AgentPool | None = None,
         journal: SessionJournal | None = None,
+        routes: TensorMetadata | None = None,
     ) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
@@ -100,6 +104,7 @@ class WorkerEpisodeEngine:
         self._agents = agents
         self._agent_pool = agent_pool
         self._journal = journal
+        self.routes = EpisodeRoutes(routes)
         self.open_waits: list[EpisodeWait] = []
         self.past_waits: list[EpisodeWait] = []
         self.group = group
@@ -148,6 +153,7 @@ class WorkerEpisodeEngine:
                     on_tokens=None if on_tokens is None else tell,
                 )
                 wait.note(answer)
+            answer = self.routes.take(input_ids, answer)
             if evaluated is not None:
                 evaluated.completions[place] = answer
             self._has_answered = True

@@ -39,9 +39,11 @@ from areal_sc.records.spans import START_UP
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.running import CodeRunner
+from areal_sc.sizing.routed_experts import routes_field
 from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.waiting import all_of
+from areal_sc.token_fields import ROUTED_EXPERTS, TensorMetadata
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.memory_folder import OFF
 from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe, text_of
@@ -118,6 +120,7 @@ class RolloutWorker(Worker):
         self._agent_pool = AgentPool(*own, log_path=log, **apart)
         self._watches: list[asyncio.Task[None]] = []
         self._engine: FollowingEngine | None = None
+        self._own_fields: dict[str, TensorMetadata] = {}
         self._all_episodes = Episodes(self.recorder)
         self._texts: dict[int, PromptTexts] = {}  # of each dataset
         self._judged: set[tuple[int, int]] = set()  # its rows
@@ -180,6 +183,7 @@ class RolloutWorker(Worker):
         config = self.handle.config
         folder = local_model(config.path)
         await self.compute(lambda: check_ends(folder, engine.tokenizer, config.generation))
+        self._own_fields = await self.compute(lambda: routes_field(config))
         self._engine = engine
 
     async def describe(self, groups: tuple[int, ...]) -> RolloutDescription:
@@ -205,7 +209,7 @@ class RolloutWorker(Worker):
         prefix_group = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
         await self.files.bring_source(group.workflow)
         workflow = self.sources.workflow(group.workflow)
-        declared = workflow.fields
+        declared = {**workflow.fields, **self._own_fields}
         ended: dict[int, EndedEpisode] = {}
         outlives = self.transport_config.shared_memory != OFF
         if workflow.waits_outside and group.group_id >= 0 and outlives:
@@ -309,7 +313,7 @@ class RolloutWorker(Worker):
             kept[number] = episode.outcome
             for name, value in episode_metrics(episode.outcome).items():
                 metrics.setdefault(name, []).append(value)
-        declared = self.sources.workflow(group.workflow).fields
+        declared = {**self.sources.workflow(group.workflow).fields, **self._own_fields}
         batch = self._finished.batch_of(group, ended, declared)
         if self.recorder.is_open and group.group_id >= 0:
             text = text_of(row, row_text) if row is not None else ""
@@ -476,7 +480,8 @@ class RolloutWorker(Worker):
         config: RolloutConfig = self.handle.config
         own = self.engine, self._rewards, group, config.generation, evaluated
         journal = self._sessions.journal(group, number)
-        engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool, journal)
+        routes = self._own_fields.get(ROUTED_EXPERTS) if evaluated is None else None
+        engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool, journal, routes)
         limit_s = math.inf if workflow.waits_outside else config.group_timeout_s
         # the call of an evaluation has a limit that knows nothing of this clock
         clock = self._agents.clock if evaluated is None else None
@@ -484,9 +489,9 @@ class RolloutWorker(Worker):
         async def run() -> Episode | Rejection:
             returned = await workflow.run_episode(dict(prompt), engine)
             is_trained = evaluated is None
-            name = type(workflow).__name__
-            own = workflow.fields
-            return checked_episode(returned, config, own, is_trained=is_trained, workflow=name)
+            name, own = type(workflow).__name__, workflow.fields
+            rows = checked_episode(returned, config, own, is_trained=is_trained, workflow=name)
+            return engine.routes.with_routes(rows)
 
         episode: Episode | Rejection
         began_s = time.perf_counter()

@@ -68,6 +68,20 @@ def make_rows(seed: int, lengths: list[int], vocabulary: int) -> PackedRows:
     )
 
 
+def with_routes(rows: PackedRows, sizes: list[int]) -> PackedRows:
+    """Routes drawn at random: other experts than the model would choose. Some are not known.
+
+    Args:
+        sizes: layers, experts of each, and those of a token.
+    """
+    layers, experts, per_token = sizes
+    generator = torch.Generator().manual_seed(rows.num_tokens)
+    drawn = torch.rand(rows.num_tokens, layers, experts, generator=generator)
+    routes = drawn.topk(per_token).indices.to(torch.uint8)
+    routes[::5] = 0
+    return replace(rows, fields={**rows.fields, "routed_experts": routes})
+
+
 def make_minibatch(step: int, index: int, minibatch: dict[str, Any]) -> PackedRows:
     """All rows of a minibatch; `unrewarded` names those whose advantage is 0.
 
@@ -75,6 +89,8 @@ def make_minibatch(step: int, index: int, minibatch: dict[str, Any]) -> PackedRo
     each further one -0.5 times that of the one before, and the last of several 0.
     """
     rows = make_rows(100 * step + index, minibatch["lengths"], 30)
+    if "routes" in minibatch:
+        rows = with_routes(rows, minibatch["routes"])
     unrewarded = minibatch.get("unrewarded", [])
     advantages = (0.0 if row in unrewarded else a for row, a in enumerate(rows.advantages or ()))
     rows = replace(rows, advantages=tuple(advantages), metadata=make_metadata(rows, minibatch))
@@ -366,6 +382,7 @@ def actor_config(scenario: dict[str, Any]) -> ActorConfig:
         activation_offload=scenario.get("activation_offload", False),
         cpu_offload=scenario.get("cpu_offload", False),
         compile_layers=scenario.get("compile_layers", False),
+        routing_replay=scenario.get("routing_replay", False),
         logprob_chunk_tokens=scenario.get("chunk_tokens", 7),
         seed=0,
         head=ModelHead(scenario.get("head", "lm")),

@@ -51,6 +51,8 @@ MESHES_OF = {
     "capped": ("one", "tp2", "sp2"),
     "fused": ("one", "tp2"),
 }
+REPLAYED = ("one", "dp2", "tp2", "sp2")
+"""Meshes whose tokens go through given experts."""
 ROUNDED = ("one", "tp2", "dp2_tp2")
 """Meshes that compute in bfloat16, without FSDP and with it."""
 SCALED = ("one", "dp2", "tp2")
@@ -138,6 +140,21 @@ def results(folder: Path) -> Results:
         model = save_model(folder / name, config)
         scenarios |= {f"{name}_{mesh}": scenario(model, mesh) for mesh in MESHES_OF[name]}
     scenarios["experts_tp2"]["activation_checkpointing"] = "layers"
+    scenarios |= {
+        f"replay_{mesh}": scenario(
+            str(folder / "experts"),
+            mesh,
+            routing_replay=True,
+            steps=[0, 1, 2],
+            minibatches=[
+                {**it, "routes": [2, EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]]}
+                for it in (TWO_SHARES if "data" in MESHES[mesh] else ONE_SHARE)
+            ],
+            max_tokens=21,
+            activation_checkpointing="layers" if mesh in ("dp2", "tp2") else "none",
+        )
+        for mesh in REPLAYED
+    }
     by_one = str(folder / "shared_experts_by_one")
     scenarios["shared_experts_one"] |= {"snapshot_after": 0, "snapshot": by_one}
     scenarios["shared_experts_dp2_tp2"]["save_hf"] = str(folder / "exported_experts")
@@ -213,6 +230,17 @@ def test_ranks_have_some_of_the_experts_each(case: str, results: Results) -> Non
     assert_same_training(ranks, alone)
     name = "model.layers.1.mlp.experts.down_proj"
     assert sum(len(rank["parts"][name]) for rank in ranks) == len(alone["weights"][name])
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in REPLAYED if mesh != "one"])
+def test_ranks_replay_the_experts_of_their_tokens(mesh: str, results: Results) -> None:
+    """Also where activations are recomputed, and where a rank has a part of each row."""
+    (alone,) = results["replay_one"]
+    assert_same_training(results[f"replay_{mesh}"], alone)
+    assert all(0.2 < stats["routing_mismatch"] < 0.5 for stats in alone["stats"])
+    (own_choice,) = results["experts_one"]
+    for name in ("loss", "grad_norm"):  # the same rows
+        assert abs(alone["stats"][0][name] - own_choice["stats"][0][name]) > 1e-4
 
 
 def test_snapshots_and_exports_have_whole_experts(results: Results, folder: Path) -> None:

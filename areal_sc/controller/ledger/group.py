@@ -16,7 +16,13 @@ from areal_sc.sizing.store_room import field_bytes_of
 from areal_sc.sources.prompt_choice import PromptPast
 from areal_sc.sources.prompts import JsonlPrompts, prompt_at
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.token_fields import MADE_FIELDS, TRAJECTORY_FIELDS, FieldBytes, TensorMetadata
+from areal_sc.token_fields import (
+    MADE_FIELDS,
+    ROUTED_EXPERTS,
+    TRAJECTORY_FIELDS,
+    FieldBytes,
+    TensorMetadata,
+)
 from areal_sc.workflows.base import Workflow
 
 UNUSABLE: Final = 8
@@ -110,12 +116,13 @@ def past_of(
     return PromptPast(num_groups, total / num_episodes, bool(batch.groups_with_signal))
 
 
-def check_fields(workflow: Workflow) -> FieldBytes:
-    """The bytes of the fields that a workflow adds.
+def check_fields(workflow: Workflow, of_engine: Mapping[str, TensorMetadata]) -> FieldBytes:
+    """The bytes of the fields that a workflow adds, and those that the engine does.
 
     Raises: WorkflowError: one has no name that a field may have.
     """
-    where, taken = f"{type(workflow).__name__}.fields", (*TRAJECTORY_FIELDS, *MADE_FIELDS)
+    where = f"{type(workflow).__name__}.fields"
+    taken = *TRAJECTORY_FIELDS, *MADE_FIELDS, ROUTED_EXPERTS
     for name, field in workflow.fields.items():
         if not isinstance(field, TensorMetadata):
             raise WorkflowError(f"{where}: expected a TensorMetadata, got {field!r}")
@@ -123,7 +130,7 @@ def check_fields(workflow: Workflow) -> FieldBytes:
             raise WorkflowError(
                 f"{where}: expected a name other than {', '.join(taken)}; got {name!r}"
             )
-    return field_bytes_of(workflow.fields)
+    return field_bytes_of({**workflow.fields, **of_engine})
 
 
 def check_first_rows(prompts: PromptSource, workflow: Workflow) -> None:

@@ -52,6 +52,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import RoleStatus
 from areal_sc.run.wishes import RunWishes
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.sizing.routed_experts import routes_field
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.durable import write_atomic
 from areal_sc.system.os_errors import os_errors_as
@@ -454,8 +455,8 @@ class RolloutController(Controller):
         source = RolloutSource(dataset, number, num_rows, workflow.waits_outside)
         if source not in self._checked:
             check_first_rows(prompts, workflow)
-            largest = map(max, self._field_bytes, check_fields(workflow))
-            self._field_bytes = FieldBytes(*largest)
+            added = check_fields(workflow, routes_field(self.config))
+            self._field_bytes = FieldBytes(*map(max, self._field_bytes, added))
             workflow.check_settings(self.config)
             if workflow.runs_code() and self.scheduler.config.type == SchedulerType.local:
                 check_sandbox(self.config.sandbox)

@@ -31,6 +31,7 @@ from areal_sc.controller.train.ranks import Ranks
 from areal_sc.errors import ROWS_GONE, ArealError, BatchLost, ConfigError, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.sources.row_file import PromptSource
+from areal_sc.token_fields import ROUTED_EXPERTS
 from areal_sc.weights.channel import WeightsReader
 from areal_sc.workers import rank_methods
 from areal_sc.workers.operations import Kind
@@ -62,8 +63,11 @@ class TrainStep:
         loss: NamedLoss,
         sources: SourceRegistry,
         place: PlaceFile,
+        *,
+        replays_routes: bool = False,
     ) -> None:
         self._ranks = ranks
+        self._replays_routes = replays_routes
         self._sources = sources
         self._place = place
         self._losses: list[tuple[NamedLoss, int]] = []  # that the ranks have tried, by number
@@ -106,14 +110,24 @@ class TrainStep:
             read -= {"advantages"}
         batch.select([*MODEL_FIELDS, *sorted(read)])
 
+    def without_idle_routes(self, batch: BatchMetadata) -> BatchMetadata:
+        """The batch without the experts of its tokens, where the model does not replay them."""
+        if self._replays_routes or ROUTED_EXPERTS not in batch.fields:
+            return batch
+        return batch.select([name for name in batch.fields if name != ROUTED_EXPERTS])
+
+    def read_of_model(self, batch: BatchMetadata, *also: str) -> BatchMetadata:
+        """What the model reads of a batch, and further fields where these are there."""
+        its = self.without_idle_routes(batch)
+        further = [name for name in (ROUTED_EXPERTS, *also) if name in its.fields]
+        return its.select([*MODEL_FIELDS, *further])
+
     def read_of_proximal(self, batch: BatchMetadata) -> BatchMetadata:
         """What the ranks read of a batch for its proximal log-probabilities.
 
         Advantages are part of it where tokens without any are left out.
         """
-        seen = seen_by_loss(batch, self._loss)
-        of_tokens = [name for name in ("advantages",) if name in seen.fields]
-        return seen.select([*MODEL_FIELDS, *of_tokens])
+        return self.read_of_model(seen_by_loss(batch, self._loss), "advantages")
 
     def note_without_first(self, batch: BatchMetadata) -> None:
         """Its proximal log-probabilities are there, but for the first minibatch of an update."""
@@ -230,7 +244,7 @@ class TrainStep:
         if isinstance(output, TokenFunction):
             number = self._sources.register_function(output)
             return rank_methods.Compute(batch, number, field)
-        selected = batch.select(MODEL_FIELDS).without_advantages()
+        selected = self.read_of_model(batch).without_advantages()
         return rank_methods.Compute(selected, output, field)
 
     async def _computed(
@@ -293,6 +307,7 @@ class TrainStep:
         """The minibatches of each model group, and which rows of the batch are in them."""
         shares = list[rank_methods.Rows]()
         split = self.split(batch, loss, num_minibatches)
+        batch = self.without_idle_routes(batch)
         for share_rows in split:
             minibatches = []
             for rows in share_rows:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch.nn import attention
 
+from areal_sc.algorithms.losses import Metric
 from areal_sc.algorithms.packing import padded_size
 from areal_sc.config.schema import ActorConfig, Dtype, ModelHead
 from areal_sc.engines.base import BASE_LOGPROBS, RankPosition
@@ -43,6 +44,7 @@ from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.stowed import Stowed
 from areal_sc.engines.training.updates.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.updates.minibatch_loss import MinibatchLoss, Outputs
+from areal_sc.engines.training.updates.update_metrics import NUM_GIVEN, OTHER_EXPERTS
 from areal_sc.engines.training.whole_tensors import Publication, Values, gather_whole
 from areal_sc.errors import ConfigError
 from areal_sc.transport.packed_rows import PackedRows
@@ -93,6 +95,8 @@ class FSDPEngine(RankEngine):
         self.counts_metrics = groups.tensor.rank == groups.sequence.rank == 0
         self._model, self._parts, trial = load_sharded_model(self.config, groups)
         self._probe_row = trial.rows[0]
+        if self._model.routers is not None:
+            self.routed_experts = self._model.routers.sizes
         if self.config.head is ModelHead.lm:
             self.logprob_noise = trial.noise
         causal_lm = self._model.causal_lm
@@ -193,6 +197,7 @@ class FSDPEngine(RankEngine):
                 self._model.begin_micro_batch(is_last=number == len(batch.packed))
                 micro_batch = self._micro_batch(batch, micro_rows)
                 value = loss.of(micro_batch, self._forward(micro_batch, batch.rows))
+                self._note_routes(micro_batch, loss)
                 # FSDP averages over its ranks, but the denominator is already the global one.
                 scale = self._optimizer.loss_scale or LossScale(1.0)
                 torch.autograd.backward(value * (self.rows.size * scale.value))
@@ -206,6 +211,16 @@ class FSDPEngine(RankEngine):
         if self.rows.size > 1 and not self._is_room_known:
             tokens = max(sum(batch.rows.lengths[row] for row in rows) for rows in batch.packed)
             self._find_room_to_meet_once(tokens, held_bytes)
+
+    def _note_routes(self, batch: MicroBatch, loss: MinibatchLoss) -> None:
+        """Counts experts of tokens of the same weights that the routers would not have chosen."""
+        routers, versions = self._model.routers, batch.fields.get("versions")
+        if routers is None or batch.routes is None or versions is None or not loss.is_first:
+            return
+        is_same = versions[batch.own] == loss.version
+        counts = self._groups.sequence.sum(routers.count_others(batch.positions, is_same))
+        others, given = map(Metric.sum, counts)
+        loss.metrics.add(**{OTHER_EXPERTS: others, NUM_GIVEN: given})
 
     def _find_room_to_meet_once(self, num_tokens: int, held_bytes: int) -> None:
         """From now on ranks meet once, if each has room for all parameters and their gradients.
@@ -337,5 +352,6 @@ class FSDPEngine(RankEngine):
             batch.positions,
             batch.targets,
             batch.gather_temperatures(rows),
+            batch.routes,
         )
         return logprobs, entropy

@@ -134,6 +134,7 @@ def _packed(
         chunk_tokens=chunk,
         kept_tokens=kept_tokens(chunk, device.type),
         head=config.head,
+        replays_routes=config.routing_replay,
     )
 
 
@@ -183,7 +184,7 @@ def _wrap_layers(model: PackedModel, config: ActorConfig, device: torch.device) 
     compiles = config.compile_layers
     if compiles is None:
         is_whole = config.parallel.tensor * config.parallel.sequence == 1  # others are not tried
-        compiles = is_whole and model.attends_by_interface
+        compiles = is_whole and model.attends_by_interface and model.routers is None
         compiles &= host_is_limit(layers, config.max_tokens_per_micro_batch, device)
     kind = config.activation_checkpointing
     recomputing = functools.partial(

@@ -25,6 +25,7 @@ from areal_sc.config.schema import ModelHead
 from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
 from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows
 from areal_sc.engines.rotary import rotate_rows_by_own_length
+from areal_sc.engines.routers import Routers
 from areal_sc.engines.training.packed_attention import (
     ATTENTION_NAME,
     COMPILED_NAME,
@@ -70,6 +71,7 @@ class PackedModel(nn.Module):
     Args:
         chunk_tokens, kept_tokens: see `chunked_logprobs`.
         head: of the model: with a value head it gives values in place of log-probabilities.
+        replays_routes: tokens go through the experts that `forward` is given.
 
     Attributes:
         own_attention: the implementation that transformers has chosen for the model.
@@ -84,6 +86,7 @@ class PackedModel(nn.Module):
         meets_once: see `meet_once`.
         copies: with which it computes; None: with the parameters, or with what FSDP makes of them.
         is_compiled: torch compiles its layers.
+        routers: of a model that replays routes; None: it does not.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class PackedModel(nn.Module):
         chunk_tokens: int,
         kept_tokens: int = 0,
         head: ModelHead = ModelHead.lm,
+        replays_routes: bool = False,
     ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
@@ -106,6 +110,7 @@ class PackedModel(nn.Module):
         self.adds_head_gradient = False
         self.sequence: ProcessGroup | None = None
         self.copies: RoundedCopies | None = None
+        self.routers = Routers(causal_lm) if replays_routes else None
         self.is_compiled = self.has_few_sizes = self.meets_once = False
         rotate_rows_by_own_length(causal_lm)
         self.abilities = ModelAbilities(packs=True, has_linear_head=True)
@@ -268,6 +273,7 @@ class PackedModel(nn.Module):
         positions: torch.Tensor,
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
+        routes: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of `targets`, each after the packed token at its position.
 
@@ -277,9 +283,12 @@ class PackedModel(nn.Module):
             positions: [N] int64, indices into this rank's tokens, `layout.own_tokens`.
             targets: [N] int64, token ids.
             temperatures: [N] > 0, divide the logits at each position; None: 1.
+            routes: [T, L, k], see `Routers.given`, of a model that replays them.
         Returns: logprobs [N] float32, entropy [N] float32; nats. Of a model with a value head:
             values [N] float32, zeros [N].
         """
+        if self.routers is not None:
+            self.routers.given = None if routes is None else self._own_routes(routes, layout)
         output, hidden = self.hidden_states(input_ids, layout)
         hidden = hidden[positions]
         if self.head is ModelHead.value:
@@ -356,6 +365,16 @@ class PackedModel(nn.Module):
             for chunk in [slice(first, first + self.chunk_tokens)]
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _own_routes(self, routes: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        """The routes [T, L, k] of the tokens that this rank computes, in the order of its layers.
+
+        Those of padding are not known.
+        """
+        if self.abilities.packs:
+            return layout.own_values(routes.movedim(0, -1)).movedim(-1, 0)
+        rows = torch.split(routes, list(layout.lengths))
+        return nn.utils.rnn.pad_sequence(list(rows), batch_first=True).flatten(0, 1)
 
     def _inputs(
         self, input_ids: torch.Tensor, layout: PackedLayout

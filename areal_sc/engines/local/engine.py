@@ -76,7 +76,11 @@ class LocalEngine(GenerationThread):
             )
         model, self.tokenizer = loaded
         check_context(model, config.max_context_tokens)
-        local_model = LocalModel(model, has_float32_logits=config.float32_output_layer)
+        local_model = LocalModel(
+            model,
+            has_float32_logits=config.float32_output_layer,
+            records_routes=config.routing_replay,
+        )
         pass_tokens = config.max_prefill_tokens + config.max_running_sequences
         check_generation(model, longest_input=max(config.max_context_tokens, pass_tokens))
         self.max_context_tokens = config.max_context_tokens
@@ -91,6 +95,7 @@ class LocalEngine(GenerationThread):
             config.max_context_tokens,
             config.max_prefill_tokens,
             config.seed,
+            local_model.routers.sizes.field if local_model.routers else None,
         )
         generator = SlotGenerator(local_model, table, config.max_context_tokens)
         super().__init__(generator, config.num_threads, config.step_timeout_s)

@@ -111,7 +111,9 @@ class SlotGenerator:
                 f"the model of policy version {self.version} gave a log-probability that is not "
                 "finite; its weights or its dtype's range are the likely cause"
             )
-        finished = table.record(plan, token_ids, logprobs, self.version)
+        routers = self._model.routers
+        routes = None if routers is None else routers.routes().cpu().numpy()
+        finished = table.record(plan, token_ids, logprobs, self.version, routes)
         counters = self.counters
         counters["generated_tokens"] += int(plan.is_ready.sum())
         counters["prefill_tokens"] += plan.num_prefill_tokens

@@ -30,6 +30,7 @@ from areal_sc.engines.local.attention import (
     attention_forward,
 )
 from areal_sc.engines.rotary import rope_limits
+from areal_sc.engines.routers import Routers
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.engines.training.causal_lm import check_all_used
 from areal_sc.errors import ConfigError, ModelError
@@ -116,9 +117,19 @@ class LocalModel:
 
     Args:
         has_float32_logits: the output layer sums in float32 and does not round, whatever the dtype.
+        records_routes: it is told which experts each token goes through.
+
+    Attributes:
+        routers: of the model; None: nothing is recorded.
     """
 
-    def __init__(self, model: PreTrainedModel, *, has_float32_logits: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        has_float32_logits: bool = False,
+        records_routes: bool = False,
+    ) -> None:
         _check_supported(model)
         AttentionInterface.register(ATTENTION_NAME, attention_forward)
         weights = {id(tensor): tensor for tensor in model.parameters()}
@@ -136,6 +147,7 @@ class LocalModel:
         if has_float32_logits:
             head: Any = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
             head.forward = functools.partial(float32_linear, head)
+        self.routers = Routers(self._model) if records_routes else None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._dropped: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.device = model.device

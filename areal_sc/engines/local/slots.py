@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.random import stream_key, uniforms
 from areal_sc.engines.stop_strings import StopStrings
+from areal_sc.token_fields import TensorMetadata
 
 Ints = npt.NDArray[np.int64]
 
@@ -117,10 +119,24 @@ class StepPlan:
 
 
 class SlotTable:
-    """Waiting and running requests."""
+    """Waiting and running requests.
+
+    Args:
+        routes: the field of the experts that a token goes through, to be noted; None: they are not.
+
+    A token goes through experts each time that its cache entry is computed: once, and again after
+    new weights. Its `entry_routes` are those of the entry as it is now. Its `routes`, of the first
+    `num_routed` tokens of a row, stay as they were when the token behind it was sampled or, of a
+    prompt, the first one behind the prompt.
+    """
 
     def __init__(
-        self, max_rows: int, max_context_tokens: int, max_prefill_tokens: int, seed: int
+        self,
+        max_rows: int,
+        max_context_tokens: int,
+        max_prefill_tokens: int,
+        seed: int,
+        routes: TensorMetadata | None = None,
     ) -> None:
         self.max_rows = max_rows
         self.max_prefill_tokens = max_prefill_tokens
@@ -136,6 +152,11 @@ class SlotTable:
         self.tokens = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
         self.logprobs = np.zeros((max_rows, max_context_tokens), dtype=np.float32)
         self.versions = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
+        of_token = routes or TensorMetadata()
+        shape = max_rows, max_context_tokens if routes else 0, *of_token.sizes
+        self.routes = np.zeros(shape, dtype=of_token.dtype)
+        self.entry_routes = np.zeros_like(self.routes)
+        self.num_routed = np.zeros(max_rows, dtype=np.int64)
         self.length = np.zeros(max_rows, dtype=np.int64)
         self.cached = np.zeros(max_rows, dtype=np.int64)
         self.is_recomputing = np.zeros(max_rows, dtype=np.bool_)
@@ -200,14 +221,19 @@ class SlotTable:
         token_ids: Ints,
         logprobs: npt.NDArray[np.float32],
         version: int,
+        routes: npt.NDArray[Any] | None = None,
     ) -> list[tuple[SlotRequest, Completion]]:
         """Appends the sampled tokens of the ready rows; returns and removes what is finished.
 
         Args:
             token_ids, logprobs: [N], void where `plan.is_ready` is False.
             version: policy version that sampled them.
+            routes: [T, L, k], the experts that the plan's tokens went through, where these are
+                noted.
         """
         rows = np.flatnonzero(plan.is_ready)
+        if routes is not None:
+            self._note_routes(plan, routes)
         sampled, length = token_ids[rows], self.length[rows]
         self.tokens[rows, length] = sampled
         self.logprobs[rows, length] = logprobs[rows]
@@ -228,6 +254,17 @@ class SlotTable:
             finished.append((request, self._completion(request, reason)))
             self._release(request)
         return finished
+
+    def _note_routes(self, plan: StepPlan, routes: npt.NDArray[Any]) -> None:
+        for length, pairs in plan.row_copies.items():
+            for source, target in pairs:
+                self.entry_routes[target, :length] = self.entry_routes[source, :length]
+        written = plan.write_tokens if plan.chunks else slice(None)
+        self.entry_routes[plan.write_rows, plan.positions[written]] = routes[written]
+        for row in np.flatnonzero(plan.is_ready):
+            new = slice(self.num_routed[row], self.length[row])
+            self.routes[row, new] = self.entry_routes[row, new]
+            self.num_routed[row] = self.length[row]
 
     def take_streamed(self) -> list[tuple[int, int]]:
         """(request id, token) of what `record` was given for streamed requests since last time."""
@@ -256,6 +293,7 @@ class SlotTable:
         self.tokens[row, : len(request.prompt)] = request.prompt
         self.length[row] = len(request.prompt)
         self.cached[row] = 0
+        self.num_routed[row] = 0
         self.is_recomputing[row] = False
         self.max_length[row] = request.max_length
         self.temperature[row] = request.temperature
@@ -275,6 +313,8 @@ class SlotTable:
 
     def _completion(self, request: SlotRequest, reason: str) -> Completion:
         row, start, end = request.row, len(request.prompt), int(self.length[request.row])
+        routes = self.routes[row, :end].copy()
+        routes[end - 1 :] = 0  # nothing was sampled behind the last token
         return Completion(
             token_ids=self.tokens[row, start:end].tolist(),
             logprobs=self.logprobs[row, start:end].tolist(),
@@ -282,6 +322,7 @@ class SlotTable:
             finish_reason=reason,
             temperature=request.temperature,
             stop=request.stops.strings if request.stops else (),
+            routes=routes if routes.size else None,
         )
 
     def _release(self, request: SlotRequest) -> None:
@@ -305,7 +346,7 @@ class SlotTable:
         if not sources:
             return []
         longest = int(self.length[sources].max())
-        for table in (self.tokens, self.logprobs, self.versions):
+        for table in (self.tokens, self.logprobs, self.versions, self.routes, self.entry_routes):
             table[targets, :longest] = table[sources, :longest]
         for column in (
             self.length,
@@ -319,6 +360,7 @@ class SlotTable:
             self.stop_token_ids,
             self.has_stop_strings,
             self.is_streamed,
+            self.num_routed,
         ):
             column[targets] = column[sources]
         moves = list(zip(sources, targets, strict=True))

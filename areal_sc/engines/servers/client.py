@@ -69,6 +69,7 @@ class ServerAbilities:
             under running requests.
         max_support: tokens that a truncated distribution may have; 0: it gives no log-probabilities
             under truncated distributions.
+        tells_routes: it tells which experts tokens went through.
     """
 
     version: str
@@ -78,6 +79,7 @@ class ServerAbilities:
     tp_size: int
     has_version_spans: bool
     max_support: int
+    tells_routes: bool = False
 
     def check(self, url: str, model_folder: str, max_context_tokens: int) -> None:
         """Compares the server with the model that is trained.

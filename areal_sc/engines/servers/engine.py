@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from areal_sc.config.schema import Device, GenerationConfig, WeightUpdateMethod
@@ -49,6 +50,8 @@ from areal_sc.engines.servers.weights import (
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import ConfigError, EngineFailed, ModelError, PeerLost, RpcTimeout, WorkerError
 from areal_sc.sizing.machine import resolved_device
+from areal_sc.sizing.routed_experts import routes_field
+from areal_sc.token_fields import ROUTED_EXPERTS
 from areal_sc.weights.group import NamedTensor
 from areal_sc.weights.published import BucketLayout, WeightGroup, check_shapes
 
@@ -85,6 +88,7 @@ class ServerEngine:
         config = handle.config
         self._model = ServedModel.read(config.path)
         self._model.check_context(config.max_context_tokens)
+        self._routes = routes_field(config).get(ROUTED_EXPERTS)
         is_disk = config.weight_update.method == WeightUpdateMethod.disk
         takes_files = is_disk or config.lora.is_published_alone
         is_known = self._model.stored_names is not None or not self._model.parameters
@@ -332,6 +336,9 @@ class ServerEngine:
             stop_token_ids=tuple(token for token in ends if 0 <= token < model.vocab_size),
             is_truncated=sampling.temperature > 0 and keeps_few,
             stops=StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None,
+            routes=None
+            if self._routes is None
+            else np.zeros((len(prompt) + max_new_tokens, *self._routes.sizes), self._routes.dtype),
         )
 
     def _given_weights(self, version: int, source: TensorSource) -> VersionWeights:

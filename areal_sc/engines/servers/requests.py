@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, ValidationError, convert
 
 from areal_sc.config.schema import GenerationConfig
@@ -38,6 +41,8 @@ class AnswerPart:
         reason: with `abort`: what the server says of it.
         num_prompt_tokens: of the request, earlier parts included.
         num_cached_tokens: of these, those whose KV the server had.
+        routes: base64 of int32 [n, layers, experts of a token], from the token on that the server
+            was asked for; "": it does not tell.
     """
 
     token_ids: list[int]
@@ -47,6 +52,7 @@ class AnswerPart:
     reason: str
     num_prompt_tokens: int
     num_cached_tokens: int
+    routes: str = ""
 
     def cut(self, num_tokens: int) -> AnswerPart:
         """Its first tokens, with which the answer ends."""
@@ -76,6 +82,8 @@ class CompletionRequest:
         has_stopped: a stop string is complete.
         is_given_up: nobody waits for it any more.
         num_losses: attempts that brought nothing, as their connection was lost.
+        routes: [P + max_new_tokens, layers, experts of a token], of which the server has told the
+            first `num_routed`; None: it is not asked.
         busy_since_s: since when the server has refused it, as it is full; None: it has not.
     """
 
@@ -95,6 +103,8 @@ class CompletionRequest:
     is_given_up: bool = False
     num_losses: int = 0
     busy_since_s: float | None = None
+    routes: npt.NDArray[Any] | None = None
+    num_routed: int = 0
 
     @property
     def num_missing_tokens(self) -> int:
@@ -130,7 +140,20 @@ class CompletionRequest:
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
+        if self.routes is not None and part.routes:
+            self._take_routes(self.routes[self.num_routed :], part.routes)
         return part
+
+    def _take_routes(self, targets: npt.NDArray[Any], told: str) -> None:
+        """Raises: ProtocolError: they are not of this model, or of more tokens."""
+        try:
+            new = np.frombuffer(b64decode(told), np.int32).reshape(-1, *targets.shape[1:])
+            targets[: len(new)] = new
+        except ValueError as error:
+            raise ProtocolError(
+                f"a server's routed experts are not of this model: {error}"
+            ) from error
+        self.num_routed += len(new)
 
     def needs_next_piece(self, part: AnswerPart) -> bool:
         """Whether the last part is all that its server was asked for, but not the whole rest."""
@@ -138,6 +161,9 @@ class CompletionRequest:
         return self._is_in_pieces and is_piece and self.num_missing_tokens > 0
 
     def completion(self, finish_reason: str) -> Completion:
+        num_tokens = len(self.prompt) + len(self.token_ids)
+        if self.routes is not None:  # the server may have sampled more
+            self.routes[num_tokens - 1] = 0
         return Completion(
             self.token_ids,
             self.logprobs,
@@ -145,6 +171,7 @@ class CompletionRequest:
             finish_reason,
             self.sampling.temperature,
             self.stops.strings if self.stops else (),
+            None if self.routes is None else self.routes[:num_tokens],
         )
 
 

@@ -174,6 +174,11 @@ class ServerLife:
         config = self._handle.config
         client.abilities = await client.ask_abilities()
         client.abilities.check(self.url, config.path, config.max_context_tokens)
+        if config.routing_replay and not client.abilities.tells_routes:
+            raise ConfigError(
+                f"actor.routing_replay: {self.url} does not tell the experts of tokens; start "
+                "SGLang with --enable-return-routed-experts"
+            )
 
     def _begin(self, client: ServerClient) -> None:
         servers = self._handle.servers
@@ -323,7 +328,10 @@ class ServerLife:
         if not self.is_paused:
             self.num_pauses += 1
             if self.client.adapter is None:
-                await self.client.pause(holds_requests=self.client.abilities.has_version_spans)
+                # a server forgets which experts of old weights tokens of held requests had
+                forgets = self._handle.config.routing_replay
+                holds = self.client.abilities.has_version_spans and not forgets
+                await self.client.pause(holds_requests=holds)
             else:
                 await self._end_answers()
             self.is_paused = True

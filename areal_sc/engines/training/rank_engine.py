@@ -38,6 +38,7 @@ from areal_sc.engines.training.row_numbers import RowNumbers, ShareOfRows, count
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.updates.micro_batches import (
     MicroBatch,
+    check_routes,
     pack_rows,
     rows_with_tokens,
     trained_tokens,
@@ -55,6 +56,7 @@ from areal_sc.engines.training.updates.update_trace import UpdateTrace
 from areal_sc.engines.training.whole_tensors import Publication
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import threads_of_rank
+from areal_sc.sizing.routed_experts import RoutedExperts
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.weights.group import NamedTensor
 from areal_sc.weights.published import BucketLayout
@@ -98,6 +100,7 @@ class RankEngine(ABC):
         shares_files, node: see `TrainEngine`.
         logprob_noise: nats by which rounding moves a log-probability, in the mean over a few
             likely rows; None: not known.
+        routed_experts: of a model that replays routes; None: it does not.
     """
 
     world: ProcessGroup
@@ -110,6 +113,7 @@ class RankEngine(ABC):
         self.shares_files = True
         self.node = ""
         self.logprob_noise: float | None = None
+        self.routed_experts: RoutedExperts | None = None
         self._hosted: TCPStore | None = None
         self._writer: BackgroundWriter
         self._snapshots: Snapshots
@@ -361,6 +365,8 @@ class RankEngine(ABC):
         asked, chosen, wanted = list[torch.Tensor](), list[list[int]](), list[int]()
         error, pack = None, partial(self._pack, keeps_groups=keeps_groups)
         try:
+            for rows in batches:
+                check_routes(rows, self.routed_experts)
             asked = [asked_of(rows) for rows in batches]
             chosen = [rows_with_tokens(*pair) for pair in zip(batches, asked, strict=True)]
             wanted = [len(pack(*pair, 1)) for pair in zip(batches, chosen, strict=True)]

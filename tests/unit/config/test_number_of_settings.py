@@ -5,9 +5,10 @@ from __future__ import annotations
 from areal_sc.config.fields import TEMPLATE, is_section, schema_fields
 from areal_sc.config.schema import GRPOConfig
 
-MAX_OWN = 188
-"""Most settings that have a value of their own."""
-MAX_PLACES = 269
+MAX_OWN = 189
+"""Most settings that have a value of their own. `actor.routing_replay` is one: replay costs room in
+stores, which dense models, and mixtures in float32, do not need to pay."""
+MAX_PLACES = 270
 """Most places in a run's YAML, also those where a value is taken from elsewhere unless given."""
 
 

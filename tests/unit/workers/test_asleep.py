@@ -17,6 +17,7 @@ from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.weights.adopter import Adopter
 from areal_sc.weights.published import WeightsReference
 from areal_sc.workers import rollout_worker
+from areal_sc.workers.episode_routes import EpisodeRoutes
 from areal_sc.workers.rollout_worker import RolloutWorker
 from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
 
@@ -57,7 +58,9 @@ async def test_an_episode_is_late_only_by_the_time_in_which_its_engine_is_awake(
     monkeypatch.setattr(
         rollout_worker,
         "WorkerEpisodeEngine",
-        lambda *_: SimpleNamespace(failure=None, endless="", past_waits=[]),
+        lambda *_: SimpleNamespace(
+            failure=None, endless="", past_waits=[], routes=EpisodeRoutes(None)
+        ),
     )
     recorder = SimpleNamespace(add_event=lambda *_: None, span=lambda *_, **__: nullcontext())
     worker: Any = RolloutWorker.__new__(RolloutWorker)
@@ -70,6 +73,7 @@ async def test_an_episode_is_late_only_by_the_time_in_which_its_engine_is_awake(
     worker._weights = Adopter(worker, lambda: worker.engine, worker._agents.clock)
     worker._weights.held = SimpleNamespace(keep_only=id)
     worker._rewards = worker._agent_pool = None
+    worker._own_fields = {}
     worker._all_episodes = SimpleNamespace(running=lambda _: nullcontext(), note_rejected=id)
     worker.spec = SimpleNamespace(log_path="")
 

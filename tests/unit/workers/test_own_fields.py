@@ -87,14 +87,14 @@ class Own(Workflow):
 
 
 def test_names_are_checked_before_a_run_and_bytes_counted() -> None:
-    assert check_fields(Own(FIELDS)) == FieldBytes(token=4 + 6, row=64 + 64, group=64)
-    assert check_fields(Own({})) == FieldBytes()
+    assert check_fields(Own(FIELDS), {}) == FieldBytes(token=4 + 6, row=64 + 64, group=64)
+    assert check_fields(Own({}), {}) == FieldBytes()
     for name in ("versions", "proximal_logprobs", "a b"):
         with pytest.raises(WorkflowError, match=f"got '{name}'"):
-            check_fields(Own({name: TensorMetadata()}))
+            check_fields(Own({name: TensorMetadata()}), {})
     with pytest.raises(WorkflowError, match="expected a TensorMetadata, got 'int32'"):
-        check_fields(Own({"turn": "int32"}))
-    assert check_fields(Own({"routes": TensorMetadata((48, 8), "uint8")})) == (384, 0, 0)
+        check_fields(Own({"turn": "int32"}), {})
+    assert check_fields(Own({"routes": TensorMetadata((48, 8), "uint8")}), {}) == (384, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class _MetaInfo(Struct):
             those of the part.
         weight_version: at the end of the answer.
         weight_versions: None from servers that do not tell.
+        routed_experts: see `AnswerPart.routes`, at the end of the answer, if asked for.
     """
 
     finish_reason: _FinishReason | None = None
@@ -52,6 +53,7 @@ class _MetaInfo(Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    routed_experts: str = ""
 
 
 class _SGLangAnswer(Struct):
@@ -74,6 +76,8 @@ def request_body(request: CompletionRequest, max_support: int | None) -> dict[st
         "return_logprob": True,
         "logprob_start_len": -1,
     }
+    if request.routes is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.num_routed}
     if max_support is not None:
         parameters["top_p"] = sampling.top_p
         parameters["top_k"] = min(sampling.top_k or max_support, max_support)
@@ -137,6 +141,7 @@ def _part_of(meta: _MetaInfo, num_known: int, num_tokens: int, *, is_truncated: 
         (finish and finish.message) or "",
         meta.prompt_tokens,
         meta.cached_tokens,
+        meta.routed_experts,
     )
 
 

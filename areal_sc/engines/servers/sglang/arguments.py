@@ -50,6 +50,7 @@ SETTINGS_OF: Mapping[str, str] = {
     "admin_api_key": "a random key",
     "weight_version": "the policy version",
     "enable_memory_saver": "placement",
+    "enable_return_routed_experts": "actor.routing_replay",
     "enable_lora": "actor.lora.publish_merged",
     "lora_paths": "actor.lora.path",
     "max_lora_rank": "actor.lora.rank",
@@ -83,6 +84,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "weight_version": "0",
         "api_key": instance.api_key,
         "enable_memory_saver": config.placement is Placement.turns,
+        "enable_return_routed_experts": config.routing_replay,
     }
     if config.lora.is_published_alone:
         arguments |= {

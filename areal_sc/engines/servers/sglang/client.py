@@ -63,6 +63,7 @@ class SGLangClient(ServerClient):
                 tp_size=int(info["tp_size"]),
                 has_version_spans="weight_versions" in plain["meta_info"],
                 max_support=int(info["sampling_mask_max_tokens"]) if is_new else 0,
+                tells_routes=bool(info.get("enable_return_routed_experts")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{self.url} does not tell what it can do: {error!r}") from error

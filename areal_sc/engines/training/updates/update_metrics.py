@@ -23,6 +23,9 @@ MISMATCH: Final = "mismatch"
 MISMATCH_NOISE: Final = "mismatch_noise"
 """Beside a mismatch: nats by which rounding in the trainer's type moves a log-probability."""
 NUM_COMPARED: Final = "num_compared_tokens"
+OTHER_EXPERTS: Final = "routing_mismatch"
+"""Number of given experts that the trainer would not have chosen, of `NUM_GIVEN` ones."""
+NUM_GIVEN: Final = "num_given_experts"
 WORST: Final = (
     "mismatch_max",
     "mismatch_token",
@@ -99,6 +102,9 @@ class UpdateMetrics:
         mismatch, num_compared = (combined.pop(name, 0.0) for name in (MISMATCH, NUM_COMPARED))
         if num_compared:
             combined |= {MISMATCH: mismatch / num_compared, **worst}
+        others, num_given = (combined.pop(name, 0.0) for name in (OTHER_EXPERTS, NUM_GIVEN))
+        if num_given:
+            combined[OTHER_EXPERTS] = others / num_given
         return {
             "loss": loss,
             "grad_norm": sum(made) / len(made) if made else math.nan if num_skipped else 0.0,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_sc.config.schema import (
@@ -191,3 +193,35 @@ async def test_requests_that_cannot_be(
 ) -> None:
     with pytest.raises(error):
         make_request(prompt, **sampling)
+
+
+def told_routes(first: int, number: int) -> str:
+    """Of tokens that went through experts of their own number."""
+    values = np.arange(first, first + number, dtype=np.int32)
+    return base64.b64encode(values.repeat(3 * 2).tobytes()).decode()
+
+
+def test_routes_are_asked_for_from_the_first_that_is_not_known() -> None:
+    """An answer in two parts of three tokens; nothing is known of the last one."""
+    request = CompletionRequest([1, 2], GenerationConfig(), 6, "length", (), False)
+    assert "return_routed_experts" not in request_body(request, None)
+    request.routes = np.zeros((2 + 6, 3, 2), np.uint8)
+    for first, number in ((0, 4), (4, 3)):
+        body = request_body(request, None)
+        assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, first)
+        reply = answer(routed_experts=told_routes(first, number))
+        request.extend(read_answer(reply, is_truncated=False))
+    found = request.completion("stop").routes
+    assert found is not None
+    assert found[:, 2, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
+
+
+@pytest.mark.parametrize("number", [5, 6 * 9])
+def test_routes_of_another_model_are_refused(number: int) -> None:
+    """No whole token, or more tokens than there are."""
+    request = CompletionRequest([1, 2], GenerationConfig(), 5, "length", (), False)
+    request.routes = np.zeros((2 + 5, 3, 2), np.uint8)
+    told = base64.b64encode(np.zeros(number, np.int32).tobytes()).decode()
+    part = read_answer(answer(routed_experts=told), is_truncated=False)
+    with pytest.raises(ProtocolError, match="routed experts are not"):
+        request.extend(part)

@@ -230,5 +230,6 @@ async def test_a_server_that_can_less() -> None:
         abilities = await client.ask_abilities()
         await client.begin_update()  # it has no such route, and is not asked
     assert (abilities.has_version_spans, abilities.max_support) == (False, 0)
+    assert not abilities.tells_routes
     assert (abilities.tp_size, abilities.max_context_tokens) == (2, 50)
     assert abilities.architectures == ()
