@@ -15,7 +15,11 @@ import torch.nn.functional as F
 from unit.engines.fsdp.largest_tensor import LargestTensor
 
 from areal_sc.algorithms import logprobs
-from areal_sc.algorithms.logprobs import VocabularyPart, chunked_logprobs
+from areal_sc.algorithms.logprobs import (
+    VocabularyPart,
+    chunked_logprobs,
+    chunked_top_logprobs,
+)
 from areal_sc.algorithms.vocabulary_sums import VocabularySums
 from areal_sc.engines.fsdp import spread_vocabulary as spread
 from areal_sc.engines.training.process_group import ProcessGroup
@@ -146,6 +150,39 @@ def check_against_all_logits(ranks: list[list[torch.Tensor]]) -> None:
     assert weight.grad is not None
     gradient = torch.cat([own for *_, own in ranks]).double()
     assert torch.allclose(gradient, weight.grad / len(ranks), atol=2e-5)
+
+
+@pytest.mark.parametrize("piece_bytes", PIECES)
+@pytest.mark.parametrize("top_k", [3, VOCABULARY])
+def test_most_probable_tokens_of_a_spread_vocabulary(piece_bytes: int, top_k: int) -> None:
+    """In pieces on two ranks, and on two tensor ranks of which neither has all k."""
+
+    def compute(group: ProcessGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rank, border = group.rank, 5
+        rows = spread.SpreadRows(VOCABULARY, group, torch.float32, piece_bytes)
+        part = slice(0, border) if rank == 0 else slice(border, None)
+        spread_over = chunked_top_logprobs(
+            HIDDEN[rank], own_rows(WEIGHT, group), top_k, bias=BIAS, chunk_tokens=4, rows=rows
+        )
+        split = chunked_top_logprobs(
+            HIDDEN[0],
+            WEIGHT[part],
+            top_k,
+            bias=BIAS[part],
+            chunk_tokens=4,
+            vocabulary=VocabularyPart(part.start, group.handle),
+        )
+        return [spread_over, split]
+
+    ranks = on_ranks(2, compute)
+    for hidden, (values, tokens) in [
+        *((HIDDEN[rank], found[0]) for rank, found in enumerate(ranks)),
+        *((HIDDEN[0], found[1]) for found in ranks),
+    ]:
+        logits = F.linear(hidden.double(), WEIGHT.double(), BIAS.double())
+        expected = logits.log_softmax(-1).topk(top_k)
+        assert torch.equal(tokens, expected.indices)
+        assert torch.allclose(values.double(), expected.values, atol=2e-5)
 
 
 @pytest.mark.parametrize("piece_bytes", PIECES)
