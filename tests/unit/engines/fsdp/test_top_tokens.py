@@ -32,9 +32,9 @@ def whole_logprobs(model: Any, rows: PackedRows) -> torch.Tensor:
     return (torch.cat(parts) / rows.fields["temperatures"][:, None]).log_softmax(-1)
 
 
-@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("lacks", ["", "packs", "has_linear_head"])
 def test_an_update_by_the_tokens_of_another_model(
-    random_model: Callable[..., Any], tmp_path: Path, packs: bool
+    random_model: Callable[..., Any], tmp_path: Path, lacks: str
 ) -> None:
     """Both sides in float64; rows of several micro-batches; and the divergence falls."""
     models = {name: random_model(seed=seed) for seed, name in enumerate(("teacher", "student"))}
@@ -49,9 +49,8 @@ def test_an_update_by_the_tokens_of_another_model(
     with engines_on(tmp_path / "teacher") as build:
         teacher = build(is_frozen=True, max_tokens_per_micro_batch=8)
         student = build(tmp_path / "student", max_tokens_per_micro_batch=8)
-        if not packs:
-            for engine in (teacher, student):
-                engine._model.abilities = replace(engine._model.abilities, packs=False)
+        for engine in (teacher, student) if lacks else ():
+            engine._model.abilities = replace(engine._model.abilities, **{lacks: False})
         top_logprobs, top_tokens = teacher.top_logprobs(ROWS, TOP_K)
         assert (top_logprobs.dtype, top_tokens.dtype) == (torch.float32, torch.int32)
         expected = whole_logprobs(models["teacher"], ROWS).topk(TOP_K)
