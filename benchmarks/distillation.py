@@ -1,13 +1,13 @@
-"""Tokens that a student samples until it is as its teacher: by the sampled token, or by the top k.
+"""Tokens that a student samples until it is near its teacher: by these alone, or by its top k.
 
-    python benchmarks/distillation.py [--quick] [--json FILE] [--seeds 3] [--top-k 8]
-        [--lrs 1e-3 3e-3]
+    python benchmarks/distillation.py [--quick] [--json FILE] [--seeds 3] [--top-k 16]
+        [--lrs 5e-4 1e-3]
 
 Both are one tiny random model, the student with noise on its weights. In each step it samples
 answers of its own, the teacher says what a preset reads of them, and one update follows. What is
 told is the KL(student || teacher) over the whole vocabulary, in float64, at the tokens of a step's
 answers before they are trained, and after how many sampled tokens the mean of three steps is at
-most 0.02 nats. Each way has the learning rate with which it needs the fewest.
+most 0.02 nats. Each way has the learning rate with which it comes nearest in the fewest.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from areal_sc.config.schema import ActorConfig, Device
 from areal_sc.engines.handles import make_actor
 from areal_sc.token_fields import TOP_LOGPROBS, TOP_TOKENS
 from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.transport.shards.layout import ShardLayout
 
 VOCAB_SIZE, ROWS, ROW_TOKENS = 64, 32, 17
-NOISE: Final = 0.015
+NOISE: Final = 0.01
 SHARPNESS: Final = 3.0
 NEAR_NATS: Final = 0.02
 WINDOW: Final = 3
@@ -108,7 +109,7 @@ def tokens_until_near(
     teacher = make_actor(replace(config, path=str(folder / "teacher")), is_frozen=True).build()
     for engine in (trained, teacher):
         engine.initialize(0, 1, "")
-    generator, found = torch.Generator().manual_seed(seed), list[float]()
+    generator, found, bytes_per_row = torch.Generator().manual_seed(seed), list[float](), 0.0
     for step in range(steps):
         rows = answers(student, generator)
         found.append(divergence(student, model, rows))
@@ -120,6 +121,7 @@ def tokens_until_near(
             read = dict(zip((TOP_LOGPROBS, TOP_TOKENS), values, strict=True))
         else:
             read = {"teacher_logprobs": teacher.forward(rows, "logprobs")}
+        bytes_per_row = ShardLayout.of(read, rows.lengths).num_bytes / ROWS
         trained.update([replace(rows, fields={**rows.fields, **read})], loss, step=step)
         with torch.no_grad():
             for bucket in trained.gather_weights(1 << 24):
@@ -134,6 +136,7 @@ def tokens_until_near(
         "near_after_tokens": float(num_tokens) if is_near else float("inf"),
         "first_kl_nats": found[0],
         "last_kl_nats": fmean(found[-WINDOW:]),
+        "bytes_per_row": bytes_per_row,
     }
 
 
@@ -141,9 +144,9 @@ def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300, help="at most")
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--lrs", type=float, nargs="+", default=[1e-3, 3e-3])
-    arguments = report.parse(parser, seeds=1, steps=3, lrs=[3e-3])
+    parser.add_argument("--top-k", type=int, default=16)
+    parser.add_argument("--lrs", type=float, nargs="+", default=[5e-4, 1e-3])
+    arguments = report.parse(parser, seeds=1, steps=3, lrs=[1e-3])
     torch.set_num_threads(1)
     ways = {SAMPLED: NamedLoss("reverse_kl")} | {
         f"top {arguments.top_k} {direction}": NamedLoss(
@@ -159,7 +162,9 @@ def main() -> None:
                 with TemporaryDirectory(prefix="areal-sc-benchmark-") as name:
                     tried[lr] = tokens_until_near(loss, seed, lr, arguments.steps, Path(name))
                 report.say(f"{way} seed={seed} lr={lr:g} {tried[lr]}")
-            best = min(tried, key=lambda lr: tried[lr]["near_after_tokens"])
+            best = min(
+                tried, key=lambda lr: (tried[lr]["near_after_tokens"], tried[lr]["last_kl_nats"])
+            )
             records[way, seed] = {**tried[best], "lr": best}
             report.write(report.flat(records), arguments.json)
     settings = {"top_k": arguments.top_k, "near": f"{NEAR_NATS} nats", "lrs": arguments.lrs}

@@ -47,9 +47,11 @@ from areal_sc.preflight.settings_warnings import settings_warnings
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
 from areal_sc.sizing.model_context import known_context
+from areal_sc.sizing.model_formula import first_int
 from areal_sc.sizing.model_folder import (
     VALUE_HEAD,
     check_model_folder,
+    read_model_config,
     read_stored_shapes,
     tokens_of,
 )
@@ -116,7 +118,7 @@ def check_models(config: GRPOConfig) -> None:
     """Checks that the models that the workers load are there; downloads those of the hub.
 
     Raises: ModelError: there is no such model, or a folder holds none that can be used.
-        ConfigError: its tokens are not the policy's, or it gives no scores.
+        ConfigError: its tokens are not the policy's, or too few, or it gives no scores.
     """
     for role, model in _trained_models(config).items():
         folder = local_model(model.path)
@@ -124,6 +126,13 @@ def check_models(config: GRPOConfig) -> None:
         if model.has_adapter and model.lora.path:
             check_adapter(model.lora)
         _check_tokenizer(role, model, config.actor)
+    if teacher := further_models(config).get("teacher"):
+        told = first_int(read_model_config(local_model(teacher.path)) or {}, "vocab_size")
+        if told and told < (top_k := loss_of(config.actor.ppo).top_k):
+            raise ConfigError(
+                f"actor.ppo.loss_settings.top_k: expected at most {told}, the tokens of "
+                f"teacher.path={teacher.path}, got {top_k}"
+            )
     if scorer := further_models(config).get("reward_model"):
         stored = read_stored_shapes(local_model(scorer.path))
         if stored and not scorer.random_init and stored.get(VALUE_HEAD, ())[:1] != (1,):

@@ -36,6 +36,13 @@ def live_row_bytes(rollout: RolloutConfig) -> int:
     return min(rollout.store_bytes or share, share)
 
 
+def top_tokens_bytes(rollout: RolloutConfig, top_k: int) -> int:
+    """Most bytes of a batch's most probable tokens of a teacher: a number and a log-probability of
+    each, at each token of the rows."""
+    num_tokens = rollout.train_batch_groups * rollout.group_size * rollout.episode_tokens
+    return num_tokens * top_k * (FIELD_DTYPES["int32"] + FIELD_DTYPES["float32"])
+
+
 def describe_largest_group(rollout: RolloutConfig, field_bytes: int = 0) -> str:
     """`max_group_bytes` and the settings that it comes from, for messages."""
     key = "max_episode_tokens" if rollout.max_episode_tokens else "max_context_tokens"
