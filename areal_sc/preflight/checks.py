@@ -47,7 +47,6 @@ from areal_sc.preflight.settings_warnings import settings_warnings
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
 from areal_sc.sizing.model_context import known_context
-from areal_sc.sizing.model_formula import first_int
 from areal_sc.sizing.model_folder import (
     VALUE_HEAD,
     check_model_folder,
@@ -55,6 +54,7 @@ from areal_sc.sizing.model_folder import (
     read_stored_shapes,
     tokens_of,
 )
+from areal_sc.sizing.model_formula import first_int
 from areal_sc.sources.prompt_choice import WITH_SIGNAL
 from areal_sc.transport.sockets.interface import Interface
 
