@@ -29,6 +29,7 @@ from areal_sc.config.schema import (
     GRPOConfig,
     KeepGroups,
     ModelHead,
+    OverBound,
     Resume,
     RolloutEngine,
     WeightUpdateMethod,
@@ -231,6 +232,11 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
             value_at(rollout, key) != WITH_SIGNAL or group >= 2,
             f"at least 2 with rollout.{key}=with_signal (one answer alone never has signal)",
         )
+    yield (
+        "rollout.over_bound",
+        rollout.max_staleness is not None or rollout.over_bound is OverBound.train,
+        "train with rollout.max_staleness=null (no group is ever over the bound)",
+    )
     context, named = rollout.max_context_tokens, "rollout.max_context_tokens"
     yield (
         "generation.max_new_tokens",
@@ -308,7 +314,7 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         )
         yield (
             "rollout.max_staleness",
-            config.rollout.max_staleness > 0,
+            config.rollout.staleness_bound > 0,
             "at least 1 with rollout.autoscale.max (a synchronous trainer always waits for "
             "generation, so that its waits do not say how many workers it needs)",
         )

@@ -30,8 +30,17 @@ def max_group_bytes(rollout: RolloutConfig, field_bytes: int = 0) -> int:
 
 
 def live_row_bytes(rollout: RolloutConfig) -> int:
-    """Most bytes of rows in one store: eta + 1 admitted batches, and the one being trained."""
-    live_groups = (rollout.max_staleness + 2) * rollout.train_batch_groups
+    """Most bytes of rows in one store: eta + 1 admitted batches, and the one being trained.
+
+    Without a bound these are groups for all slots in place of eta batches; more are admitted only
+    where training is slower than generation, up to `rollout.store_bytes`.
+    """
+    slots = rollout.max_running_sequences * rollout.most_workers
+    live_groups = 2 * rollout.train_batch_groups + (
+        -(-slots // rollout.group_size)
+        if rollout.max_staleness is None
+        else rollout.max_staleness * rollout.train_batch_groups
+    )
     share = -(-live_groups * max_group_bytes(rollout) // rollout.fewest_workers)
     return min(rollout.store_bytes or share, share)
 
