@@ -153,6 +153,32 @@ def check_against_all_logits(ranks: list[list[torch.Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", PIECES)
+def test_several_targets_of_a_token(piece_bytes: int) -> None:
+    """Of a vocabulary that is split over tensor ranks, with gradients; and of a spread one."""
+    targets, upstream = (torch.arange(27).view(9, 3) * 7) % VOCABULARY, draw(9, 3, seed=5)
+
+    def compute(group: ProcessGroup) -> list[torch.Tensor]:
+        hidden = HIDDEN[0].clone().requires_grad_()
+        part = slice(0, 5) if group.rank == 0 else slice(5, None)
+        own, place = WEIGHT[part].clone().requires_grad_(), VocabularyPart(part.start, group.handle)
+        split, _ = chunked_logprobs(hidden, own, targets, chunk_tokens=4, vocabulary=place)
+        (split * upstream).sum().backward()
+        rows = spread.SpreadRows(VOCABULARY, group, torch.float32, piece_bytes)
+        with torch.no_grad():
+            of_spread, _ = chunked_logprobs(hidden, own_rows(WEIGHT, group), targets, rows=rows)
+        return [split.detach(), of_spread, *gradients(hidden, own)]
+
+    first, second = on_ranks(2, compute)
+    hidden, weight = (it.double().requires_grad_() for it in (HIDDEN[0], WEIGHT))
+    expected = (hidden @ weight.t()).log_softmax(-1).gather(1, targets)
+    (expected * upstream).sum().backward()
+    for split, of_spread, of_hidden, _ in (first, second):
+        for value, right in ((split, expected), (of_spread, expected), (of_hidden, hidden.grad)):
+            assert torch.allclose(value.double(), right, atol=2e-5)
+    assert torch.allclose(torch.cat([first[3], second[3]]).double(), weight.grad, atol=2e-5)
+
+
+@pytest.mark.parametrize("piece_bytes", PIECES)
 @pytest.mark.parametrize("top_k", [3, VOCABULARY])
 def test_most_probable_tokens_of_a_spread_vocabulary(piece_bytes: int, top_k: int) -> None:
     """In pieces on two ranks, and on two tensor ranks of which neither has all k."""
