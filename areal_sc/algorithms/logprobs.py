@@ -243,7 +243,8 @@ def logprobs_of_logits(
     """The log-probabilities of `chunked_logprobs` from full logits [N, V], all at once."""
     logprobs = _logprobs_of(logits, temperatures)
     entropy: torch.Tensor = _Entropy.apply(logprobs)  # type: ignore[no-untyped-call]
-    return logprobs.gather(-1, targets.view(len(logits), -1)).view(targets.shape), entropy
+    columns = targets if targets.dim() == 2 else targets[:, None]
+    return logprobs.gather(-1, columns).view(targets.shape), entropy
 
 
 def _logprobs_of(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:

@@ -350,8 +350,8 @@ class PackedModel(nn.Module):
             if is_linear:  # no rounding before the model scales or caps them
                 head.forward = functools.partial(float32_linear, head)
             try:
-                ids = targets.view(1, len(targets), -1)[..., 0]
-                logits = self.causal_lm(input_ids=ids, use_cache=False).logits[0]
+                ids = targets if targets.dim() == 1 else targets[:, 0]
+                logits = self.causal_lm(input_ids=ids[None], use_cache=False).logits[0]
             finally:
                 del body.forward
                 if is_linear:

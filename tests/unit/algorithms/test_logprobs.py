@@ -143,6 +143,10 @@ def test_the_most_probable_tokens(top_k: int, chunk_tokens: int) -> None:
     ):
         assert torch.equal(tokens, expected.indices)
         assert torch.allclose(logprobs.double(), expected.values, atol=2e-5, rtol=1e-5)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    for targets in (nothing, nothing.view(0, 3)):
+        of_logits, _ = logprobs_of_logits(torch.zeros(0, VOCABULARY), targets)
+        assert of_logits.shape == targets.shape
     for of_nothing in chunked_top_logprobs(hidden[:0], weight, top_k):
         assert of_nothing.shape == (0, top_k)
 
