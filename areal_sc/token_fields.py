@@ -27,6 +27,10 @@ ROUTED_EXPERTS: Final = "routed_experts"
 """The field of rollout workers, with `actor.routing_replay`: the experts that each token went
 through, [layers, experts of a token]."""
 
+TOP_LOGPROBS, TOP_TOKENS = "teacher_top_logprobs", "teacher_top_tokens"
+"""Fields of a teacher that tells its k most probable tokens at each place: [T, k] float32, nats,
+and [T, k] of integers, the tokens. An update computes its model's log-probabilities of them."""
+
 FIELD_DTYPES: Mapping[str, int] = {
     **{"float32": 4, "float64": 8, "bool": 1, "uint8": 1},
     **{"int8": 1, "int16": 2, "int32": 4, "int64": 8},

@@ -45,6 +45,7 @@ UNITS = {
     "frames": "frames",
     "versions": "versions",
     "us": "us",
+    "nats": "nats",
     "ms": "ms",
     "s": "s",
 }

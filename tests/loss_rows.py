@@ -12,6 +12,9 @@ from areal_sc.algorithms.loss_tokens import LossCounts, LossRows, LossTokens
 ROW = tuple[int, int, int]
 """Trained tokens of a row, its group, and its episode within the group."""
 
+NUM_TOP = 16
+"""Tokens of the teacher."""
+
 
 def made_tokens(shape: Sequence[ROW], seed: int, scale: float = 0.5) -> LossTokens:
     """Float64 tokens of rows of this shape, which are the whole minibatch; all fields of losses."""
@@ -56,13 +59,18 @@ def made_tokens(shape: Sequence[ROW], seed: int, scale: float = 0.5) -> LossToke
         "returns": normal(count, 1.0),
     }
     counts = LossCounts(count, len(shape), len(episode.unique()), len(group.unique()))
+    entropy, values = normal(count, 1.0).abs(), normal(count, 1.0)
+    of_all = normal(count * NUM_TOP * 2, 2.0).view(count, -1).log_softmax(-1)
+    fields["teacher_top_logprobs"], fields["teacher_top_tokens"] = of_all.topk(NUM_TOP)
+    of_student = (of_all + normal(count * NUM_TOP * 2, scale).view(count, -1)).log_softmax(-1)
     return LossTokens(
         logprobs.requires_grad_(),
-        normal(count, 1.0).abs().requires_grad_(),
+        entropy.requires_grad_(),
         fields,
         rows,
         counts,
-        normal(count, 1.0).requires_grad_(),
+        values.requires_grad_(),
+        of_student.gather(1, fields["teacher_top_tokens"]).requires_grad_(),
     )
 
 

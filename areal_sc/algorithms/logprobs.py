@@ -38,7 +38,7 @@ class VocabularyPart:
     group: dist.ProcessGroup | None
 
     def locate(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N] targets as counted here, 0 where another rank has them, and [N] whether it does."""
+        """[N, K] targets as counted here, 0 where another rank has them, and whether it does."""
         local = targets - self.start
         is_foreign = (local < 0) | (local >= size)
         return local.masked_fill(is_foreign, 0), is_foreign
@@ -52,6 +52,13 @@ class VocabularyPart:
         """The maximum over the ranks, in place."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
+
+    def join(self, values: torch.Tensor) -> torch.Tensor:
+        """[N, K] of each of M ranks, as [N, M * K]."""
+        assert self.group is not None
+        everyone = values.new_zeros(self.group.size(), *values.shape)
+        everyone[self.group.rank()] = values
+        return self.sum(everyone).transpose(0, 1).flatten(1)
 
 
 class OutputRows(Protocol):
@@ -72,7 +79,7 @@ class OutputRows(Protocol):
         """The rows of a piece, in its order, as an index."""
 
     def places_in(self, piece: range, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N] whether each of these rows is in a piece, and [N] its place in it, else 0."""
+        """[N, K] whether each of these rows is in a piece, and its place in it, else 0."""
 
     def gather(self, own: torch.Tensor, piece: range) -> torch.Tensor:
         """[M, H] the values of a piece, in the dtype of the hidden states."""
@@ -139,7 +146,8 @@ def chunked_logprobs(
         hidden: [N, H] final hidden states.
         weight: [V, H] of the output layer, or this rank's rows of it; it is rounded to the dtype of
             `hidden`, its gradient is not.
-        targets: [N] int64, the token whose probability is asked at each position.
+        targets: [N] int64, the token whose probability is asked at each position; or [N, K], of
+            several tokens at each.
         bias: [V] of the output layer, if it has one.
         temperatures: [N] > 0, what the logits of each position are divided by; None: 1.
         chunk_tokens: >= 1.
@@ -150,32 +158,100 @@ def chunked_logprobs(
             to nobody else, so that no second one of its size exists.
         rows: how the V rows are spread over ranks, all of which make the call and go backward
             through it; None: this one has all.
-    Returns: logprobs [N] and entropy [N] in nats, differentiable in `hidden`, `weight` and `bias`.
+    Returns: logprobs, shaped as `targets`, and entropy [N] in nats, differentiable in `hidden`,
+        `weight` and `bias`.
     """
-    assert targets.shape == hidden.shape[:1], "one target for each hidden state"
-    assert temperatures is None or temperatures.shape == targets.shape, "one for each target"
+    assert targets.shape[:1] == hidden.shape[:1], "targets for each hidden state"
+    assert temperatures is None or temperatures.shape == targets.shape[:1], "one for each"
     if rows is None:
         rows = _AllRows(len(weight), hidden.dtype, adds_gradient)
     is_few = len(targets) <= chunk_tokens
     # float16 has no room for small exponentials
     is_rounded = is_fused(hidden) and hidden.dtype is torch.bfloat16 and not is_few
     keeps = torch.is_grad_enabled() and (is_few or (is_rounded and len(targets) <= kept_tokens))
+    columns = targets if targets.dim() == 2 else targets[:, None]
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperatures, rows, chunk_tokens, vocabulary, keeps
+        hidden, weight, bias, columns, temperatures, rows, chunk_tokens, vocabulary, keeps
     )
-    return logprobs, entropy
+    return logprobs.view(targets.shape), entropy
+
+
+@torch.no_grad()
+def chunked_top_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    top_k: int,
+    *,
+    bias: torch.Tensor | None = None,
+    temperatures: torch.Tensor | None = None,
+    chunk_tokens: int = 1024,
+    vocabulary: VocabularyPart | None = None,
+    rows: OutputRows | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` most probable tokens, in chunks as `chunked_logprobs`, which has the arguments.
+
+    Args: top_k: at most V, of all ranks.
+    Returns: logprobs [N, top_k] in nats, falling, and [N, top_k] int64 the tokens.
+    """
+    rows = rows or _AllRows(len(weight), hidden.dtype, adds_gradient=False)
+    sums, _ = _no_sums(hidden, 0)
+    best = torch.full_like(sums.peak, -torch.inf)[:, None].repeat(1, top_k)
+    tokens = torch.zeros_like(best, dtype=torch.int64)
+    numbers = torch.arange(rows.num_rows, device=hidden.device)
+    if vocabulary is not None:
+        numbers += vocabulary.start
+    for piece in rows.pieces(weight.shape[1]):
+        in_piece = rows.rows_in(piece, hidden.device)
+        values, own_bias = rows.gather(weight, piece), None if bias is None else bias[in_piece]
+        of_piece = numbers[in_piece]
+        for start in range(0, len(hidden), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logits = scaled_logits(hidden[part], values, own_bias, _part_of(temperatures, part))
+            found = logits.topk(min(top_k, len(of_piece)))
+            best[part], tokens[part] = _highest(
+                torch.cat([best[part], found.values], 1),
+                torch.cat([tokens[part], of_piece[found.indices]], 1),
+                top_k,
+            )
+            sums.part(part).add(sums_over(logits, None)[0])
+    if vocabulary is not None:
+        best, tokens = _highest(vocabulary.join(best), vocabulary.join(tokens), top_k)
+        sums.move(vocabulary.max(sums.peak.clone()))
+        sums.total = vocabulary.sum(sums.total.clone())
+    return (best - sums.peak[:, None]) - sums.total.log()[:, None], tokens
+
+
+def top_logprobs_of_logits(
+    logits: torch.Tensor, top_k: int, *, temperatures: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from full logits [N, V], all at once."""
+    found = _logprobs_of(logits, temperatures).topk(top_k)
+    return found.values, found.indices
+
+
+def _highest(
+    values: torch.Tensor, tokens: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, top_k] of [N, M] values the highest, and their tokens."""
+    found = values.topk(top_k)
+    return found.values, tokens.gather(1, found.indices)
 
 
 def logprobs_of_logits(
     logits: torch.Tensor, targets: torch.Tensor, *, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from full logits [N, V], all at once."""
+    """The log-probabilities of `chunked_logprobs` from full logits [N, V], all at once."""
+    logprobs = _logprobs_of(logits, temperatures)
+    entropy: torch.Tensor = _Entropy.apply(logprobs)  # type: ignore[no-untyped-call]
+    columns = targets if targets.dim() == 2 else targets[:, None]
+    return logprobs.gather(-1, columns).view(targets.shape), entropy
+
+
+def _logprobs_of(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
     logits = _at_least_float32(logits)
     if temperatures is not None:
         logits = logits / temperatures[:, None]
-    logprobs = logits.log_softmax(-1)
-    entropy: torch.Tensor = _Entropy.apply(logprobs)  # type: ignore[no-untyped-call]
-    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+    return logits.log_softmax(-1)
 
 
 class _Entropy(torch.autograd.Function):
@@ -281,7 +357,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         is_foreign = None
         if vocabulary is not None:
             targets, is_foreign = vocabulary.locate(targets, rows.num_rows)
-        sums, of_targets = _no_sums(hidden)
+        sums, of_targets = _no_sums(hidden, targets.shape[1])
         kept, peaks = list[torch.Tensor](), list[torch.Tensor]()
         for piece in rows.pieces(weight.shape[1]):
             values = rows.gather(weight, piece)
@@ -290,9 +366,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for start in range(0, len(targets), chunk_tokens):
                 part = slice(start, start + chunk_tokens)
                 logits = output_logits(hidden[part], values, own_bias)
-                found = logits.gather(1, places[part, None])[:, 0]
+                found = logits.gather(1, places[part])
                 if temperatures is not None:
-                    found = found / temperatures[part]
+                    found = found / temperatures[part, None]
                 of_targets[part].add_(found.masked_fill_(~is_in[part], 0))
                 of_piece, for_backward = sums_over(logits, _part_of(temperatures, part))
                 if keeps:
@@ -310,13 +386,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 del logits, for_backward  # before those of the next chunk come
         if vocabulary is not None and is_foreign is not None:
             sums.move(vocabulary.max(sums.peak.clone()))
-            stacked = torch.stack([sums.total, sums.weighed, of_targets.masked_fill(is_foreign, 0)])
-            sums.total, sums.weighed, of_targets = vocabulary.sum(stacked)
+            own = (
+                sums.total[:, None],
+                sums.weighed[:, None],
+                of_targets.masked_fill(is_foreign, 0),
+            )
+            joined = vocabulary.sum(torch.cat(own, 1))
+            sums.total, sums.weighed, of_targets = joined[:, 0], joined[:, 1], joined[:, 2:]
         for of_piece_kept, peak in zip(kept, peaks, strict=True):
             if not is_fused(of_piece_kept):
                 of_piece_kept.div_((sums.total * (sums.peak - peak).exp())[:, None])
         normalizer, entropy = sums.normalizer, sums.entropy
-        logprobs = (of_targets - sums.peak) - sums.total.log()
+        logprobs = (of_targets - sums.peak[:, None]) - sums.total.log()[:, None]
         are_rounded = bool(kept) and len(targets) > chunk_tokens
         ctx.save_for_backward(
             hidden,
@@ -345,9 +426,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         kept, peaks = iter(others[: ctx.num_kept]), iter(others[ctx.num_kept :])
         rows, (needs_hidden, needs_weight, needs_bias) = ctx.rows, ctx.needs_input_grad[:3]
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(normalizer)
-        scale = grad_logprobs if temperatures is None else grad_logprobs / temperatures
-        of_targets = scale if is_foreign is None else scale.masked_fill(is_foreign, 0)
+            grad_logprobs = torch.zeros_like(targets, dtype=normalizer.dtype)
+        of_all = grad_logprobs if temperatures is None else grad_logprobs / temperatures[:, None]
+        of_targets = of_all if is_foreign is None else of_all.masked_fill(is_foreign, 0)
+        scale = of_all.sum(1)
         dtype = normalizer.dtype
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
@@ -393,14 +475,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, *(None,) * 6
 
 
-def _no_sums(hidden: torch.Tensor) -> tuple[VocabularySums, torch.Tensor]:
-    """The sums over no logits, and [N] zeros for the logits of the targets."""
+def _no_sums(hidden: torch.Tensor, num_targets: int) -> tuple[VocabularySums, torch.Tensor]:
+    """The sums over no logits, and [N, K] zeros for the logits of the targets."""
     dtype = _sum_dtype(hidden.dtype)
-    zeros = hidden.new_zeros(4, len(hidden), dtype=dtype)
+    zeros = hidden.new_zeros(3, len(hidden), dtype=dtype)
     # a peak that every logit is above, and differences to which are finite
     zeros[0] = torch.finfo(dtype).min / 4
-    peak, total, weighed, of_targets = zeros
-    return VocabularySums(peak, total, weighed), of_targets
+    return VocabularySums(*zeros), zeros.new_zeros(len(hidden), num_targets)
 
 
 def _logits_gradient(
@@ -421,6 +502,7 @@ def _logits_gradient(
     it is fused and the products that it goes into are of these.
 
     Args:
+        targets, of_targets: [N, K] of all targets.
         kept: [N, V] probabilities, or the logits where it is fused; None: computed again.
         peak: [N] of `rounded_exponentials`, which are kept in their place; None: they are not.
         all others: see `gradient_of_logits`.
@@ -432,15 +514,16 @@ def _logits_gradient(
             logits,
             temperatures,
             normalizer,
-            targets,
-            of_targets,
+            targets[:, 0],
+            of_targets[:, 0],
             scale,
             entropy,
             grad_entropy,
             hidden.dtype if _multiplies_rounded(hidden) else normalizer.dtype,
             peak,
         )
-        return gradient
+        others = of_targets[:, 1:].to(gradient.dtype)
+        return gradient.scatter_add_(-1, targets[:, 1:], others)
     probabilities = kept
     if probabilities is None:
         logits = scaled_logits(hidden, weight, bias, temperatures)
@@ -450,12 +533,12 @@ def _logits_gradient(
         of_entropy = entropy_gradient(probabilities, entropy, grad_entropy)
         if temperatures is not None:
             of_entropy.div_(temperatures[:, None])
-    # d logprob_t / d logit_v = (1[v = target] - p_v) / temperature
+    # d logprob_k / d logit_v = (1[v = target_k] - p_v) / temperature
     is_ours = kept is None
     gradient = probabilities.mul_(-scale[:, None]) if is_ours else probabilities * -scale[:, None]
     if of_entropy is not None:
         gradient += of_entropy
-    return gradient.scatter_add_(-1, targets[:, None], of_targets[:, None].to(gradient.dtype))
+    return gradient.scatter_add_(-1, targets, of_targets.to(gradient.dtype))
 
 
 def gradient_of(weight: torch.Tensor) -> torch.Tensor:

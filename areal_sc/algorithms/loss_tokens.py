@@ -120,6 +120,8 @@ class LossTokens:
         counts: denominators.
         values: [N] float32, of a model with a value head, before each token, or behind it where the
             loss reads scores; requires grad. None: it has none.
+        top_logprobs: [N, k] float32, nats, of the tokens in the rows' `teacher_top_tokens`, of the
+            current weights; requires grad. Without the field k is 0.
     """
 
     logprobs: torch.Tensor
@@ -128,6 +130,7 @@ class LossTokens:
     rows: LossRows
     counts: LossCounts
     values: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
 
     @property
     def predicted_values(self) -> torch.Tensor:

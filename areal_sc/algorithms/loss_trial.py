@@ -15,6 +15,7 @@ from areal_sc.algorithms.losses import Metrics, checked
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ModelHead
 from areal_sc.errors import ConfigError, WorkflowError
+from areal_sc.token_fields import TOP_LOGPROBS, TOP_TOKENS
 from areal_sc.user_code import user_code
 
 _NUM_LOSS_TOKENS: Final = (3, 1)
@@ -67,8 +68,11 @@ def try_loss(loss: NamedLoss, head: ModelHead) -> Metrics:
                 groups=(0, 0),
                 rewards=(1.0, 0.0),
             )
-            rows = replace(tokens.rows, fields=of_rows)
-            return compute(replace(tokens, rows=rows, values=None if is_lm else output / 2))
+            top = output[:, None] - torch.arange(1.0, (loss.top_k or 2) + 1)
+            fields.update({TOP_LOGPROBS: top.detach(), TOP_TOKENS: torch.zeros_like(top).int()})
+            rows, values = replace(tokens.rows, fields=of_rows), None if is_lm else output / 2
+            top_logprobs = top if is_lm else None
+            return compute(replace(tokens, rows=rows, values=values, top_logprobs=top_logprobs))
 
     fields, of_rows = _MadeUpFields({}), _MadeUpFields({})
     try:

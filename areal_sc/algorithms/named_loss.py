@@ -17,6 +17,7 @@ from areal_sc.config.fields import RANGE, Range
 from areal_sc.config.ppo_settings import POLICY_GRADIENT, ROW_FILTER, PPOConfig, is_row_filter
 from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.errors import ConfigError
+from areal_sc.token_fields import TOP_LOGPROBS, TOP_TOKENS
 from areal_sc.user_code import user_function
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ BUILT_IN: Final = {
     "dpo": "areal_sc.algorithms.pairs:dpo",
     "bradley_terry": "areal_sc.algorithms.pairs:bradley_terry",
     "reverse_kl": "areal_sc.algorithms.distillation:reverse_kl",
+    "top_k_kl": "areal_sc.algorithms.distillation:top_k_kl",
     "value": "areal_sc.algorithms.gae:value_loss",
 }
 """Losses by their names, and where they are."""
@@ -35,6 +37,7 @@ BUILT_IN: Final = {
 _FIELDS: Final = {
     "dpo": ("reference_logprobs",),
     "reverse_kl": ("behavior_logprobs", "teacher_logprobs"),
+    "top_k_kl": (TOP_LOGPROBS, TOP_TOKENS),
     "value": ("returns", "values"),
 }
 """Fields of the rows that a built-in loss reads; the others read none, or what settings say."""
@@ -45,17 +48,24 @@ _RANGES: Final[dict[str, Range]] = {
     "label_smoothing": Range(ge=0, lt=0.5),
     "cross_entropy": Range(ge=0),
     "ratio_cap": Range(ge=1, infinite=True),
+    "top_k": Range(ge=1),
     "value_clip": Range(gt=0, infinite=True),
 }
 """What the numbers among the settings of built-in losses may be."""
 
-_CHOICES: Final = {"of_margin": ("sigmoid", "square", "hinge"), "of_row": ("sum", "mean")}
+_CHOICES: Final = {
+    **{"of_margin": ("sigmoid", "square", "hinge"), "of_row": ("sum", "mean")},
+    "direction": ("forward", "reverse"),
+}
 """What the names among them may be."""
 
 _READS_SCORES: Final = ("bradley_terry",)
 _COMPARES_ROWS: Final = ("dpo", *_READS_SCORES)
 
 _EXPECTED = f"{', '.join(BUILT_IN)} or package.module:function"
+
+TOP_K: Final = 16
+"""Most probable tokens of a teacher that `top_k_kl` reads, where nothing else is set."""
 
 _SWITCHES: Final = (
     *("ratio", "gain", "clip_low", "clip_high", "clip_dual", "gate_positive", "gate_negative"),
@@ -95,6 +105,11 @@ class NamedLoss:
         return self.name in _READS_SCORES
 
     @property
+    def top_k(self) -> int:
+        """Most probable tokens of a teacher that the loss reads; 0: none."""
+        return int(self.settings.get("top_k", TOP_K)) if self.name == "top_k_kl" else 0
+
+    @property
     def fields(self) -> tuple[str, ...] | None:
         """Names of the rows' fields that the loss reads, sorted; None: only the user knows."""
         if self.name not in BUILT_IN:
@@ -119,7 +134,8 @@ class NamedLoss:
             return
         for name, value in self.settings.items():
             allowed = _RANGES.get(name)
-            if allowed and not (isinstance(value, int | float) and value in allowed):
+            numbers = int if name == "top_k" else int | float
+            if allowed and not (isinstance(value, numbers) and value in allowed):
                 raise ConfigError(
                     f"loss {self.name}, {name}: expected a number {allowed}, got {value!r}"
                 )

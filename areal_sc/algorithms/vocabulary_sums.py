@@ -113,10 +113,10 @@ def gradient_of_logits(
     Args:
         temperatures: [N], or None: 1.
         normalizer: [N] of the divided logits.
-        targets: [N] int64, places in V.
-        of_targets: [N] gradient of the log-probability where the target is among the V, else 0;
-            divided by the temperature.
-        scale: [N] gradient of the log-probability; divided by the temperature.
+        targets: [N] int64, places in V of one target.
+        of_targets: [N] gradient of its log-probability where it is among the V, else 0; divided by
+            the temperature.
+        scale: [N] gradient of the log-probabilities of all targets; divided by the temperature.
         entropy: [N] nats.
         grad_entropy: [N], or None: no gradient comes through the entropy.
         dtype: of the result.

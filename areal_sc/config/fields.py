@@ -177,7 +177,7 @@ def check_ranges(config: Any) -> None:
                     f"{number.bit_length()} bits"
                 )
         allowed = found.metadata.get(RANGE)
-        if allowed is None:
+        if allowed is None or (value is None and "None" in str(found.type)):
             continue
         if not isinstance(value, int | float):  # only settings built in Python have other types
             raise ConfigError(f"{key}: expected a number, got {value!r}")

@@ -28,10 +28,22 @@ class OptimizerConfig(Section):
     weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0)
     max_grad_norm: float = setting(1.0, "clips the gradient's norm; 0: no clipping", ge=0)
     schedule: LrSchedule = setting(LrSchedule.constant)
-    warmup_steps: int = setting(0, "training steps from 0 to lr", ge=0)
+    warmup_steps: float = setting(
+        0, "training steps from 0 to lr; below 1: a share of total_steps", ge=0
+    )
     min_lr_ratio: float = setting(
         0.0, "where the schedule ends, as a share of lr", ge=0, le=1, idle=("schedule=constant",)
     )
     total_steps: int = apart(
-        "${total_steps}", 0, "training steps of the schedule", ge=1, idle=("schedule=constant",)
+        "${total_steps}",
+        0,
+        "training steps of the schedule",
+        ge=1,
+        idle=("schedule=constant and warmup_steps=0",),
     )
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """What `warmup_steps` comes to."""
+        share = self.warmup_steps < 1
+        return round(self.warmup_steps * self.total_steps if share else self.warmup_steps)

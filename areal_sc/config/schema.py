@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from omegaconf import MISSING
 
@@ -291,6 +291,10 @@ class RewardModelConfig(TeacherConfig):
     head: ClassVar[ModelHead] = ModelHead.value
 
 
+ENDLESS_VERSIONS: Final = 100_000
+"""A bound that nothing comes to, where no setting says how many steps there are."""
+
+
 @dataclass
 class RolloutConfig(Section):
     """Generation: engines, admission, staleness, limits.
@@ -331,7 +335,9 @@ class RolloutConfig(Section):
     total_steps: int = shared("${total_steps}", 0, "training steps; 0: admit without end", ge=0)
     train_batch_groups: int = setting(32, "groups a training step (B)", ge=1)
     group_size: int = setting(8, "episodes a prompt", ge=1)
-    max_staleness: int = setting(4, "bound eta, in policy versions; 0 is synchronous", ge=0)
+    max_staleness: int | None = setting(
+        4, "bound eta, in policy versions; 0 is synchronous, null: no bound", ge=0
+    )
     over_bound: OverBound = setting(
         OverBound.train, idle=("max_staleness=0: no group is ever over the bound",)
     )
@@ -367,6 +373,13 @@ class RolloutConfig(Section):
     def waits_for_weights(self) -> bool:
         """Whether the first weights are the trainer's, as the model folder has others, or none."""
         return self.random_init or self.lora.begins_trained
+
+    @property
+    def staleness_bound(self) -> int:
+        """`max_staleness`; without a bound as many versions as there are."""
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return self.total_steps or ENDLESS_VERSIONS
 
     @property
     def most_workers(self) -> int:

@@ -262,6 +262,12 @@ class TrainEngine(Protocol):
                 `base_logprobs`: `logprobs` without the adapter that the model has.
         """
 
+    def top_logprobs(self, rows: PackedRows, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most probable tokens at each token in `loss_mask`, else 0; meaningful on heads alone.
+
+        Returns: [T, top_k] float32, nats, as `logprobs`, and [T, top_k] int32, the tokens.
+        """
+
     def update(
         self,
         minibatches: Sequence[PackedRows],

@@ -30,6 +30,7 @@ from areal_sc.config.schema import (
     GRPOConfig,
     KeepGroups,
     ModelHead,
+    OverBound,
     Resume,
     RolloutEngine,
     WeightUpdateMethod,
@@ -51,9 +52,11 @@ from areal_sc.sizing.model_context import known_context
 from areal_sc.sizing.model_folder import (
     VALUE_HEAD,
     check_model_folder,
+    read_model_config,
     read_stored_shapes,
     tokens_of,
 )
+from areal_sc.sizing.model_formula import first_int
 from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
 from areal_sc.sources.prompt_choice import WITH_SIGNAL, PromptChoice
 from areal_sc.transport.sockets.interface import Interface
@@ -118,7 +121,7 @@ def check_models(config: GRPOConfig) -> None:
     """Checks that the models that the workers load are there; downloads those of the hub.
 
     Raises: ModelError: there is no such model, or a folder holds none that can be used.
-        ConfigError: its tokens are not the policy's, or it gives no scores.
+        ConfigError: its tokens are not the policy's, or too few, or it gives no scores.
     """
     for role, model in _trained_models(config).items():
         folder = local_model(model.path)
@@ -126,6 +129,13 @@ def check_models(config: GRPOConfig) -> None:
         if model.has_adapter and model.lora.path:
             check_adapter(model.lora)
         _check_tokenizer(role, model, config.actor)
+    if teacher := further_models(config).get("teacher"):
+        told = first_int(read_model_config(local_model(teacher.path)) or {}, "vocab_size")
+        if told and told < (top_k := loss_of(config.actor.ppo).top_k):
+            raise ConfigError(
+                f"actor.ppo.loss_settings.top_k: expected at most {told}, the tokens of "
+                f"teacher.path={teacher.path}, got {top_k}"
+            )
     if scorer := further_models(config).get("reward_model"):
         stored = read_stored_shapes(local_model(scorer.path))
         if stored and not scorer.random_init and stored.get(VALUE_HEAD, ())[:1] != (1,):
@@ -224,6 +234,11 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
             value_at(rollout, key) != WITH_SIGNAL or group >= 2,
             f"at least 2 with rollout.{key}=with_signal (one answer alone never has signal)",
         )
+    yield (
+        "rollout.over_bound",
+        rollout.max_staleness is not None or rollout.over_bound is OverBound.train,
+        "train with rollout.max_staleness=null (no group is ever over the bound)",
+    )
     context, named = rollout.max_context_tokens, "rollout.max_context_tokens"
     yield (
         "generation.max_new_tokens",
@@ -327,7 +342,7 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         )
         yield (
             "rollout.max_staleness",
-            config.rollout.max_staleness > 0,
+            config.rollout.staleness_bound > 0,
             "at least 1 with rollout.autoscale.max (a synchronous trainer always waits for "
             "generation, so that its waits do not say how many workers it needs)",
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.further_models import further_models
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.placement import Purpose
@@ -20,6 +21,7 @@ from areal_sc.schedulers.base import Node, placed
 from areal_sc.sizing.machine import Machine, this_machine
 from areal_sc.sizing.model_context import known_shape
 from areal_sc.sizing.model_folder import ModelShape
+from areal_sc.sizing.store_room import top_tokens_bytes
 from areal_sc.sizing.worker_plan import HOST, RunPlan, WorkerPlan, format_bytes
 
 _LESS: Final = {
@@ -123,10 +125,12 @@ def unchecked_plans(
     machines = [node.machine for node in nodes]
     trainers = workers_of(TRAIN_ROLE, make_actor(config.actor), shapes[TRAIN_ROLE], machines)
     copies = _bytes_of_copies(config, trainers)
+    of_teacher = top_tokens_bytes(config.rollout, loss_of(config.actor.ppo).top_k)
     for role, model in further_models(config).items():
         further = workers_of(role, make_actor(model), shapes[role], machines)
+        sealed = of_teacher // model.parallel.num_ranks if role == "teacher" else 0
         for of_node, more in zip(trainers, further, strict=True):
-            of_node += [replace(worker, role=role, store_bytes=0) for worker in more]
+            of_node += [replace(worker, role=role, store_bytes=sealed) for worker in more]
     if not generates:  # then nobody gets weights, as nobody gets those of further models
         trainers = [[replace(it, store_bytes=0) for it in of_node] for of_node in trainers]
     takes_turns = config.rollout.placement is Placement.turns

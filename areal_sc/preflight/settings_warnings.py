@@ -68,9 +68,9 @@ def _estimator_warnings(config: GRPOConfig) -> Iterator[str]:
 def _step_warnings(config: GRPOConfig) -> Iterator[str]:
     """Settings that take no effect in so few training steps."""
     optimizer, defaults = config.actor.optimizer, GRPOConfig()
-    if 0 < optimizer.total_steps <= optimizer.warmup_steps:
+    if 0 < optimizer.total_steps <= optimizer.num_warmup_steps:
         yield (
-            f"actor.optimizer.warmup_steps={optimizer.warmup_steps} is not below "
+            f"actor.optimizer.warmup_steps={optimizer.warmup_steps:g} is not below "
             f"actor.optimizer.total_steps={optimizer.total_steps}: lr is never reached"
         )
     for section in ("evaluation", "checkpoint"):

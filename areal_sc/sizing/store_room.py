@@ -49,10 +49,26 @@ def max_group_bytes(rollout: RolloutConfig, field_bytes: FieldBytes = NO_FIELDS)
 
 
 def live_row_bytes(rollout: RolloutConfig) -> int:
-    """Most bytes of rows in one store: eta + 1 admitted batches, and the one being trained."""
-    live_groups = (rollout.max_staleness + 2) * rollout.train_batch_groups
+    """Most bytes of rows in one store: eta + 1 admitted batches, and the one being trained.
+
+    Without a bound these are groups for all slots in place of eta batches; more are admitted only
+    where training is slower than generation, up to `rollout.store_bytes`.
+    """
+    slots = rollout.max_running_sequences * rollout.most_workers
+    live_groups = 2 * rollout.train_batch_groups + (
+        -(-slots // rollout.group_size)
+        if rollout.max_staleness is None
+        else rollout.max_staleness * rollout.train_batch_groups
+    )
     share = -(-live_groups * max_group_bytes(rollout) // rollout.fewest_workers)
     return min(rollout.store_bytes or share, share)
+
+
+def top_tokens_bytes(rollout: RolloutConfig, top_k: int) -> int:
+    """Most bytes of a batch's most probable tokens of a teacher: a number and a log-probability of
+    each, at each token of the rows."""
+    num_tokens = rollout.train_batch_groups * rollout.group_size * rollout.episode_tokens
+    return num_tokens * top_k * (FIELD_DTYPES["int32"] + FIELD_DTYPES["float32"])
 
 
 def describe_largest_group(rollout: RolloutConfig, field_bytes: FieldBytes = NO_FIELDS) -> str:

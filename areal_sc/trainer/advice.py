@@ -94,7 +94,7 @@ def tail_advice(config: GRPOConfig, metrics: StepMetrics) -> str | None:
 
     Returns: one sentence, or None while the tail is acceptable.
     """
-    bound = config.rollout.max_staleness
+    bound = config.rollout.staleness_bound
     match config.rollout.over_bound:
         case OverBound.train if metrics.group_staleness_max > MAX_TAIL * max(bound, 1):
             found = (

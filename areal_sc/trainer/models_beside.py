@@ -25,6 +25,7 @@ from areal_sc.engines.handles import make_model
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.token_fields import TOP_LOGPROBS
 
 
 class ModelsBeside:
@@ -61,12 +62,13 @@ class ModelsBeside:
         if self._is_under_adapter:
             del needed[field]
         for role, each in FURTHER_MODELS.items():
-            if each.field in needed and role not in models:
+            field = TOP_LOGPROBS if role == "teacher" and TOP_LOGPROBS in needed else each.field
+            if field in needed and role not in models:
                 raise ConfigError(
-                    f"{role}.path: no value, but actor.ppo needs {each.field} of such a model "
-                    f"({needed[each.field]}); name one, actor.path say (docs/several-models.md)"
+                    f"{role}.path: no value, but actor.ppo needs {field} of such a model "
+                    f"({needed[field]}); name one, actor.path say (docs/several-models.md)"
                 )
-        self._of_rewards = dict[str, float]()
+        self._of_rewards, self._top_k = dict[str, float](), loss_of(ppo).top_k
         self.controllers = {
             role: TrainController(make_model(config, role), scheduler, role=role) for role in models
         }
@@ -81,7 +83,9 @@ class ModelsBeside:
             batch = actor.compute(batch, BASE_LOGPROBS, field=field)
         for role, model in self.controllers.items():
             output, field = FURTHER_MODELS[role]
-            if field:
+            if role == "teacher" and self._top_k:
+                batch = model.compute_top_logprobs(batch, self._top_k)
+            elif field:
                 batch = model.compute(batch, output, field=field)
         return self._add_rewards(batch, actor)
 

@@ -173,7 +173,7 @@ class Step(BareStep):
             sync_s=self._spent["sync"],
             num_train_workers=self._actor.engine.num_workers,
             num_rollout_workers=self._rollout.num_workers,
-            max_staleness=self._rollout.config.max_staleness,
+            max_staleness=self._rollout.config.staleness_bound,
             **of_groups(batch, before, now),
             controller_bytes=new("controller_bytes"),
             published_bytes=new("published_bytes"),

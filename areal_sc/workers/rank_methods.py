@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from areal_sc.engines.base import RankPosition
 from areal_sc.metadata import BatchMetadata
+from areal_sc.token_fields import TOP_LOGPROBS, TOP_TOKENS
 from areal_sc.transport.rpc.method import Method
 from areal_sc.workers.calls import Numbers, SealedShard
 from areal_sc.workers.operations import Operation
@@ -59,7 +60,7 @@ class InitializeRank(Struct, frozen=True, array_like=True):
 
 
 class Compute(RankCall, frozen=True, array_like=True):
-    """What the model says of the rows of this rank, as a new field of theirs.
+    """What the model says of the rows of this rank, as new fields of theirs.
 
     Attributes:
         batch: the rows, with the fields that the model reads.
@@ -67,12 +68,21 @@ class Compute(RankCall, frozen=True, array_like=True):
             which reads the rows alone.
         field: name of the new field.
         num_left_out: rows at the beginning that it does without, and holds NaN.
+        top_k: not 0: in place of all that, `TOP_LOGPROBS` and `TOP_TOKENS` of so many tokens.
     """
 
     batch: BatchMetadata
     output: str | int
     field: str
     num_left_out: int = 0
+    top_k: int = 0
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The new fields, and their types."""
+        if not self.top_k:
+            return {self.field: "float32"}
+        return {TOP_LOGPROBS: f"float32[{self.top_k}]", TOP_TOKENS: f"int32[{self.top_k}]"}
 
     @property
     def batches(self) -> tuple[BatchMetadata, ...]:

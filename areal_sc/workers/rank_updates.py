@@ -25,22 +25,24 @@ from areal_sc.workers.rank import Rank
 
 
 async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedShard:
-    """Seals the field, if this rank is the head of its model group."""
+    """Seals the fields, if this rank is the head of its model group."""
     with _computing(rank):
         with rank.recorder.span("pulling rows", version=rank.operations.version):
             rows = await rank.plane.puller.pull(args.batch)
         values_of = await _values_of(rank, args.output)
 
         def compute() -> str:
-            if args.num_left_out:
+            if args.top_k:
+                values: tuple[torch.Tensor, ...] = rank.engine.top_logprobs(rows, args.top_k)
+            elif args.num_left_out:
                 computed = values_of(rows.take(range(args.num_left_out, rows.num_rows)))
                 missing = computed.new_full((rows.num_tokens - len(computed),), torch.nan)
-                values = torch.cat([missing, computed])
+                values = (torch.cat([missing, computed]),)
             else:
-                values = values_of(rows)
+                values = (values_of(rows),)
             if not rows.num_rows or not rank.position.is_head:
                 return ""
-            return rank.plane.store.put({args.field: values}, rows.lengths)
+            return rank.plane.store.put(dict(zip(args.types, values, strict=True)), rows.lengths)
 
         with rank.recorder.span(f"computing {args.field}", version=rank.operations.version):
             return rank.sealed(await rank.compute(compute))

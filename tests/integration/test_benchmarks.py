@@ -40,6 +40,7 @@ PROMISED = {
     "chaos_models": {"num_kills", "store_growth_ref", "store_growth_sft"},
     "chat_drift": {"QWEN_THINKING_rows", "LLAMA_drifted_by_split"},
     "chat_turns": {"turns_s", "session_s", "anew_over_turns"},
+    "distillation": {"sampled_token_0_first_kl_nats", "top_16_forward_0_bytes_per_row"},
     "first_hour": {"huge_over_plain_first_step", "trackers_calls_percent"},
     "generate_throughput": {"local_over_static", "mixed_over_static"},
     "group_rewards": {"right_0_accuracy_after", "majority_0_accuracy_before"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,26 @@ def test_models_beside_survive_the_death_of_each_worker_and_of_the_script(
     assert {folder.name for folder in snapshot.glob("engine*")} == {"engine", "engine-critic"}
     model = hf.AutoModelForCausalLM.from_pretrained(run_dir / "model")
     assert model.get_output_embeddings() is not None
+
+
+def test_a_student_follows_the_most_probable_tokens_of_a_teacher(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    """Two ranks of the teacher, which is far from the student: the divergence falls."""
+    teacher: Any = hf.AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(3)
+    shutil.copytree(tiny_model_folder, tmp_path / "teacher")
+    teacher.save_pretrained(tmp_path / "teacher")
+    settings = (
+        *("total_steps=6", "actor.algorithm=distillation_top_k", "actor.optimizer.lr=1e-2"),
+        *("actor.ppo.loss_settings.top_k=8", f"teacher.path={tmp_path / 'teacher'}"),
+        "teacher.parallel.data=2",
+    )
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as run:
+        run.finish()
+        steps = [step["train"] for step in run.records("step")]
+        run.wait_until_gone()
+    assert steps[-1]["teacher_kl"] < steps[0]["teacher_kl"]
+    assert 0 < steps[0]["rest"] < 1

@@ -42,6 +42,7 @@ def test_policy_and_critic_are_trained_together(tmp_path: Path, tiny_model_folde
     [
         ({"advantage": "gae"}, r"critic.path: no value, but .* needs values .*advantage gae"),
         ({"kl_coefficient": 0.1}, r"reference.path: no value, but .* needs reference_logprobs"),
+        ({"loss": "top_k_kl"}, r"teacher.path: no value, but .* needs teacher_top_logprobs"),
         ({"loss": "dpo"}, r"actor.ppo.loss: expected a loss of single rows .* DPOTrainer"),
         ({}, r"actor.ppo.advantage: expected gae with critic.path .*, got group"),
     ],

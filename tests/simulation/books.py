@@ -134,7 +134,7 @@ class RunBooks:
         assert version == self.rollout.version == self.actor.version
         self.before_announcement(version)
         num_counted = len(self.admitted) - len(self.rejected)
-        assert num_counted // settings.batch_groups <= version + settings.max_staleness
+        assert num_counted // settings.batch_groups <= version + settings.bound
         num_unconsumed = len(self.admitted) - len(self.rejected) - len(self.trained_at)
         # of a lost worker's store only that is known of which a reply told, until it is back
         lost = [s for s in self.rollout._workers._states if s.member.failure is not None]
@@ -220,11 +220,9 @@ class RunBooks:
             assert group_id not in self.rejected, f"rejected group {group_id} is trained"
             self.trained_at[group_id] = version
         if settings.over_bound in (OverBound.wait, OverBound.regenerate):
-            assert max(version - row.admitted_version for row in batch.rows) <= (
-                settings.max_staleness
-            )
+            assert max(version - row.admitted_version for row in batch.rows) <= (settings.bound)
         is_masked = settings.over_bound is OverBound.mask
-        bound = version - settings.max_staleness if is_masked else None
+        bound = version - settings.bound if is_masked else None
         assert batch.min_token_version == bound
         if bound is not None:
             trainable = {r.group_id for r in batch.rows if r.num_loss_tokens_since(bound)}
@@ -263,7 +261,7 @@ class RunBooks:
         assert sum(sizes) == len(batch.episodes), "an episode lies in two minibatches"
         assert len(sizes) == min(self.settings.num_minibatches, len(batch.episodes))
         assert max(sizes) - min(sizes) <= 1
-        if self.settings.max_staleness == 0:
+        if self.settings.bound == 0:
             assert {span[0] for row in step.rows for span in row.version_spans} == {step.version}
             assert step.num_running_groups == 0, "generation goes on while a step is trained"
 
@@ -273,7 +271,7 @@ class RunBooks:
         num_counted = len(self.admitted) - len(self.rejected)
         lead = self.rollout.groups.admission.lead
         is_eager = settings.admission is AdmissionMode.eager
-        assert lead == settings.max_staleness if is_eager else 0 <= lead <= settings.max_staleness
+        assert lead == settings.bound if is_eager else 0 <= lead <= settings.bound
         limit = int((self.actor.version + lead + 1) * settings.batch_groups)
         if settings.ends_at_last_step:
             limit = min(limit, settings.num_steps * settings.batch_groups)

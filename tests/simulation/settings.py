@@ -10,6 +10,7 @@ from areal_sc.config.parallel_settings import ParallelConfig, Placement
 from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.schema import (
+    ENDLESS_VERSIONS,
     ActorConfig,
     AdmissionMode,
     Dtype,
@@ -30,7 +31,7 @@ class Settings:
 
     num_steps: int = 8
     over_bound: OverBound = OverBound.train
-    max_staleness: int = 2
+    max_staleness: int | None = 2
     admission: AdmissionMode = AdmissionMode.just_in_time
     keep_groups: KeepGroups = KeepGroups.all
     choose_prompts: str = "all"
@@ -60,6 +61,10 @@ class Settings:
     is_reference_frozen: bool = True
     seed: int = 0
     behavior: Behavior = field(default_factory=Behavior)
+
+    @property
+    def bound(self) -> int:
+        return ENDLESS_VERSIONS if self.max_staleness is None else self.max_staleness
 
     @property
     def group_bytes(self) -> int:

@@ -11,7 +11,7 @@ actor.path = model base_model pretrain model_name_or_path model_name model_path
 actor.path (owner/model@revision) = model_revision
 actor.optimizer.lr = learning_rate actor_lr actor_learning_rate
 actor.optimizer.schedule = lr_scheduler_type lr_scheduler lr_decay_style lr_scheduler_kwargs
-actor.optimizer.warmup_steps (steps, not a share) = warmup_ratio lr_warmup_steps
+actor.optimizer.warmup_steps (below 1: a share) = warmup_ratio lr_warmup_steps
     lr_warmup_steps_ratio warmup_steps_proportion num_warmup_steps
 actor.optimizer.beta1 or actor.optimizer.beta2 = betas adam_betas optimizer.beta
 actor.optimizer.beta1 = adam_beta1

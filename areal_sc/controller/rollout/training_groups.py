@@ -74,7 +74,7 @@ class TrainingGroups(Groups):
         self._why_again: dict[int, str] = {}
         self.batch_metrics: dict[str, float] = {}
         self._policy = StalenessPolicy(
-            config.max_staleness, config.train_batch_groups, config.over_bound
+            config.staleness_bound, config.train_batch_groups, config.over_bound
         )
         self.admission = Admission(config, self._policy, lambda: asyncio.get_running_loop().time())
         self._kept = tools.workers.kept

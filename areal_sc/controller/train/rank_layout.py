@@ -73,15 +73,16 @@ class RankLayout:
         return [replies[head] for head in self.heads]
 
 
-def with_sealed_field(
+def with_sealed_fields(
     batch: BatchMetadata,
-    field: str,
+    types: dict[str, str],
     share_rows: Sequence[Sequence[int]],
     sealed: Sequence[ShardReference],
 ) -> BatchMetadata:
-    """The batch with a float32 field that the ranks have computed share by share.
+    """The batch with fields that the ranks have computed share by share.
 
     Args:
+        types: of the fields, by name.
         share_rows: rows of each share, in the order in which its head has sealed them.
         sealed: the shard of each share; of one without rows, none is read.
     """
@@ -93,7 +94,7 @@ def with_sealed_field(
             runs.append(RowRun(row, first, 1 + len(others)))
         if runs:
             shards.append(ShardMetadata(*shard, runs=tuple(sorted(runs))))
-    columns = (Columns({field: "float32"}, tuple(shards), is_computed=True),)
+    columns = (Columns(types, tuple(shards), is_computed=True),)
     return batch.union(structs.replace(batch, columns=columns))
 
 

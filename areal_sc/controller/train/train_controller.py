@@ -185,6 +185,17 @@ class TrainController(Controller):
         """
         return await self.compute_async(batch, "logprobs", field=field)
 
+    async def compute_top_logprobs_async(self, batch: BatchMetadata, top_k: int) -> BatchMetadata:
+        """The batch with the `top_k` tokens that the model finds most probable, as `compute`.
+
+        `teacher_top_logprobs`, [T, top_k] float32, nats, falling, and `teacher_top_tokens`,
+        [T, top_k] int32. A loss reads both, and `LossTokens.top_logprobs`.
+
+        Raises: ValueError: the vocabulary is smaller.
+        """
+        column_of("logprobs", self.config)
+        return await self._step.compute_top(batch, top_k)
+
     async def compute_proximal_logprobs_async(
         self, batch: BatchMetadata, *, whole: bool = False
     ) -> BatchMetadata:
@@ -409,6 +420,7 @@ class TrainController(Controller):
 
     compute = blocking(compute_async)
     compute_logprobs = blocking(compute_logprobs_async)
+    compute_top_logprobs = blocking(compute_top_logprobs_async)
     compute_proximal_logprobs = blocking(compute_proximal_logprobs_async)
     update = blocking(update_async)
     ppo_update = blocking(ppo_update_async)

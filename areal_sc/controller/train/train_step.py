@@ -25,13 +25,13 @@ from areal_sc.config.ppo_settings import GAE, ClipCenter, PPOConfig
 from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.step_life import StepState
 from areal_sc.controller.train.model_place import PlaceFile
-from areal_sc.controller.train.rank_layout import try_loss, with_sealed_field
+from areal_sc.controller.train.rank_layout import try_loss, with_sealed_fields
 from areal_sc.controller.train.rank_state import Asked
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.errors import ROWS_GONE, ArealError, BatchLost, ConfigError, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.token_fields import ROUTED_EXPERTS
+from areal_sc.token_fields import ROUTED_EXPERTS, TOP_LOGPROBS
 from areal_sc.weights.channel import WeightsReader
 from areal_sc.workers import rank_methods
 from areal_sc.workers.operations import Kind
@@ -237,6 +237,11 @@ class TrainStep:
         computed = await self._computed(batch, self._wanted(batch, output, field))
         return computed.without_advantages() if field == "advantages" else computed
 
+    async def compute_top(self, batch: BatchMetadata, top_k: int) -> BatchMetadata:
+        """The batch with the two fields of the most probable tokens."""
+        wanted = replace(self._wanted(batch, "logprobs", TOP_LOGPROBS), top_k=top_k)
+        return await self._computed(batch, wanted)
+
     def _wanted(
         self, batch: BatchMetadata, output: str | TokenFunction, field: str
     ) -> rank_methods.Compute:
@@ -258,7 +263,7 @@ class TrainStep:
         except ROWS_GONE as error:
             raise self.lose_rows(batch, error) from error
         await asyncio.sleep(0)
-        return with_sealed_field(batch, wanted.field, share_rows, computed.shards)
+        return with_sealed_fields(batch, wanted.types, share_rows, computed.shards)
 
     async def compute_proximal(self, batch: BatchMetadata, *, whole: bool) -> BatchMetadata:
         """The batch with field `proximal_logprobs`, if the loss needs it.

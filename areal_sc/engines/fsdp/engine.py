@@ -185,7 +185,7 @@ class FSDPEngine(RankEngine):
         with self._model.computing():
             for micro_rows in batch.packed:
                 micro_batch = self._micro_batch(batch, micro_rows)
-                yield micro_batch, self._forward(micro_batch, batch.rows)
+                yield micro_batch, self._forward(micro_batch, batch.rows, batch.top_k)
 
     def _combined_outputs(self, values: torch.Tensor) -> torch.Tensor:
         return self._groups.sequence.sum(values)  # each rank has those of its own tokens
@@ -345,7 +345,7 @@ class FSDPEngine(RankEngine):
             numbers=batch.numbers,
         )
 
-    def _forward(self, batch: MicroBatch, rows: PackedRows) -> Outputs:
+    def _forward(self, batch: MicroBatch, rows: PackedRows, top_k: int = 0) -> Outputs:
         logprobs, entropy = self._model(
             batch.input_ids,
             batch.layout,
@@ -353,5 +353,10 @@ class FSDPEngine(RankEngine):
             batch.targets,
             batch.gather_temperatures(rows),
             batch.routes,
+            top_k,
         )
         return logprobs, entropy
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self._model.causal_lm.config.get_text_config().vocab_size)

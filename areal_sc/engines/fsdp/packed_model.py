@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 from areal_sc.algorithms.logprobs import (
     VocabularyPart,
     chunked_logprobs,
+    chunked_top_logprobs,
     float32_linear,
     logprobs_of_logits,
+    top_logprobs_of_logits,
 )
 from areal_sc.config.schema import ModelHead
 from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
@@ -274,6 +276,7 @@ class PackedModel(nn.Module):
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
         routes: torch.Tensor | None = None,
+        top_k: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of `targets`, each after the packed token at its position.
 
@@ -281,11 +284,12 @@ class PackedModel(nn.Module):
             input_ids: [T] int64, the rows one after the other.
             layout: their lengths and positions.
             positions: [N] int64, indices into this rank's tokens, `layout.own_tokens`.
-            targets: [N] int64, token ids.
+            targets: [N] or [N, K] int64, token ids.
             temperatures: [N] > 0, divide the logits at each position; None: 1.
             routes: [T, L, k], see `Routers.given`, of a model that replays them.
-        Returns: logprobs [N] float32, entropy [N] float32; nats. Of a model with a value head:
-            values [N] float32, zeros [N].
+            top_k: not 0: the most probable tokens are asked for, in place of `targets`.
+        Returns: logprobs as `targets`, entropy [N]; float32, nats. Of a model with a value head:
+            values [N] float32, zeros [N]. With `top_k`: see `chunked_top_logprobs`.
         """
         if self.routers is not None:
             self.routers.given = None if routes is None else self._own_routes(routes, layout)
@@ -295,8 +299,19 @@ class PackedModel(nn.Module):
             values = values_of(self.causal_lm, hidden)
             return values, torch.zeros_like(values)
         if not self.abilities.has_linear_head:
-            return self._own_logprobs(output, hidden, targets, temperatures)
+            return self._own_logprobs(output, hidden, targets, temperatures, top_k)
         head = self.causal_lm.get_output_embeddings()
+        if top_k:
+            return chunked_top_logprobs(
+                hidden,
+                head.weight,
+                top_k,
+                bias=head.bias,
+                temperatures=temperatures,
+                chunk_tokens=self.chunk_tokens,
+                vocabulary=self.vocabulary,
+                rows=self.spread_rows[-1] if self.spread_rows else None,
+            )
         return chunked_logprobs(
             hidden,
             head.weight,
@@ -325,6 +340,7 @@ class PackedModel(nn.Module):
         hidden: torch.Tensor,
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
+        top_k: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes `forward` from logits that the model makes, in chunks, and in backward again.
 
@@ -343,11 +359,14 @@ class PackedModel(nn.Module):
             if is_linear:  # no rounding before the model scales or caps them
                 head.forward = functools.partial(float32_linear, head)
             try:
-                logits = self.causal_lm(input_ids=targets[None], use_cache=False).logits[0]
+                ids = targets if targets.dim() == 1 else targets[:, 0]
+                logits = self.causal_lm(input_ids=ids[None], use_cache=False).logits[0]
             finally:
                 del body.forward
                 if is_linear:
                     del head.forward
+            if top_k:
+                return top_logprobs_of_logits(logits, top_k, temperatures=temperatures)
             return logprobs_of_logits(logits, targets, temperatures=temperatures)
 
         if len(targets) <= self.chunk_tokens:

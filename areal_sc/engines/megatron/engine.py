@@ -241,7 +241,13 @@ class MegatronEngine(RankEngine):
             advice="set actor.engine=fsdp",
         )
 
+    @property
+    def _vocab_size(self) -> int:
+        return self._sizes.vocabulary
+
     def _outputs(self, batch: PlannedBatch) -> Iterator[tuple[MicroBatch, Outputs]]:
+        if batch.top_k:
+            raise ValueError("top_k: expected a model of engine=fsdp, got engine=megatron")
         found: list[tuple[MicroBatch, Outputs]] = []
 
         def keep(micro_batch: MicroBatch, outputs: Outputs) -> torch.Tensor:

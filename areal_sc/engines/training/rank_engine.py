@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from areal_sc.algorithms.losses import Loss
 from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.base import SCORES, RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.kept_states import KeptStates
@@ -39,6 +39,7 @@ from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.updates.micro_batches import (
     MicroBatch,
     check_routes,
+    check_top_tokens,
     pack_rows,
     rows_with_tokens,
     trained_tokens,
@@ -75,6 +76,7 @@ class PlannedBatch:
         most_packed: micro-batches of the rank that has most of them.
         is_behind: the model is asked behind these tokens, which it has read; else before them.
         numbers: what a loss may know of the rows; None: there is no loss.
+        top_k: most probable tokens that are asked for; 0: the rows' own.
     """
 
     rows: PackedRows
@@ -83,6 +85,7 @@ class PlannedBatch:
     most_packed: int
     is_behind: bool = False
     numbers: RowNumbers | None = None
+    top_k: int = 0
 
 
 class RankEngine(ABC):
@@ -198,16 +201,49 @@ class RankEngine(ABC):
         Raises: ValueError: there is no such output, a field is missing, or a row is too long.
         """
         column = column_of(output, self.config)
+        values = torch.zeros(rows.num_tokens)
+        (values,) = self._asked(rows, {column: values}, is_behind=output == SCORES)
+        return values
+
+    def top_logprobs(self, rows: PackedRows, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The current weights' most probable tokens at the trained ones, on the CPU.
+
+        Args: rows: as of `forward`.
+        Returns: [T, top_k] float32, nats, falling, and the tokens, [T, top_k] int32.
+        Raises: ValueError: as `forward`; or the vocabulary is smaller.
+        """
+        if not 1 <= top_k <= self._vocab_size or self.config.head is not ModelHead.lm:
+            raise ValueError(
+                f"top_k: expected 1 to {self._vocab_size}, the tokens that "
+                f"{self.config.path} gives a probability, got {top_k}"
+            )
+        shape = (rows.num_tokens, top_k)
+        values = {0: torch.zeros(shape), 1: torch.zeros(shape, dtype=torch.int32)}
+        logprobs, tokens = self._asked(rows, values, top_k=top_k)
+        return logprobs, tokens
+
+    def _asked(
+        self,
+        rows: PackedRows,
+        values: Mapping[int, torch.Tensor],
+        *,
+        is_behind: bool = False,
+        top_k: int = 0,
+    ) -> Iterator[torch.Tensor]:
+        """Values [T, ...] of some outputs, by number, into which those of trained tokens go."""
         known = with_token_advantages(rows)
         (batch,) = self._plan([rows], lambda _: with_advantage(known, trained_tokens(known, None)))
-        batch = replace(batch, is_behind=output == SCORES)
-        values = torch.zeros(rows.num_tokens)
+        batch = replace(batch, is_behind=is_behind, top_k=top_k)
         with torch.no_grad():
-            each = [(it.own_token_index, outputs[column]) for it, outputs in self._outputs(batch)]
-        if each:  # all at the end: the host waits for the device once
-            found = torch.cat([asked.float() for _, asked in each]).cpu()
-            values[torch.cat([index for index, _ in each])] = found
-        return self._combined_outputs(values)
+            each = [
+                (it.own_token_index, [outputs[column] for column in values])
+                for it, outputs in self._outputs(batch)
+            ]
+        for number, of_column in enumerate(values.values()):
+            if each:  # all at the end: the host waits for the device once
+                found = torch.cat([asked[number].to(of_column.dtype) for _, asked in each]).cpu()
+                of_column[torch.cat([index for index, _ in each])] = found
+            yield self._combined_outputs(of_column)
 
     def update(
         self,
@@ -244,6 +280,7 @@ class RankEngine(ABC):
         is_zero_elsewhere = isinstance(loss, NamedLoss) and loss.is_zero_without_advantage
 
         def learning(rows: PackedRows) -> torch.Tensor:
+            check_top_tokens(rows, self._vocab_size)
             tokens = trained_tokens(rows, min_token_version)
             return with_advantage(rows, tokens) if is_zero_elsewhere else tokens
 
@@ -286,6 +323,11 @@ class RankEngine(ABC):
         if MISMATCH in summary and self.logprob_noise is not None:
             summary[MISMATCH_NOISE] = self.logprob_noise
         return self._own_metrics() | summary
+
+    @property
+    @abstractmethod
+    def _vocab_size(self) -> int:
+        """Tokens that the model gives a probability."""
 
     @property
     def is_cuda(self) -> bool:

@@ -5,7 +5,12 @@ import torch
 
 from areal_sc.algorithms import logprobs as logprobs_module
 from areal_sc.algorithms import vocabulary_sums
-from areal_sc.algorithms.logprobs import chunked_logprobs, logprobs_of_logits
+from areal_sc.algorithms.logprobs import (
+    chunked_logprobs,
+    chunked_top_logprobs,
+    logprobs_of_logits,
+    top_logprobs_of_logits,
+)
 
 NUM_TOKENS, WIDTH, VOCABULARY = 37, 16, 50
 
@@ -89,6 +94,61 @@ def test_gradient_is_exact_in_float64(chunk_tokens: int) -> None:
         )
 
     assert torch.autograd.gradcheck(both, (hidden, weight, bias))  # each alone
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, 1000])
+def test_several_targets_of_each_token(chunk_tokens: int) -> None:
+    """Values and gradients against full logits; a token may be asked for twice."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, 3), (7, 3), (7,))
+    )
+    targets = torch.randint(7, (5, 4), generator=generator)
+    targets[:, 3] = targets[:, 0]
+    temperatures = mixed_temperatures()[:5].double()
+    upstream = torch.randn(5, 5, generator=generator, dtype=torch.float64)
+
+    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        value = (torch.cat([logprobs, entropy[:, None]], 1) * upstream).sum()
+        return logprobs, entropy, *torch.autograd.grad(value, (hidden, weight, bias))
+
+    found = chunked_logprobs(
+        hidden, weight, targets, bias=bias, temperatures=temperatures, chunk_tokens=chunk_tokens
+    )
+    logits = (hidden @ weight.t() + bias) / temperatures[:, None]
+    distribution = torch.distributions.Categorical(logits=logits)
+    expected = (logits.log_softmax(-1).gather(1, targets), distribution.entropy())
+    for value, right in zip(gradients(*found), gradients(*expected), strict=True):
+        assert torch.allclose(value, right, rtol=1e-9, atol=1e-12)
+    full = logprobs_of_logits(hidden @ weight.t() + bias, targets, temperatures=temperatures)
+    for value, right in zip(full, expected, strict=True):
+        assert torch.allclose(value, right, rtol=1e-12)
+
+
+@pytest.mark.parametrize("top_k", [1, 7, VOCABULARY])
+@pytest.mark.parametrize("chunk_tokens", [10, 1000])
+def test_the_most_probable_tokens(top_k: int, chunk_tokens: int) -> None:
+    hidden, weight, _ = inputs()
+    temperatures, bias = mixed_temperatures(), torch.linspace(-1, 1, VOCABULARY)
+    logits = (hidden.double() @ weight.double().t() + bias) / temperatures[:, None]
+    expected = logits.log_softmax(-1).topk(top_k)
+    named = {"bias": bias, "temperatures": temperatures, "chunk_tokens": chunk_tokens}
+    found = chunked_top_logprobs(hidden, weight, top_k, **named)
+    assert not found[0].requires_grad
+    rounded = hidden @ weight.t() + bias
+    for logprobs, tokens in (
+        found,
+        top_logprobs_of_logits(rounded, top_k, temperatures=temperatures),
+    ):
+        assert torch.equal(tokens, expected.indices)
+        assert torch.allclose(logprobs.double(), expected.values, atol=2e-5, rtol=1e-5)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    for targets in (nothing, nothing.view(0, 3)):
+        of_logits, _ = logprobs_of_logits(torch.zeros(0, VOCABULARY), targets)
+        assert of_logits.shape == targets.shape
+    for of_nothing in chunked_top_logprobs(hidden[:0], weight, top_k):
+        assert of_nothing.shape == (0, top_k)
 
 
 @pytest.mark.parametrize("chunk_tokens", [10, 1000])

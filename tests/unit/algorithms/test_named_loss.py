@@ -76,6 +76,9 @@ def test_each_built_in_loss_reads_the_fields_that_it_names(name: str) -> None:
         ("policy_gradient", "row_filter", 2.0, "of: one of ratio, .*, got 2.0"),
         ("dpo", "of_margin", "log", "one of sigmoid, square, hinge, got 'log'"),
         ("dpo", "of_row", "max", "one of sum, mean, got 'max'"),
+        ("top_k_kl", "direction", "both", "one of forward, reverse, got 'both'"),
+        ("top_k_kl", "top_k", 0, "a number at least 1, got 0"),
+        ("top_k_kl", "top_k", 2.5, "a number at least 1, got 2.5"),
     ],
 )
 def test_settings_that_a_loss_cannot_have(

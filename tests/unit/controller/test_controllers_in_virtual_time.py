@@ -16,7 +16,7 @@ from simulation.behavior import Behavior, Number
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun, play
 
-from areal_sc.config.schema import KeepGroups, OverBound
+from areal_sc.config.schema import AdmissionMode, KeepGroups, OverBound
 from areal_sc.controller.rollout.rejections import EQUAL_REWARDS, ONE_EPISODE
 
 MAX_GENERATION_S = 300.0
@@ -104,6 +104,23 @@ def test_train(run_settings: Settings) -> None:
     run = play(run_settings)
     check_evaluations(run)
     assert set(run.rejected.values()) <= NOT_STALE
+
+
+def test_without_a_bound_generation_runs_ahead_as_far_as_stores_allow() -> None:
+    """Training is slow: with a bound of 2 no group is older than the steps that it allows."""
+    oldest = []
+    for bound in (2, None):
+        run = play(
+            Settings(
+                num_steps=20,
+                max_staleness=bound,
+                admission=AdmissionMode.eager,
+                behavior=Behavior(training_s=lambda _: 50.0),
+            )
+        )
+        oldest.append(max_group_staleness(run))
+    assert oldest[0] <= 3
+    assert oldest[1] >= 10
 
 
 @pytest.mark.slow

@@ -26,6 +26,10 @@ Load = Callable[..., GRPOConfig]
             "rollout.max_episode_tokens=4095 rollout.max_context_tokens=4096",
             "rollout.max_episode_tokens: expected 0 or at least rollout.max_context_tokens=4096",
         ),
+        (
+            "rollout.max_staleness=null rollout.over_bound=wait",
+            "rollout.over_bound: expected train with rollout.max_staleness=null (no group is ever ",
+        ),
         ("generation.top_p=1.1", "generation.top_p: expected a number above 0 and at most 1"),
         ("actor.optimizer.lr=nan", "actor.optimizer.lr: expected a number at least 0, got nan"),
         ("transport.bind=", "transport.bind: expected a name, got an empty one"),
@@ -156,6 +160,7 @@ def test_impossible_settings(load: Load, override: str, message: str) -> None:
     "override",
     [
         "rollout.max_staleness=0",
+        "rollout.max_staleness=null",
         "rollout.over_bound=regenerate",
         "generation.max_new_tokens=4095",
         "actor.max_tokens_per_micro_batch=4096",

@@ -156,6 +156,26 @@ def test_a_teacher_of_another_tokenizer_is_refused(
         check_models(load(f"teacher.path={tmp_path / 'nowhere'}"))
 
 
+def test_a_teacher_with_fewer_tokens_than_the_loss_reads_is_refused(
+    load: Callable[..., GRPOConfig], tiny_model_folder: Path
+) -> None:
+    given = ("actor.algorithm=distillation_top_k", f"teacher.path={tiny_model_folder}")
+    check_models(load(*given, "actor.ppo.loss_settings.top_k=39"))
+    with pytest.raises(ConfigError, match=r"loss_settings\.top_k: expected at most 39, .* got 40"):
+        check_models(load(*given, "actor.ppo.loss_settings.top_k=40"))
+
+
+def test_the_plan_has_room_for_the_tokens_of_a_teacher(
+    load: Callable[..., GRPOConfig], tiny_model_folder: Path
+) -> None:
+    given = ("actor.algorithm=distillation_top_k", f"teacher.path={tiny_model_folder}")
+    config = load(*given, "teacher.parallel.data=2", "rollout.max_context_tokens=50")
+    planned = plan(config, lambda: CPU)
+    rollout, of_teacher = config.rollout, [it for it in planned.workers if it.role == "teacher"]
+    num_tokens = rollout.train_batch_groups * rollout.group_size * 50
+    assert sum(it.store_bytes for it in of_teacher) == num_tokens * 16 * 8
+
+
 def test_a_model_that_cannot_be_spread_over_its_ranks_is_refused(
     load: Callable[..., GRPOConfig],
 ) -> None:

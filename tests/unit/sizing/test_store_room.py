@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes, trajectory_bytes
+from areal_sc.sizing.store_room import (
+    describe_largest_group,
+    live_row_bytes,
+    max_group_bytes,
+    trajectory_bytes,
+)
 from areal_sc.token_fields import TRAJECTORY_FIELDS
 from areal_sc.transport.shards.layout import ShardLayout
 from areal_sc.transport.shards.store import TensorStore
@@ -75,3 +80,11 @@ def test_the_padding_of_short_rows_counts() -> None:
     rollout = RolloutConfig(group_size=1, max_context_tokens=57, max_episode_tokens=114)
     assert max_group_bytes(rollout) == 4 * 512 + 128
     assert "=1 episodes of rollout.max_episode_tokens=114 tokens" in describe_largest_group(rollout)
+
+
+def test_rows_of_a_run_without_a_bound_are_those_of_all_slots() -> None:
+    rollout = RolloutConfig(
+        max_staleness=None, max_running_sequences=20, group_size=8, train_batch_groups=5
+    )
+    assert live_row_bytes(rollout) == (5 * 2 + 3) * max_group_bytes(rollout)
+    assert live_row_bytes(RolloutConfig(max_staleness=3)) == 5 * 32 * max_group_bytes(rollout)

@@ -18,7 +18,7 @@ from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.row_numbers import RowNumbers, sums_of_rows
 from areal_sc.sizing.routed_experts import RoutedExperts
-from areal_sc.token_fields import ROUTED_EXPERTS
+from areal_sc.token_fields import ROUTED_EXPERTS, TOP_TOKENS
 from areal_sc.transport.packed_rows import PackedRows, RowValues
 
 LayoutOf = Callable[[Sequence[int], torch.device], PackedLayout]
@@ -37,7 +37,8 @@ class MicroBatch:
         own: of the N tokens, those that this rank is asked for.
         positions: [own] int64, where the model is asked for each of them, among the tokens that
             this rank computes: at the token before it, or at the token itself.
-        targets: [own] int64, these tokens.
+        targets: [own] int64, these tokens; [own, 1 + k] where the rows have `TOP_TOKENS`: these
+            and, behind each, those of the field.
         token_index: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
         fields: [N, ...] values of each field of these rows at the asked tokens.
         loss_rows: the rows as a loss sees them; None: their numbers are not known.
@@ -82,6 +83,19 @@ class MicroBatch:
         everyone = values.new_zeros(len(values), len(self.token_index))
         everyone[:, self.own] = values
         return self.layout.part.group.sum(everyone)
+
+
+def check_top_tokens(rows: PackedRows, vocab_size: int) -> None:
+    """Raises: ValueError: the rows' `TOP_TOKENS` are not of this model's vocabulary."""
+    tokens = rows.fields.get(TOP_TOKENS)
+    if tokens is None or not tokens.numel():
+        return
+    if tokens.dim() != 2 or tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise ValueError(
+            f"{TOP_TOKENS}: expected tokens below {vocab_size}, of the trained model's vocabulary, "
+            f"k of each token, got {tokens.min()} to {tokens.max()}, shaped {tuple(tokens.shape)}; "
+            "the teacher has another vocabulary"
+        )
 
 
 class TokenFields(dict[str, torch.Tensor]):
@@ -337,7 +351,9 @@ def make_micro_batch(
         },
         device,
     )
-    loss_rows = None
+    loss_rows, targets = None, there["targets"]
+    if top_tokens := [there[f"field {name}"] for name in rows.fields if name == TOP_TOKENS]:
+        targets = torch.cat([targets[:, None], top_tokens[0][own].long()], 1)
     if of_rows:
         its = RowNumbers(there["counts of rows"], there["rewards"])
         moved = {
@@ -350,7 +366,7 @@ def make_micro_batch(
         replace(layout, **{name: there[name] for name in layout.tensors}),
         own,
         there["positions"],
-        there["targets"],
+        targets,
         asked_index,
         {name: there[f"field {name}"] for name in of_tokens},
         loss_rows,

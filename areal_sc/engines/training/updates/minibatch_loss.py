@@ -16,7 +16,8 @@ from areal_sc.engines.training.updates.update_trace import UpdateTrace
 from areal_sc.transport.packed_rows import PackedRows
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-"""[N] log-probabilities and [N] entropies, with gradient; nats."""
+"""[N] or [N, 1 + k] log-probabilities, as `MicroBatch.targets`, and [N] entropies, with gradient;
+nats."""
 
 
 @dataclass
@@ -51,10 +52,12 @@ class MinibatchLoss:
 
         Where the loss has failed that is 0, and `metrics.failure` says why.
         """
-        known = batch.whole(torch.stack([values.detach() for values in outputs]))
+        logprobs, entropy = outputs
+        logprobs = logprobs if logprobs.dim() == 2 else logprobs[:, None]
+        known = batch.whole(torch.cat([logprobs.detach().t(), entropy.detach()[None]]))
         if self.trace is not None:
-            self.trace.add(batch.token_index, known)
-        copies = [values.requires_grad_() for values in known.unbind()]
+            self.trace.add(batch.token_index, torch.stack([known[0], known[-1]]))
+        copies = known[:-1].t().requires_grad_(), known[-1].requires_grad_()
         gradients: Sequence[torch.Tensor | None] = (None, None)
         if self.metrics.failure is None:
             try:
@@ -66,19 +69,19 @@ class MinibatchLoss:
                 self.metrics.failure = failure
         own = (None if it is None else it[batch.own] for it in gradients)
         of_logprobs, of_entropy = own
-        logprobs, entropy = outputs
         value = (
             logprobs * (torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs)
         ).sum()
         return value if of_entropy is None else value + (entropy * of_entropy).sum()
 
     def _gradients(
-        self, batch: MicroBatch, output: torch.Tensor, entropy: torch.Tensor
+        self, batch: MicroBatch, outputs: torch.Tensor, entropy: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """Gradients of the loss by [N] log-probabilities, or values, and entropy; None: it does not
-        depend on them."""
+        """Gradients of the loss by [N, 1 + k] log-probabilities, or values, and entropy; None: it
+        does not depend on them."""
         assert batch.loss_rows is not None
         fields, is_lm = TokenFields(batch, self.rows), self.head is ModelHead.lm
+        output = outputs[:, 0]
         if self.is_first and is_lm:
             own = output.detach()
             if "proximal_logprobs" in self.rows.fields:
@@ -92,6 +95,7 @@ class MinibatchLoss:
             batch.loss_rows,
             self.counts,
             values=None if is_lm else output,
+            top_logprobs=outputs[:, 1:] if is_lm else None,
         )
         value, of_loss = checked(self.compute_loss(tokens))
         self.metrics.add(
@@ -103,7 +107,7 @@ class MinibatchLoss:
         )
         if not value.requires_grad:
             return None, None
-        return torch.autograd.grad(value, (output, entropy), allow_unused=True)
+        return torch.autograd.grad(value, (outputs, entropy), allow_unused=True)
 
     def _mismatch(self, fields: TokenFields, output: torch.Tensor) -> Metrics:
         """How far the sampler's log-probabilities are from these, of tokens of the same weights."""

@@ -167,7 +167,9 @@ def surrogate(name: str, logprobs: torch.Tensor, given: LossTokens) -> torch.Ten
 
 
 OF_POLICIES = [
-    name for name in preset_names() if name not in ("sft", "dpo", "reward_model", "distillation")
+    name
+    for name in preset_names()
+    if name not in ("sft", "dpo", "reward_model", "distillation", "distillation_top_k")
 ]
 
 

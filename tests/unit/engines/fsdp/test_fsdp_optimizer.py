@@ -8,7 +8,7 @@ import torch
 from areal_sc.config.schema import LrSchedule, OptimizerConfig
 from areal_sc.engines.fsdp.cuts import Cut, CutParts
 from areal_sc.engines.fsdp.optimizer import ShardedAdamW
-from areal_sc.engines.training.learning_rate import learning_rate
+from areal_sc.engines.training.learning_rate import check_schedule, learning_rate
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ConfigError
 
@@ -39,6 +39,15 @@ def test_cosine() -> None:
 def test_no_warm_up_and_a_schedule_of_warm_up_only() -> None:
     assert rates(LrSchedule.linear, [0, 6], warmup_steps=0) == pytest.approx([2.0, 1.0])
     assert rates(LrSchedule.linear, [11, 12], warmup_steps=12) == pytest.approx([2.0, 2.0])
+
+
+def test_a_warm_up_that_is_a_share_of_the_steps() -> None:
+    assert rates(LrSchedule.linear, [0, 2, 3, 12], warmup_steps=0.25) == rates(
+        LrSchedule.linear, [0, 2, 3, 12], warmup_steps=3
+    )
+    assert rates(LrSchedule.constant, [0], warmup_steps=1) == [2.0], "one step, no share"
+    with pytest.raises(ConfigError, match=r"total_steps: expected at least 1 .*=0.1, got 0"):
+        check_schedule(OptimizerConfig(warmup_steps=0.1, total_steps=0))
 
 
 def parameters() -> dict[str, torch.nn.Parameter]:

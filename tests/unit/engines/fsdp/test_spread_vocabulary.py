@@ -15,7 +15,11 @@ import torch.nn.functional as F
 from unit.engines.fsdp.largest_tensor import LargestTensor
 
 from areal_sc.algorithms import logprobs
-from areal_sc.algorithms.logprobs import VocabularyPart, chunked_logprobs
+from areal_sc.algorithms.logprobs import (
+    VocabularyPart,
+    chunked_logprobs,
+    chunked_top_logprobs,
+)
 from areal_sc.algorithms.vocabulary_sums import VocabularySums
 from areal_sc.engines.fsdp import spread_vocabulary as spread
 from areal_sc.engines.training.process_group import ProcessGroup
@@ -146,6 +150,65 @@ def check_against_all_logits(ranks: list[list[torch.Tensor]]) -> None:
     assert weight.grad is not None
     gradient = torch.cat([own for *_, own in ranks]).double()
     assert torch.allclose(gradient, weight.grad / len(ranks), atol=2e-5)
+
+
+@pytest.mark.parametrize("piece_bytes", PIECES)
+def test_several_targets_of_a_token(piece_bytes: int) -> None:
+    """Of a vocabulary that is split over tensor ranks, with gradients; and of a spread one."""
+    targets, upstream = (torch.arange(27).view(9, 3) * 7) % VOCABULARY, draw(9, 3, seed=5)
+
+    def compute(group: ProcessGroup) -> list[torch.Tensor]:
+        hidden = HIDDEN[0].clone().requires_grad_()
+        part = slice(0, 5) if group.rank == 0 else slice(5, None)
+        own, place = WEIGHT[part].clone().requires_grad_(), VocabularyPart(part.start, group.handle)
+        split, _ = chunked_logprobs(hidden, own, targets, chunk_tokens=4, vocabulary=place)
+        (split * upstream).sum().backward()
+        rows = spread.SpreadRows(VOCABULARY, group, torch.float32, piece_bytes)
+        with torch.no_grad():
+            of_spread, _ = chunked_logprobs(hidden, own_rows(WEIGHT, group), targets, rows=rows)
+        return [split.detach(), of_spread, *gradients(hidden, own)]
+
+    first, second = on_ranks(2, compute)
+    hidden, weight = (it.double().requires_grad_() for it in (HIDDEN[0], WEIGHT))
+    expected = (hidden @ weight.t()).log_softmax(-1).gather(1, targets)
+    (expected * upstream).sum().backward()
+    for split, of_spread, of_hidden, _ in (first, second):
+        for value, right in ((split, expected), (of_spread, expected), (of_hidden, hidden.grad)):
+            assert torch.allclose(value.double(), right, atol=2e-5)
+    assert torch.allclose(torch.cat([first[3], second[3]]).double(), weight.grad, atol=2e-5)
+
+
+@pytest.mark.parametrize("piece_bytes", PIECES)
+@pytest.mark.parametrize("top_k", [3, VOCABULARY])
+def test_most_probable_tokens_of_a_spread_vocabulary(piece_bytes: int, top_k: int) -> None:
+    """In pieces on two ranks, and on two tensor ranks of which neither has all k."""
+
+    def compute(group: ProcessGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rank, border = group.rank, 5
+        rows = spread.SpreadRows(VOCABULARY, group, torch.float32, piece_bytes)
+        part = slice(0, border) if rank == 0 else slice(border, None)
+        spread_over = chunked_top_logprobs(
+            HIDDEN[rank], own_rows(WEIGHT, group), top_k, bias=BIAS, chunk_tokens=4, rows=rows
+        )
+        split = chunked_top_logprobs(
+            HIDDEN[0],
+            WEIGHT[part],
+            top_k,
+            bias=BIAS[part],
+            chunk_tokens=4,
+            vocabulary=VocabularyPart(part.start, group.handle),
+        )
+        return [spread_over, split]
+
+    ranks = on_ranks(2, compute)
+    for hidden, (values, tokens) in [
+        *((HIDDEN[rank], found[0]) for rank, found in enumerate(ranks)),
+        *((HIDDEN[0], found[1]) for found in ranks),
+    ]:
+        logits = F.linear(hidden.double(), WEIGHT.double(), BIAS.double())
+        expected = logits.log_softmax(-1).topk(top_k)
+        assert torch.equal(tokens, expected.indices)
+        assert torch.allclose(values.double(), expected.values, atol=2e-5)
 
 
 @pytest.mark.parametrize("piece_bytes", PIECES)
