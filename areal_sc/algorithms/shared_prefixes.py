@@ -13,7 +13,7 @@ runs on the way from the root, and the tokens before it in its own run. No torch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -57,13 +57,22 @@ class _Run:
     parent: int
 
 
-def share_prefixes(rows: Sequence[Row], min_saved: float) -> Forest | None:
+def share_prefixes(
+    rows: Sequence[Row], min_saved: float, units: Sequence[Sequence[int]] | None = None
+) -> Forest | None:
     """The rows' forest; None if nothing is shared in it.
 
     Args:
         min_saved: a run is shared if that saves at least so many tokens, >= 1.
+        units: numbers of rows that may share; each has as many tokens as it has alone. None: all
+            rows are one.
     """
-    runs = _find_runs(rows, min_saved)
+    runs = list[_Run]()
+    for unit in [range(len(rows))] if units is None else units:
+        first = len(runs)
+        for run in _find_runs([rows[row] for row in unit], min_saved):
+            parent = run.parent + first if run.parent >= 0 else -1
+            runs.append(replace(run, rows=tuple(unit[row] for row in run.rows), parent=parent))
     lengths = [run.end - run.begin for run in runs]
     starts = list(accumulate(map(len, rows), initial=0))
     if sum(lengths) == starts[-1]:

@@ -11,7 +11,8 @@ from integration.ranks import Results, difference, loaded_weights, run_ranks, sa
 from integration.test_meshes import SIZES, assert_same_training, scenario
 
 LENGTHS = [[4, 17, 9], [11, 6, 14, 3, 9, 20, 5, 8]]
-"""Of each update's rows: one micro-batch of 64 tokens at most, and two."""
+"""Of each update's rows: one micro-batch of 64 tokens at most, and two, in one of which rows share
+their first tokens where layers are compiled."""
 MESHES = ("one", "dp2", "sp2", "tp2")
 
 
@@ -21,6 +22,7 @@ def minibatches(num_shares: int) -> list[dict[str, Any]]:
         {
             "step": step,
             "lengths": lengths,
+            "prompt": 4 * step,
             "rows": [[0], rows[1:]] if num_shares == 2 else [rows],
         }
         for step, lengths in enumerate(LENGTHS)
@@ -38,19 +40,20 @@ def results(folder: Path) -> Results:
     """Scenario name -> what each rank left."""
     model = save_model(folder / "model", hf.Qwen2Config(**SIZES, tie_word_embeddings=True))
     alone = {"steps": [0, 1], "minibatches": minibatches(1)}
+    compiled = {"compile_layers": True, "min_saved": 1}
     scenarios = {
         "uncompiled": scenario(model, "one", **alone),
-        "one": scenario(model, "one", **alone, compile_layers=True),
+        "one": scenario(model, "one", **alone, **compiled),
         "dp2": scenario(
             model,
             "dp2",
             steps=[0, 1],
-            compile_layers=True,
             activation_checkpointing="layers",
+            **compiled,
             **{"minibatches": minibatches(2), "save_hf": str(folder / "exported")},
         ),
-        "sp2": scenario(model, "sp2", **alone, compile_layers=True),
-        "tp2": scenario(model, "tp2", **alone, compile_layers=True),
+        "sp2": scenario(model, "sp2", **alone, **compiled),
+        "tp2": scenario(model, "tp2", **alone, **compiled),
     }
     return run_ranks(folder, scenarios)
 
@@ -59,6 +62,8 @@ def results(folder: Path) -> Results:
 def test_training_is_that_of_layers_that_are_not_compiled(mesh: str, results: Results) -> None:
     """On dp2, activations are recomputed."""
     assert_same_training(results[mesh], results["uncompiled"][0])
+    shares = [stats["shared_token_share"] for stats in results[mesh][0]["stats"]]
+    assert shares[0] == 0 < shares[1]
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -387,11 +388,11 @@ class RankEngine(ABC):
             `asked_of` raises.
         """
         asked, chosen, wanted = list[torch.Tensor](), list[list[int]](), list[int]()
-        units, error, min_saved = list[RowUnits](), None, self._min_saved_tokens
+        of_units, error, min_saved = list[RowUnits](), None, self._min_saved_tokens
         try:
             asked = [asked_of(rows) for rows in batches]
             chosen = [rows_with_tokens(*pair) for pair in zip(batches, asked, strict=True)]
-            units = [
+            of_units = [
                 RowUnits.of(
                     rows,
                     of_rows,
@@ -402,7 +403,7 @@ class RankEngine(ABC):
                 )
                 for rows, of_rows in zip(batches, chosen, strict=True)
             ]
-            wanted = [len(self._pack(of_rows, 1)) for of_rows in units]
+            wanted = [len(self._pack(units, 1)) for units in of_units]
         except ValueError as failure:
             error = failure
         # One exchange tells of errors, too: a rank that raised alone would leave others waiting.
@@ -416,9 +417,10 @@ class RankEngine(ABC):
         most = [max(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True)]
         counts = [self._rounded_count(count) for count in most]
         planned = []
-        for rows, tokens, of_rows, count in zip(batches, asked, units, counts, strict=True):
-            packed = self._pack(of_rows, count if self._meets_each else 1)
-            forests = [shared_forest(rows, micro_rows, min_saved) for micro_rows in packed]
+        for rows, tokens, units, count in zip(batches, asked, of_units, counts, strict=True):
+            in_units = self._pack(units, count if self._meets_each else 1)
+            packed = [list(chain.from_iterable(each)) for each in in_units]
+            forests = [shared_forest(rows, each, min_saved) for each in in_units]
             planned.append(PlannedBatch(rows, tokens, packed, forests, count))
         return planned
 
@@ -441,7 +443,7 @@ class RankEngine(ABC):
         """How many micro-batches are run where a rank has so many."""
         return count
 
-    def _pack(self, units: RowUnits, count: int) -> list[list[int]]:
+    def _pack(self, units: RowUnits, count: int) -> list[list[list[int]]]:
         return pack_rows(
             units,
             self.config.max_tokens_per_micro_batch,

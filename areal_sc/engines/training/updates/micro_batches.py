@@ -35,7 +35,7 @@ class MicroBatch:
     Attributes:
         input_ids: [T] int64, those that are computed.
         layout: the lengths of the rows, or of the runs that they share.
-        own: of the N tokens, those that this rank is asked for.
+        own: of the N tokens, those that this rank is asked for: all, or [own] int64 on the CPU.
         positions: [own] int64, where the model is asked for each of them, among the tokens that
             this rank computes: at the token before it, or at the token itself.
         targets: [own] int64, these tokens.
@@ -46,7 +46,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor
     layout: PackedLayout
-    own: slice
+    own: slice | torch.Tensor
     positions: torch.Tensor
     targets: torch.Tensor
     token_index: torch.Tensor
@@ -238,17 +238,22 @@ def _fitting(
     return [unit for part in halves for unit in _fitting(rows, part, max_tokens, min_saved)]
 
 
-def shared_forest(rows: PackedRows, chosen: Sequence[int], min_saved: float) -> Forest | None:
-    """The forest of the chosen rows; None: they share nothing, or are not to."""
-    if min_saved == math.inf or len(chosen) < 2:
+def shared_forest(
+    rows: PackedRows, units: Sequence[Sequence[int]], min_saved: float
+) -> Forest | None:
+    """The forest of the units' rows, in their order; None: they share nothing, or are not to."""
+    chosen = list(chain.from_iterable(units))
+    if min_saved == math.inf or len(chosen) == len(units):
         return None
-    return share_prefixes(_tokens_of(rows, chosen), min_saved)
+    numbers = iter(range(len(chosen)))
+    places = [[next(numbers) for _ in unit] for unit in units]
+    return share_prefixes(_tokens_of(rows, chosen), min_saved, places)
 
 
-def num_computed_tokens(rows: PackedRows, chosen: Sequence[int], min_saved: float) -> int:
-    """Tokens of the chosen rows, each shared one once."""
-    forest = shared_forest(rows, chosen, min_saved)
-    return sum(rows.lengths[row] for row in chosen) if forest is None else forest.num_tokens
+def num_computed_tokens(rows: PackedRows, unit: Sequence[int], min_saved: float) -> int:
+    """Tokens of a unit's rows, each shared one once."""
+    forest = shared_forest(rows, [unit], min_saved)
+    return sum(rows.lengths[row] for row in unit) if forest is None else forest.num_tokens
 
 
 def _tokens_of(rows: PackedRows, chosen: Sequence[int]) -> list[Row]:
@@ -265,8 +270,8 @@ def pack_rows(
     *,
     are_padded: bool,
     fills: bool = False,
-) -> list[list[int]]:
-    """The units' rows in at least `num_micro_batches` micro-batches; missing ones are empty.
+) -> list[list[list[int]]]:
+    """The units of at least `num_micro_batches` micro-batches; missing ones are empty.
 
     Args:
         max_tokens: of a micro-batch, padding included.
@@ -280,7 +285,7 @@ def pack_rows(
     else:
         pack = pack_full_micro_batches if fills else pack_micro_batches
         packed = pack(lengths, max_tokens, max(1, num_micro_batches))
-    named = [[row for unit in positions for row in units[unit]] for positions in packed]
+    named = [[units[unit] for unit in positions] for positions in packed]
     return named + [[] for _ in range(num_micro_batches - len(named))]
 
 
@@ -341,11 +346,9 @@ def make_micro_batch(
         input_ids = input_ids[torch.arange(num_tokens) % len(input_ids)]
     layout = layout_of(lengths, device, parents)
     tokens = layout.own_tokens
-    if layout.part is not None:  # what this rank computes is to be a slice of what is asked
-        read, order = read.sort(stable=True)
-        places, targets = places[order], targets[order]
-    borders = torch.searchsorted(read, torch.tensor([tokens.start, tokens.stop]))
-    own = slice(*borders.tolist())
+    own: slice | torch.Tensor = slice(None)
+    if layout.part is not None:
+        own = torch.nonzero((read >= tokens.start) & (read < tokens.stop)).flatten()
     asked_index = token_index[places]
     fields = {f"field {name}": values[asked_index] for name, values in rows.fields.items()}
     of_rows = {}
