@@ -396,8 +396,8 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
 
         by_size = sorted(groups.values(), key=lambda rows: -sum(lengths[row] for row in rows))
         parted = [rows for rows in by_size if not place(rows, sum(lengths) / n)]
-        for row in sorted(itertools.chain(*parted), key=lambda row: (-lengths[row], row)):
-            place([row], math.inf)
+        for number in sorted(itertools.chain(*parted), key=lambda row: (-lengths[row], row)):
+            place([number], math.inf)
         return [sorted(part) for part in parts]
 
     def split(self, n: int, balance: Balance = "tokens") -> list[BatchMetadata]:

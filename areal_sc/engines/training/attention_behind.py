@@ -115,7 +115,7 @@ _kernel_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_c
 
 def _batch(tokens: torch.Tensor, length: int) -> torch.Tensor:
     """[B, H, L, D] of [B * L, H, D]."""
-    return tokens.unflatten(0, (-1, length)).transpose(1, 2)
+    return tokens.view(-1, length, *tokens.shape[1:]).transpose(1, 2)
 
 
 def _flat(batch: torch.Tensor) -> torch.Tensor:

@@ -370,14 +370,15 @@ def attend_rows(
             for tensor in tensors
         ]
     sizes = [len(bucket.rows) * bucket.length for bucket in layout.buckets]
-    of_runs = [torch.split(tensor, layout.lengths) for tensor in (key, value)]
+    of_runs = [torch.split(tensor, list(layout.lengths)) for tensor in (key, value)]
     pieces = []
     for bucket, *parts in zip(
         layout.buckets, *(torch.split(tensor, sizes) for tensor in tensors), strict=True
     ):
         if bucket.path:
             before = [torch.cat([runs[run] for run in bucket.path]) for runs in of_runs]
-            pieces.append(attend_behind(*parts, *before, bucket.length, rule))
+            attended = attend_behind(*parts, *before, length=bucket.length, rule=rule)
+            pieces.append(attended)
             continue
         q, k, v = (part.unflatten(0, (-1, bucket.length)).transpose(1, 2) for part in parts)
         pieces.append(_causal_attention(q, k, v, rule).transpose(1, 2).flatten(0, 1))
@@ -480,7 +481,7 @@ def _varlen_attention(
     longest = layout.longest
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     key_starts, longest_keys = layout.row_starts, longest
-    if layout.key_index is not None:
+    if layout.key_index is not None and layout.key_starts is not None:
         key, value = (_Keys.apply(tensor, layout.key_index) for tensor in (key, value))  # type: ignore[no-untyped-call]
         key_starts, longest_keys = layout.key_starts, layout.longest_keys
     outputs = _varlen(
