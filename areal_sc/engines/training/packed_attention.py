@@ -40,8 +40,8 @@ COMPILED_NAME = "areal_sc_packed_compiled"
 # One call costs about as much as this many multiply-adds of a forward pass; measured on a CPU.
 _CALL_COST_CPU = 100_000
 _CALL_COST_CUDA = 100_000_000
-_CALLS_OF_RUN = 4
-"""Calls of a layer's attention that one more shared run costs, with what joins their results."""
+_CALLS_OF_RUN = 30
+"""As many calls one more shared run costs in a layer, with its gradients; measured on a CPU."""
 
 _handles: weakref.WeakValueDictionary[int, LayoutHandle] = weakref.WeakValueDictionary()
 """By number. Torch would compile layers anew for other rows, if their graphs got more of them."""
@@ -196,7 +196,7 @@ class PackedLayout:
 def min_saved_tokens(device: torch.device, width: int) -> float:
     """How many tokens a shared run must save, so that it costs less than it saves.
 
-    Its attention is a few calls more; a layer has about 12 parameters for each pair of channels.
+    Its attention are further calls; a layer has about 12 parameters for each pair of channels.
 
     Args: width: of a token's hidden state.
     """
@@ -377,8 +377,8 @@ def attend_rows(
     ):
         if bucket.path:
             before = [torch.cat([runs[run] for run in bucket.path]) for runs in of_runs]
-            attended = attend_behind(*parts, *before, length=bucket.length, rule=rule)
-            pieces.append(attended)
+            q, k, v = parts
+            pieces.append(attend_behind(q, k, v, before[0], before[1], bucket.length, rule))
             continue
         q, k, v = (part.unflatten(0, (-1, bucket.length)).transpose(1, 2) for part in parts)
         pieces.append(_causal_attention(q, k, v, rule).transpose(1, 2).flatten(0, 1))
