@@ -48,7 +48,7 @@ class Forest:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _SharedRun:
     """Tokens `begin` to `end` of each of some rows, which are the same in all of them."""
 
     rows: tuple[int, ...]
@@ -67,7 +67,7 @@ def share_prefixes(
         units: numbers of rows that may share; each has as many tokens as it has alone. None: all
             rows are one.
     """
-    runs = list[_Run]()
+    runs = list[_SharedRun]()
     for unit in [range(len(rows))] if units is None else units:
         first = len(runs)
         for run in _find_runs([rows[row] for row in unit], min_saved):
@@ -100,12 +100,12 @@ def sharing_rows(rows: Sequence[Row], min_saved: float) -> list[list[int]]:
     return trees
 
 
-def _find_runs(rows: Sequence[Row], min_saved: float) -> list[_Run]:
+def _find_runs(rows: Sequence[Row], min_saved: float) -> list[_SharedRun]:
     """In depth-first order. Rows that begin alike are neighbours once all are sorted."""
     in_bytes = [row.astype(">u4").tobytes() for row in rows]  # of which the order is that of tokens
     order = sorted(range(len(rows)), key=in_bytes.__getitem__)
     common = [_num_common(rows[one], rows[other]) for one, other in pairwise(order)]
-    runs = list[_Run]()
+    runs = list[_SharedRun]()
     # (first, end) of sorted rows whose tokens before `begin` are the runs until `parent`
     waiting = [(0, len(rows), 0, -1)] if rows else []
     while waiting:
@@ -114,7 +114,7 @@ def _find_runs(rows: Sequence[Row], min_saved: float) -> list[_Run]:
         cuts = [first, *(n for n in range(first + 1, end) if common[n - 1] == reach), end]
         is_leaf = end - first == 1
         if begin < reach and (is_leaf or (len(cuts) - 2) * (reach - begin) >= min_saved):
-            runs.append(_Run(tuple(order[first:end]), begin, reach, parent))
+            runs.append(_SharedRun(tuple(order[first:end]), begin, reach, parent))
             begin, parent = reach, len(runs) - 1
         if not is_leaf:
             waiting += [(*piece, begin, parent) for piece in reversed(list(pairwise(cuts)))]
