@@ -164,7 +164,7 @@ def probe_abilities(
     if not packs:
         _check_padded(name, distance(found))
     if packs and not found.shares:
-        logger.info("model=%s computes prompts that rows share once a row", name)
+        logger.info("model=%s: prompts that rows share are computed for each row", name)
     if not found.has_linear_head and model.head is ModelHead.lm:
         logger.info("model=%s changes its logits: they are made by its own forward", name)
     is_likely = torch.cat([torch.arange(len(row)) < len(row) - 1 for row in rows])

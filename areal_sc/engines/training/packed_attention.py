@@ -196,7 +196,7 @@ class PackedLayout:
 def min_saved_tokens(device: torch.device, width: int) -> float:
     """How many tokens a shared run must save, so that it costs less than it saves.
 
-    Its attention are further calls; a layer has about 12 parameters for each pair of channels.
+    Its attention takes further calls; a layer has about 12 parameters for each pair of channels.
 
     Args: width: of a token's hidden state.
     """
@@ -214,7 +214,7 @@ def plan_buckets(
 
     Args:
         max_wasted_pairs: (query, key) pairs that cost as much as one more call.
-        paths: of each run; those of one path alone join. None: they are rows.
+        paths: of each run; only those of one path join. Empty: they are rows.
     """
     by_path: dict[tuple[int, ...], dict[int, list[int]]] = {}
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
