@@ -369,11 +369,12 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
     def partition(self, n: int, balance: Balance = "tokens") -> list[list[int]]:
         """Row numbers of `n` parts; every row is in exactly one, ascending within its part.
 
-        `tokens` puts the longest rows first into the lightest part, so parts differ by at most one
-        longest row; rows of advantage 0 count as 0 tokens there, since nothing is computed on
-        them. `episodes` keeps the rows of an episode together, and cuts consecutive runs whose
-        numbers of episodes differ by at most one. Parts may be empty when there are fewer rows, or
-        episodes, than parts.
+        `tokens` puts whole groups, whose rows share tokens, into the lightest part, the largest
+        first, as long as none gets more than its share; then the rows of the others, the longest
+        first. So parts differ by at most one longest row; rows of advantage 0 count as 0 tokens
+        there, since nothing is computed on them. `episodes` keeps the rows of an episode together,
+        and cuts consecutive runs whose numbers of episodes differ by at most one. Parts may be
+        empty when there are fewer rows, or episodes, than parts.
 
         Raises: MetadataError: n < 1.
         """
@@ -385,12 +386,26 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
             runs = (episodes[a:b] for a, b in itertools.pairwise(bounds))
             return [sorted(itertools.chain.from_iterable(run)) for run in runs]
         lengths = [0 if row.advantage == 0 else row.sequence_length for row in self.rows]
+        groups: dict[int, list[int]] = {}
+        for number, row in enumerate(self.rows):
+            groups.setdefault(row.group_id, []).append(number)
         parts: list[list[int]] = [[] for _ in range(n)]
         loads = [0] * n
-        for row in sorted(range(self.total_batch_size), key=lambda row: (-lengths[row], row)):
+
+        def place(rows: list[int], most: float) -> bool:
+            """Into the lightest part, if that has room."""
             lightest = min(range(n), key=lambda part: (loads[part], len(parts[part]), part))
-            parts[lightest].append(row)
-            loads[lightest] += lengths[row]
+            size = sum(lengths[row] for row in rows)
+            if loads[lightest] + size > most:
+                return False
+            parts[lightest] += rows
+            loads[lightest] += size
+            return True
+
+        by_size = sorted(groups.values(), key=lambda rows: -sum(lengths[row] for row in rows))
+        parted = [rows for rows in by_size if not place(rows, sum(lengths) / n)]
+        for number in sorted(itertools.chain(*parted), key=lambda row: (-lengths[row], row)):
+            place([number], math.inf)
         return [sorted(part) for part in parts]
 
     def split(self, n: int, balance: Balance = "tokens") -> list[BatchMetadata]:

@@ -38,11 +38,11 @@ def likely_rows(causal_lm: Any, lengths: Sequence[int] = LENGTHS) -> list[torch.
         torch.arange(length, device=device) * 7 + 3 * index for index, length in enumerate(lengths)
     )
     rows = [row % vocabulary for row in numbers]
-    if causal_lm.get_output_embeddings() is None:
-        return rows
     first = _first_token(causal_lm, vocabulary)
     for row in rows:
         row[0] = first
+    if causal_lm.get_output_embeddings() is None:
+        return rows
     logits = causal_lm(input_ids=pad_sequence(rows, batch_first=True), use_cache=False).logits
     _choose_tokens(rows, logits[..., :vocabulary].float())
     return rows

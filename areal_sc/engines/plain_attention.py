@@ -126,7 +126,8 @@ def attend_by_scores(
     if rule.sinks is not None:
         sinks = rule.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
         scores = torch.cat([scores, sinks], -1)
-    weights = scores.float().softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(-1, dtype=exact)[..., : key.shape[2]].to(value.dtype)
     return weights @ value
 
 

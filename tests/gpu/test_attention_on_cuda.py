@@ -14,20 +14,33 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (40, 1, 100, 37, 40, 64)
 NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 4, 2, 64
 
+PARENTS = (-1, 0, 0, 2, -1, 2)
+"""Of the rows where they are runs: the first one begins four of them."""
+
 CALL_COSTS = {"alone": 0, "buckets": 500_000, "one_bucket": 10**12}
 """Of one call, in multiply-adds: what decides how rows share calls."""
 
 
 def exact(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    parents: tuple[int, ...] | None,
 ) -> torch.Tensor:
     """[1, T, H, D]: masked softmax over all T x T pairs, in float64."""
     repeats = NUM_HEADS // NUM_KEY_HEADS
     key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
-    num_tokens = query.shape[2]
     row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    distance = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
-    is_seen = (row[:, None] == row) & (distance >= 0)
+    is_on_path = torch.eye(len(LENGTHS), dtype=torch.bool)
+    for own, parent in enumerate(parents or ()):
+        if parent >= 0:
+            is_on_path[own] |= is_on_path[parent]
+    num_before = is_on_path.double() @ torch.tensor(LENGTHS).double() - torch.tensor(LENGTHS)
+    starts = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
+    position = torch.arange(query.shape[2]) - starts[row] + num_before[row]
+    distance = position[:, None] - position
+    is_seen = is_on_path[row][:, row] & (distance >= 0)
     if window is not None:
         is_seen &= distance < window
     scores = query @ key.transpose(-1, -2) * HEAD_DIM**-0.5
@@ -47,6 +60,7 @@ def inputs(dtype: torch.dtype, device: Device) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.parametrize("parents", [None, PARENTS], ids=["rows", "runs"])
 @pytest.mark.parametrize("window", [None, 16], ids=["full", "window"])
 @pytest.mark.parametrize(
     ("way", "dtype", "tolerance"),
@@ -62,6 +76,7 @@ def test_rows_attend_within_themselves(
     dtype: torch.dtype,
     tolerance: float,
     window: int | None,
+    parents: tuple[int, ...] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found_inputs = inputs(dtype, device)
@@ -72,10 +87,12 @@ def test_rows_attend_within_themselves(
         monkeypatch.setattr(subject, "_varlen", None)
         for name in ("_CALL_COST_CPU", "_CALL_COST_CUDA"):
             monkeypatch.setattr(subject, name, CALL_COSTS[way])
-    layout = PackedLayout.of(LENGTHS, torch.device(device), NUM_HEADS * HEAD_DIM).on(
-        torch.device(device)
-    )
-    if way == "alone":
+    layout = PackedLayout.of(
+        LENGTHS, torch.device(device), NUM_HEADS * HEAD_DIM, parents=parents
+    ).on(torch.device(device))
+    if parents is not None:
+        assert any(bucket.path for bucket in layout.buckets)
+    elif way == "alone":
         # rows of one length share a call at no cost
         assert len(layout.buckets) == len(set(LENGTHS)) + 1
     elif way == "one_bucket":
@@ -94,7 +111,7 @@ def test_rows_attend_within_themselves(
     found, _ = packed_attention(
         torch.nn.Module(), *found_inputs, None, layout=layout, sliding_window=window
     )
-    expected = exact(*exact_inputs, window)
+    expected = exact(*exact_inputs, window, parents)
     assert (found.cpu().double() - expected).abs().max() < tolerance
     found.backward(upstream.to(device, dtype))
     expected.backward(upstream)

@@ -34,6 +34,7 @@ from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, ModelHe
 from areal_sc.engines.fsdp import packed_model
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
+from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.handles import make_actor
 from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.training.rank_engine import RankEngine
@@ -85,16 +86,27 @@ def with_routes(rows: PackedRows, sizes: list[int]) -> PackedRows:
 def make_minibatch(step: int, index: int, minibatch: dict[str, Any]) -> PackedRows:
     """All rows of a minibatch; `unrewarded` names those whose advantage is 0.
 
+    So many first tokens as `prompt` says are the same in all rows that have them, and twice as many
+    in every other one.
     `answers` has the trained tokens of each answer of a row: the first one has the row's advantage,
     each further one -0.5 times that of the one before, and the last of several 0.
     """
     rows = make_rows(100 * step + index, minibatch["lengths"], 30)
+    share_prompts(rows, minibatch.get("prompt", 0))
     if "routes" in minibatch:
         rows = with_routes(rows, minibatch["routes"])
     unrewarded = minibatch.get("unrewarded", [])
     advantages = (0.0 if row in unrewarded else a for row, a in enumerate(rows.advantages or ()))
     rows = replace(rows, advantages=tuple(advantages), metadata=make_metadata(rows, minibatch))
     return with_answers(rows, minibatch["answers"]) if "answers" in minibatch else rows
+
+
+def share_prompts(rows: PackedRows, num_tokens: int) -> None:
+    each = torch.split(rows.fields["input_ids"], list(rows.lengths))
+    longest = max(each, key=len).clone() if each else torch.zeros(0)
+    for row, token_ids in enumerate(each):
+        count = min(len(token_ids), num_tokens * (1 + row % 2))
+        token_ids[:count] = longest[:count]
 
 
 def with_answers(rows: PackedRows, answers: list[list[int]]) -> PackedRows:
@@ -408,6 +420,8 @@ def run_rank(
     if scenario.get("fails_to_read"):
         fail_to_read()
     is_weighed = scenario.get("weighed", False)
+    if "min_saved" in scenario:
+        PackedModel.min_saved_tokens = lambda *_: scenario["min_saved"]  # type: ignore[method-assign]
     config = actor_config(scenario)
     if scenario.get("swaps_gate_and_up"):
         swap_gate_and_up()

@@ -11,7 +11,8 @@ from integration.ranks import Results, difference, loaded_weights, run_ranks, sa
 from integration.test_meshes import SIZES, assert_same_training, scenario
 
 LENGTHS = [[4, 17, 9], [11, 6, 14, 3, 9, 20, 5, 8]]
-"""Of each update's rows: one micro-batch of 64 tokens at most, and two."""
+"""Of each update's rows: one micro-batch of 64 tokens at most, and two, in one of which rows share
+their first tokens where layers are compiled."""
 MESHES = ("one", "dp2", "sp2", "tp2")
 
 
@@ -21,6 +22,7 @@ def minibatches(num_shares: int) -> list[dict[str, Any]]:
         {
             "step": step,
             "lengths": lengths,
+            "prompt": 4 * step,
             "rows": [[0], rows[1:]] if num_shares == 2 else [rows],
         }
         for step, lengths in enumerate(LENGTHS)
@@ -45,20 +47,21 @@ def results(folder: Path) -> Results:
         for name, its in sizes.items()
     )
     alone = {"steps": [0, 1], "minibatches": minibatches(1)}
+    compiled = {"compile_layers": True, "min_saved": 1}
     scenarios = {
         "long": scenario(long, "one", **alone),
         "short": scenario(short, "one", **alone),
-        "one": scenario(long, "one", **alone, compile_layers=True),
+        "one": scenario(long, "one", **alone, **compiled),
         "dp2": scenario(
             short,
             "dp2",
             steps=[0, 1],
-            compile_layers=True,
             activation_checkpointing="layers",
+            **compiled,
             **{"minibatches": minibatches(2), "save_hf": str(folder / "exported")},
         ),
-        "sp2": scenario(short, "sp2", **alone, compile_layers=True),
-        "tp2": scenario(short, "tp2", **alone, compile_layers=True),
+        "sp2": scenario(short, "sp2", **alone, **compiled),
+        "tp2": scenario(short, "tp2", **alone, **compiled),
     }
     return run_ranks(folder, scenarios)
 
@@ -68,6 +71,8 @@ def test_training_is_that_of_layers_that_are_not_compiled(mesh: str, results: Re
     """On dp2, activations are recomputed."""
     (uncompiled,) = results["long" if mesh == "one" else "short"]
     assert_same_training(results[mesh], uncompiled)
+    shares = [stats["shared_token_share"] for stats in results[mesh][0]["stats"]]
+    assert shares[0] == 0 < shares[1]
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -55,6 +55,8 @@ REPLAYED = ("one", "dp2", "tp2", "sp2")
 """Meshes whose tokens go through given experts."""
 ROUNDED = ("one", "tp2", "dp2_tp2")
 """Meshes that compute in bfloat16, without FSDP and with it."""
+SHARING = ("one", "sp2", "dp2_tp2")
+"""Meshes on which rows share their first tokens."""
 SCALED = ("one", "dp2", "tp2")
 """Meshes that compute in float16."""
 RESUMED = {  # what others have saved before, in the order in which they run
@@ -123,6 +125,10 @@ def results(folder: Path) -> Results:
     def resumes(saved: Iterable[str]) -> dict[str, Any]:
         return {"resumes": [str(folder / f"by_{other}") for other in saved], "resumes_step": 1}
 
+    prompts = {
+        mesh: [{**minibatch, "prompt": 3} for minibatch in shares]
+        for mesh, shares in (("one", ONE_SHARE), ("sp2", ONE_SHARE), ("dp2_tp2", TWO_SHARES))
+    }
     recomputed = {"activation_checkpointing": "layers", "max_tokens": 21}
     scenarios = {
         f"tied_{mesh}": scenario(
@@ -165,6 +171,11 @@ def results(folder: Path) -> Results:
         **{f"bfloat16_{mesh}": scenario(tied, mesh, dtype="bfloat16") for mesh in ROUNDED},
         **{f"float16_{mesh}": scenario(tied, mesh, dtype="float16") for mesh in SCALED},
         **{f"overflow_{mesh}": overflowing(mesh) for mesh in SCALED},
+        "apart": scenario(tied, "one", minibatches=prompts["one"]),
+        **{
+            f"sharing_{mesh}": scenario(tied, mesh, minibatches=prompts[mesh], min_saved=1)
+            for mesh in SHARING
+        },
         "tied_once": scenario(tied, "dp2", meets_once=True, max_tokens=21),
         "untied_once": scenario(str(folder / "untied"), "dp2_sp2", meets_once=True, max_tokens=21),
         "spoilt_layer": scenario(tied, "tp2", spoilt="last layer"),
@@ -180,6 +191,10 @@ def results(folder: Path) -> Results:
     return run_ranks(folder, scenarios)
 
 
+OF_THE_WAY = {"num_micro_batches", "num_computed_tokens", "shared_token_share"}
+"""What is reported of how rows are computed."""
+
+
 def assert_same_training(ranks: Ranks, alone: dict[str, Any]) -> None:
     """Weights, and what is reported, are those of one process, on every rank."""
     for rank in ranks:
@@ -188,7 +203,7 @@ def assert_same_training(ranks: Ranks, alone: dict[str, Any]) -> None:
         assert (rank["logprobs"] - alone["logprobs"]).abs().max() <= 1e-5
         for found, expected in zip(rank["stats"], alone["stats"], strict=True):
             assert found.keys() == expected.keys()
-            for name in found.keys() - {"num_micro_batches"}:
+            for name in found.keys() - OF_THE_WAY:
                 assert found[name] == pytest.approx(expected[name], abs=1e-5), name
 
 
@@ -199,6 +214,18 @@ def test_training_is_that_of_one_process(mesh: str, results: Results, folder: Pa
     assert_same_training(results[f"tied_{mesh}"], alone)
     before = loaded_weights(folder / "tied")
     assert difference(alone["weights"], before) > 1e-3  # there was something to get wrong
+
+
+@pytest.mark.parametrize("mesh", SHARING)
+def test_rows_that_share_their_first_tokens_train_the_same(mesh: str, results: Results) -> None:
+    (apart,) = results["apart"]
+    assert_same_training(results[f"sharing_{mesh}"], apart)
+    for rank in results[f"sharing_{mesh}"]:
+        for found, expected in zip(rank["stats"], apart["stats"], strict=True):
+            assert found["num_computed_tokens"] < expected["num_computed_tokens"]
+            share = 1 - found["num_computed_tokens"] / expected["num_computed_tokens"]
+            assert found["shared_token_share"] == pytest.approx(share)
+            assert expected["shared_token_share"] == 0
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "sp2", "dp2_tp2"])

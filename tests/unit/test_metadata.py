@@ -112,6 +112,17 @@ def test_parts_of_equal_tokens_are_filled_evenly() -> None:
     assert sorted(map(len, batch.partition(3))) == [2, 2, 2]
 
 
+def test_groups_stay_whole_as_far_as_parts_stay_equal() -> None:
+    groups = [(0, 30), (1, 10), (2, 20), (1, 10), (0, 30), (3, 5), (2, 20), (3, 5)]
+    rows = tuple(RowMetadata(group, 0, length, 0.0, 0, (), 0) for group, length in groups)
+    batch = BatchMetadata("b", 0, (), rows)
+    # of groups of 60, 40, 20 and 10 the last one would be too much for either part
+    assert batch.partition(2) == [[0, 4, 5], [1, 2, 3, 6, 7]]
+    assert batch.partition(1) == [list(range(8))]
+    in_three = batch.partition(3)  # of 43 tokens each: the first group is cut
+    assert sorted(sum(groups[row][1] for row in part) for part in in_three) == [40, 40, 50]
+
+
 def test_rows_on_which_nothing_is_computed_weigh_nothing() -> None:
     lengths = (40, 10, 30, 20, 10)
     rows = [RowMetadata(i, 0, length, 0.0, 0, (), 0) for i, length in enumerate(lengths)]

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from areal_sc.algorithms.shared_prefixes import Forest, share_prefixes
 from areal_sc.config.schema import ModelHead
 from areal_sc.engines.finite import require_finite
 from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel
@@ -114,6 +115,7 @@ def probe_abilities(
     may_be_linear = model.head is ModelHead.lm
     packed = ModelAbilities(packs=True, has_linear_head=False)
     fastest = ModelAbilities(packs=True, has_linear_head=may_be_linear)
+    sharing = ModelAbilities(packs=True, has_linear_head=False, shares=True)
     try:
         with _trying(model, _SLOWEST):
             rows = likely_rows(causal_lm)
@@ -126,7 +128,7 @@ def probe_abilities(
         is_linear = passes.add(partial(_gives_outputs_of_head, row=rows[0]))
         tried = {
             it: passes.add(partial(probe_model, rows=rows), it)
-            for it in dict.fromkeys((packed, fastest))
+            for it in dict.fromkeys((packed, fastest, sharing))
         }
         passes.run()
         *of_rows, shorter = (it.result()[0] for it in alone)
@@ -157,9 +159,12 @@ def probe_abilities(
         has_linear_head=may_be_linear
         and is_linear.result()
         and distance(ModelAbilities(packs, has_linear_head=True)) <= expected.limit,
+        shares=packs and distance(sharing) <= expected.limit,
     )
     if not packs:
         _check_padded(name, distance(found))
+    if packs and not found.shares:
+        logger.info("model=%s: prompts that rows share are computed for each row", name)
     if not found.has_linear_head and model.head is ModelHead.lm:
         logger.info("model=%s changes its logits: they are made by its own forward", name)
     is_likely = torch.cat([torch.arange(len(row)) < len(row) - 1 for row in rows])
@@ -242,7 +247,8 @@ def probe_model(model: PackedModel, rows: Sequence[torch.Tensor]) -> torch.Tenso
     with model.body.register_forward_hook(lambda *it: found.append(it[-1].last_hidden_state)):
         _outputs(model, rows)
     if model.abilities.packs:
-        return _summed(found[0][0])
+        forest, summed = _forest(model, rows), _summed(found[0][0])
+        return summed if forest is None else summed[torch.from_numpy(forest.computed_index)]
     return torch.cat([_summed(it[: len(row)]) for it, row in zip(found[0], rows, strict=True)])
 
 
@@ -250,12 +256,25 @@ def _outputs(model: PackedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """[T] log-probabilities of what `_targets` says."""
     input_ids = torch.cat(list(rows))
     device = input_ids.device
-    layout = model.layout([len(row) for row in rows], device).on(device)
-    own = layout.own_tokens
-    positions = torch.arange(len(own), device=device)
+    forest = _forest(model, rows)
+    if forest is None:
+        layout = model.layout([len(row) for row in rows], device).on(device)
+        own = layout.own_tokens
+        positions = torch.arange(len(own), device=device)
+    else:
+        layout = model.layout(forest.lengths, device, forest.parents).on(device)
+        own, positions = range(len(input_ids)), torch.from_numpy(forest.computed_index).to(device)
+        input_ids = input_ids[torch.from_numpy(forest.token_index).to(device)]
     targets = _targets(rows)[own.start : own.stop]
     outputs: torch.Tensor = model(input_ids, layout, positions, targets, None)[0]
     return outputs
+
+
+def _forest(model: PackedModel, rows: Sequence[torch.Tensor]) -> Forest | None:
+    """How the rows share their first token; ranks that share tokens would have them in parts."""
+    if not model.abilities.shares or model.sequence is not None:
+        return None
+    return share_prefixes([row.cpu().numpy() for row in rows], 1)
 
 
 def _summed(hidden: torch.Tensor) -> torch.Tensor:

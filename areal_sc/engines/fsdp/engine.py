@@ -11,7 +11,7 @@ and added up in each rank's own part, so no rank ever holds those of the whole m
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
@@ -183,8 +183,8 @@ class FSDPEngine(RankEngine):
 
     def _outputs(self, batch: PlannedBatch) -> Iterator[tuple[MicroBatch, Outputs]]:
         with self._model.computing():
-            for micro_rows in batch.packed:
-                micro_batch = self._micro_batch(batch, micro_rows)
+            for number in range(len(batch.packed)):
+                micro_batch = self._micro_batch(batch, number)
                 yield micro_batch, self._forward(micro_batch, batch.rows, batch.top_k)
 
     def _combined_outputs(self, values: torch.Tensor) -> torch.Tensor:
@@ -193,9 +193,9 @@ class FSDPEngine(RankEngine):
     def _add_gradients(self, batch: PlannedBatch, loss: MinibatchLoss) -> None:
         held_bytes = torch.cuda.memory_allocated() if self.is_cuda else 0
         with self._model.computing():
-            for number, micro_rows in enumerate(batch.packed, 1):
-                self._model.begin_micro_batch(is_last=number == len(batch.packed))
-                micro_batch = self._micro_batch(batch, micro_rows)
+            for number in range(len(batch.packed)):
+                self._model.begin_micro_batch(is_last=number == len(batch.packed) - 1)
+                micro_batch = self._micro_batch(batch, number)
                 value = loss.of(micro_batch, self._forward(micro_batch, batch.rows))
                 self._note_routes(micro_batch, loss)
                 # FSDP averages over its ranks, but the denominator is already the global one.
@@ -209,8 +209,7 @@ class FSDPEngine(RankEngine):
             logger.info("layers_compiled seconds=%.1f", spent["total_wall_time"])
 
         if self.rows.size > 1 and not self._is_room_known:
-            tokens = max(sum(batch.rows.lengths[row] for row in rows) for rows in batch.packed)
-            self._find_room_to_meet_once(tokens, held_bytes)
+            self._find_room_to_meet_once(max(batch.num_computed_tokens), held_bytes)
 
     def _note_routes(self, batch: MicroBatch, loss: MinibatchLoss) -> None:
         """Counts experts of tokens of the same weights that the routers would not have chosen."""
@@ -327,19 +326,24 @@ class FSDPEngine(RankEngine):
         if hasattr(self, "_groups"):
             self._groups.close()
 
-    def _micro_batch(self, batch: PlannedBatch, chosen: Sequence[int]) -> MicroBatch:
+    @property
+    def _min_saved_tokens(self) -> float:
+        return self._model.min_saved_tokens(self.world.device)
+
+    def _micro_batch(self, batch: PlannedBatch, number: int) -> MicroBatch:
         size = 0
         if self._has_few_sizes:
-            num_tokens = sum(batch.rows.lengths[row] for row in chosen)
+            num_tokens = batch.num_computed_tokens[number]
             size = padded_size(num_tokens, self.config.max_tokens_per_micro_batch)
             # torch.compile would compile layers anew for a rank that has one token
             size = max(size, 2 * self._groups.sequence.size)
         return make_micro_batch(
             batch.rows,
-            chosen,
+            batch.packed[number],
             batch.asked,
             self._model.layout,
             self.world.device,
+            forest=batch.forests[number],
             num_tokens=size,
             is_behind=batch.is_behind,
             numbers=batch.numbers,

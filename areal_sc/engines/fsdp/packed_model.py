@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from areal_sc.engines.training.packed_attention import (
     ATTENTION_NAME,
     COMPILED_NAME,
     PackedLayout,
+    min_saved_tokens,
     register_packed_attention,
 )
 from areal_sc.engines.training.process_group import ProcessGroup
@@ -58,10 +60,12 @@ class ModelAbilities:
             attends by its own means.
         has_linear_head: logits are the output layer's product with the hidden states (and its
             bias). Otherwise the model's own forward makes them of the hidden states.
+        shares: packed rows can share their first tokens: only attention sees other tokens.
     """
 
     packs: bool
     has_linear_head: bool
+    shares: bool = False
 
 
 class PackedModel(nn.Module):
@@ -265,8 +269,20 @@ class PackedModel(nn.Module):
         inner = (it for it in self.causal_lm.children() if isinstance(it, PreTrainedModel))
         return next(inner, decoder)
 
-    def layout(self, lengths: Sequence[int], device: torch.device) -> PackedLayout:
-        return PackedLayout.of(lengths, device, self.attention_width, self.sequence)
+    def min_saved_tokens(self, device: torch.device) -> float:
+        """From how many saved tokens on rows share their first ones; infinite: they never do."""
+        # equal tokens of two rows may have gone through different experts
+        if not self.abilities.shares or self.routers is not None:
+            return math.inf
+        return min_saved_tokens(device, self.attention_width)
+
+    def layout(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        parents: Sequence[int] | None = None,
+    ) -> PackedLayout:
+        return PackedLayout.of(lengths, device, self.attention_width, self.sequence, parents)
 
     def forward(
         self,
@@ -281,7 +297,7 @@ class PackedModel(nn.Module):
         """Log-probabilities of `targets`, each after the packed token at its position.
 
         Args:
-            input_ids: [T] int64, the rows one after the other.
+            input_ids: [T] int64, the rows, or the runs that they share, one after the other.
             layout: their lengths and positions.
             positions: [N] int64, indices into this rank's tokens, `layout.own_tokens`.
             targets: [N] or [N, K] int64, token ids.

@@ -314,9 +314,9 @@ class MegatronEngine(RankEngine):
             lengths = self.world.max(torch.tensor(lengths)).tolist()
         return [max(lengths)] * len(lengths) if parallel.pipeline > 1 else lengths
 
-    def _layout(self, lengths: Any, device: torch.device) -> PackedLayout:
+    def _layout(self, lengths: Any, device: torch.device, parents: Any) -> PackedLayout:
         width = self._sizes.heads // self.config.parallel.tensor * self._sizes.head_dim
-        return PackedLayout.of(lengths, device, width)
+        return PackedLayout.of(lengths, device, width, parents=parents)
 
     def _rounded_count(self, count: int) -> int:
         """Interleaved stages take micro-batches in turns of as many as there are ranks."""

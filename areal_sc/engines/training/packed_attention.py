@@ -7,6 +7,9 @@ cross row borders, and its cost should be that of the rows. Three ways, chosen b
     buckets         rows of similar length are padded on the right to one length and share a call;
                     for many short rows
     varlen kernel   one call, on CUDA in half precision, where this torch has it
+
+Where rows share their first tokens, what is packed are the runs of a `Forest` in place of rows. A
+run's tokens then see those of its path, too: of all runs on the way to it from the root.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ from itertools import accumulate, count
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import library as operators
 from transformers import AttentionInterface
 
 from areal_sc.engines.plain_attention import AttentionRule, attend, is_seen, with_all_heads
+from areal_sc.engines.training.attention_behind import attend_behind
 from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.sequence_parallel import SequencePart
@@ -35,20 +40,30 @@ COMPILED_NAME = "areal_sc_packed_compiled"
 # One call costs about as much as this many multiply-adds of a forward pass; measured on a CPU.
 _CALL_COST_CPU = 100_000
 _CALL_COST_CUDA = 100_000_000
+_CALLS_OF_RUN = 30
+"""As many calls one more shared run costs in a layer, with its gradients; measured on a CPU."""
 
 _handles: weakref.WeakValueDictionary[int, LayoutHandle] = weakref.WeakValueDictionary()
 """By number. Torch would compile layers anew for other rows, if their graphs got more of them."""
 _numbers = count()
 
-_LAYOUT_TENSORS = ("position_ids", "pad_index", "unpad_index", "row_starts")
+_LAYOUT_TENSORS = (
+    *("position_ids", "pad_index", "unpad_index", "row_starts"),
+    *("key_index", "key_starts"),
+)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows that share one attention call, each padded on the right to `length`."""
+    """Rows that share one attention call, each padded on the right to `length`.
+
+    Attributes:
+        path: the runs before each of them, from the root on; rows have none.
+    """
 
     rows: tuple[int, ...]
     length: int
+    path: tuple[int, ...] = ()
 
 
 class LayoutHandle:
@@ -78,6 +93,10 @@ class PackedLayout:
         unpad_index: [T] padded place of each token; None likewise.
         row_starts: [R + 1] int32, first token of each row, and T.
         longest: tokens of the longest row.
+        key_index: [K] int64 where the rows are runs, for CUDA: the tokens that each run sees, its
+            path and itself, run after run; else None.
+        key_starts: [R + 1] int32, where those of each run begin, and K; else None.
+        longest_keys: the most that a run sees.
         part: the tokens that this rank computes outside of attention; None: all of them.
         handle: of it and its copies: FSDP, for one, copies what a module gets.
     """
@@ -89,6 +108,9 @@ class PackedLayout:
     unpad_index: torch.Tensor | None
     row_starts: torch.Tensor
     longest: int
+    key_index: torch.Tensor | None = None
+    key_starts: torch.Tensor | None = None
+    longest_keys: int = 0
     part: SequencePart | None = None
     handle: LayoutHandle = field(default_factory=LayoutHandle)
 
@@ -110,19 +132,28 @@ class PackedLayout:
         device: torch.device,
         attention_width: int,
         sequence: ProcessGroup | None = None,
+        parents: Sequence[int] | None = None,
     ) -> PackedLayout:
-        """Plans the attention of rows of these lengths.
+        """Plans the attention of rows of these lengths, or of runs.
 
         Args:
             device: that computes it; the plan's own tensors are on the CPU, see `on`.
             attention_width: query heads times head dimension.
             sequence: ranks that share the tokens.
+            parents: the run before each run, -1 where it begins rows; None: they are rows.
         """
-        call_cost = _CALL_COST_CUDA if device.type == "cuda" else _CALL_COST_CPU
-        buckets = plan_buckets(lengths, max_wasted_pairs=call_cost / max(attention_width, 1))
+        paths = _paths(parents or [-1] * len(lengths))
+        max_wasted_pairs = _call_cost(device) / max(attention_width, 1)
+        buckets = plan_buckets(lengths, max_wasted_pairs=max_wasted_pairs, paths=paths)
         sizes = torch.tensor(lengths, dtype=torch.int64)
         starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int64)
-        position_ids = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], sizes)
+        before = torch.tensor([_num_tokens(path, lengths) for path in paths], dtype=torch.int64)
+        position_ids = torch.arange(int(starts[-1])) + torch.repeat_interleave(
+            before - starts[:-1], sizes
+        )
+        key_index = key_starts = None
+        if parents is not None and device.type == "cuda":
+            key_index, key_starts = _keys_of_runs(paths, starts, before + sizes)
         pad_index = unpad_index = None
         if len(buckets) == len(lengths):
             buckets = tuple(sorted(buckets, key=lambda bucket: bucket.rows))
@@ -136,6 +167,9 @@ class PackedLayout:
             unpad_index,
             starts.to(torch.int32),
             max(lengths),
+            key_index,
+            key_starts,
+            int((before + sizes).max()),
             None if sequence is None else SequencePart(int(starts[-1]), sequence),
         )
 
@@ -159,25 +193,72 @@ class PackedLayout:
         return values if self.part is None else self.part.stretch(values)
 
 
-def plan_buckets(lengths: Sequence[int], *, max_wasted_pairs: float) -> tuple[Bucket, ...]:
+def min_saved_tokens(device: torch.device, width: int) -> float:
+    """How many tokens a shared run must save, so that it costs less than it saves.
+
+    Its attention takes further calls; a layer has about 12 parameters for each pair of channels.
+
+    Args: width: of a token's hidden state.
+    """
+    return max(1.0, _CALLS_OF_RUN * _call_cost(device) / (12 * width**2))
+
+
+def _call_cost(device: torch.device) -> int:
+    return _CALL_COST_CUDA if device.type == "cuda" else _CALL_COST_CPU
+
+
+def plan_buckets(
+    lengths: Sequence[int], *, max_wasted_pairs: float, paths: Sequence[tuple[int, ...]] = ()
+) -> tuple[Bucket, ...]:
     """Longest row first; rows join a bucket while padding wastes less than another call costs.
 
     Args:
         max_wasted_pairs: (query, key) pairs that cost as much as one more call.
+        paths: of each run; only those of one path join. Empty: they are rows.
     """
-    by_length: dict[int, list[int]] = {}
+    by_path: dict[tuple[int, ...], dict[int, list[int]]] = {}
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        by_length.setdefault(lengths[row], []).append(row)
+        of_path = by_path.setdefault(paths[row] if paths else (), {})
+        of_path.setdefault(lengths[row], []).append(row)
     buckets: list[Bucket] = []
-    for length, rows in by_length.items():
-        last = buckets[-1] if buckets else None
-        if last and len(rows) * (last.length**2 - length**2) <= max_wasted_pairs:
-            buckets[-1] = Bucket(last.rows + tuple(rows), last.length)
-        elif length**2 > max_wasted_pairs:
-            buckets += [Bucket((row,), length) for row in rows]
-        else:
-            buckets.append(Bucket(tuple(rows), length))
+    for path, by_length in by_path.items():
+        before, joined = _num_tokens(path, lengths), list[Bucket]()
+        for length, rows in by_length.items():
+            num_pairs = length * (before + length)
+            last = joined[-1] if joined else None
+            wasted = last.length * (before + last.length) - num_pairs if last else 0
+            if last and len(rows) * wasted <= max_wasted_pairs:
+                joined[-1] = Bucket(last.rows + tuple(rows), last.length, path)
+            elif num_pairs > max_wasted_pairs and not path:
+                joined += [Bucket((row,), length) for row in rows]
+            else:
+                joined.append(Bucket(tuple(rows), length, path))
+        buckets += joined
     return tuple(buckets)
+
+
+def _paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """The runs before each run, from the root on."""
+    paths: list[tuple[int, ...]] = []
+    for parent in parents:
+        paths.append((*paths[parent], parent) if parent >= 0 else ())
+    return paths
+
+
+def _num_tokens(runs: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[run] for run in runs)
+
+
+def _keys_of_runs(
+    paths: Sequence[tuple[int, ...]], starts: torch.Tensor, num_keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`key_index` and `key_starts` of a layout."""
+    seen = [
+        torch.arange(int(starts[run]), int(starts[run + 1]))
+        for own, path in enumerate(paths)
+        for run in (*path, own)
+    ]
+    return torch.cat(seen), F.pad(num_keys.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _padding_indices(
@@ -289,14 +370,36 @@ def attend_rows(
             for tensor in tensors
         ]
     sizes = [len(bucket.rows) * bucket.length for bucket in layout.buckets]
+    of_runs = [torch.split(tensor, list(layout.lengths)) for tensor in (key, value)]
     pieces = []
     for bucket, *parts in zip(
         layout.buckets, *(torch.split(tensor, sizes) for tensor in tensors), strict=True
     ):
+        if bucket.path:
+            before = [torch.cat([runs[run] for run in bucket.path]) for runs in of_runs]
+            q, k, v = parts
+            pieces.append(attend_behind(q, k, v, before[0], before[1], bucket.length, rule))
+            continue
         q, k, v = (part.unflatten(0, (-1, bucket.length)).transpose(1, 2) for part in parts)
         pieces.append(_causal_attention(q, k, v, rule).transpose(1, 2).flatten(0, 1))
     together = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return together if layout.unpad_index is None else together.index_select(0, layout.unpad_index)
+
+
+class _Keys(torch.autograd.Function):
+    """`tokens[key_index]`, whose gradients are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, key_index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(key_index)
+        ctx.num_tokens = len(tokens)
+        return tokens.index_select(0, key_index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (key_index,) = ctx.saved_tensors
+        added = grad.new_zeros(ctx.num_tokens, *grad.shape[1:], dtype=torch.float32)
+        return added.index_add_(0, key_index, grad.float()).to(grad.dtype), None
 
 
 class _Pad(torch.autograd.Function):
@@ -371,14 +474,24 @@ def _varlen_attention(
     window: int | None,
     layout: PackedLayout,
 ) -> torch.Tensor:
-    """[1, T, H, D] by one kernel over all rows."""
+    """[1, T, H, D] by one kernel over all rows.
+
+    Of a run that sees more than itself, the kernel takes its last token for the last one seen.
+    """
     longest = layout.longest
+    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    key_starts, longest_keys = layout.row_starts, longest
+    if layout.key_index is not None and layout.key_starts is not None:
+        key, value = (_Keys.apply(tensor, layout.key_index) for tensor in (key, value))  # type: ignore[no-untyped-call]
+        key_starts, longest_keys = layout.key_starts, layout.longest_keys
     outputs = _varlen(
-        *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),
+        query,
+        key,
+        value,
         layout.row_starts,
-        layout.row_starts,
+        key_starts,
         longest,
-        longest,
+        longest_keys,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
     )

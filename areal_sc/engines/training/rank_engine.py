@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from areal_sc.algorithms.losses import Loss
 from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.algorithms.shared_prefixes import Forest
 from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.base import SCORES, RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
@@ -38,10 +39,12 @@ from areal_sc.engines.training.row_numbers import RowNumbers, ShareOfRows, count
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.updates.micro_batches import (
     MicroBatch,
+    RowUnits,
     check_routes,
     check_top_tokens,
     pack_rows,
     rows_with_tokens,
+    shared_forest,
     trained_tokens,
     with_advantage,
     with_staleness,
@@ -73,6 +76,7 @@ class PlannedBatch:
         rows: all of them.
         asked: [T] bool, tokens that the model is asked for.
         packed: the rows of each micro-batch; equally many on every rank, where they meet in each.
+        forests: how those of each share their first tokens; None: they do not.
         most_packed: micro-batches of the rank that has most of them.
         is_behind: the model is asked behind these tokens, which it has read; else before them.
         numbers: what a loss may know of the rows; None: there is no loss.
@@ -82,10 +86,22 @@ class PlannedBatch:
     rows: PackedRows
     asked: torch.Tensor
     packed: list[list[int]]
+    forests: list[Forest | None]
     most_packed: int
     is_behind: bool = False
     numbers: RowNumbers | None = None
     top_k: int = 0
+
+    @property
+    def num_row_tokens(self) -> list[int]:
+        """Tokens of each micro-batch's rows."""
+        return [sum(self.rows.lengths[row] for row in chosen) for chosen in self.packed]
+
+    @property
+    def num_computed_tokens(self) -> list[int]:
+        """The same, each shared token once."""
+        each = zip(self.num_row_tokens, self.forests, strict=True)
+        return [count if forest is None else forest.num_tokens for count, forest in each]
 
 
 class RankEngine(ABC):
@@ -264,7 +280,9 @@ class RankEngine(ABC):
             loss: its name and settings, or the function itself. Where it is known to be zero
                 without an advantage, rows none of whose tokens has one go through no forward; they
                 count in the denominators all the same.
-        Returns: see `UpdateMetrics.summary`.
+        Returns: see `UpdateMetrics.summary`; and `num_computed_tokens`, those of all ranks that
+            went through the model, each token that rows share once; `shared_token_share`, the
+            share of these rows' tokens that were computed with another row.
         Raises: ValueError: a field that every loss needs is missing, a row is over the micro-batch
             limit, or the ranks have different numbers of minibatches. ConfigError: no such loss,
             or the model is frozen.
@@ -313,16 +331,27 @@ class RankEngine(ABC):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
             metrics.gradient_norms.append(norm)
             metrics.num_micro_batches += batch.most_packed
+        own_counts = [
+            (rows.num_tokens, sum(batch.num_row_tokens), sum(batch.num_computed_tokens))
+            for rows, batch in zip(minibatches, batches, strict=True)
+        ]
+        num_tokens, num_asked, num_computed = self._of_all_rows(
+            [sum(counts) for counts in zip(*own_counts, strict=True)] or [0, 0, 0]
+        )
         summary = metrics.summary(
             self.world,
             is_counted=self.counts_metrics,
-            num_tokens=sum(self._of_all_rows([rows.num_tokens for rows in minibatches])),
+            num_tokens=num_tokens,
             num_loss_tokens=sum(counts.tokens for _, counts in counted),
             lr=learning_rate(self.config.optimizer, step),
         )
         if MISMATCH in summary and self.logprob_noise is not None:
             summary[MISMATCH_NOISE] = self.logprob_noise
-        return self._own_metrics() | summary
+        sharing = {
+            "num_computed_tokens": float(num_computed),
+            "shared_token_share": 1 - num_computed / num_asked if num_asked else 0.0,
+        }
+        return self._own_metrics() | sharing | summary
 
     @property
     @abstractmethod
@@ -405,13 +434,24 @@ class RankEngine(ABC):
             `asked_of` raises.
         """
         asked, chosen, wanted = list[torch.Tensor](), list[list[int]](), list[int]()
-        error, pack = None, partial(self._pack, keeps_groups=keeps_groups)
+        of_units, error, min_saved = list[RowUnits](), None, self._min_saved_tokens
         try:
             for rows in batches:
                 check_routes(rows, self.routed_experts)
             asked = [asked_of(rows) for rows in batches]
             chosen = [rows_with_tokens(*pair) for pair in zip(batches, asked, strict=True)]
-            wanted = [len(pack(*pair, 1)) for pair in zip(batches, chosen, strict=True)]
+            of_units = [
+                RowUnits.of(
+                    rows,
+                    of_rows,
+                    self.config.max_tokens_per_micro_batch,
+                    are_padded=self._pads_rows,
+                    keeps_groups=keeps_groups,
+                    min_saved=min_saved,
+                )
+                for rows, of_rows in zip(batches, chosen, strict=True)
+            ]
+            wanted = [len(self._pack(units, 1)) for units in of_units]
         except ValueError as failure:
             error = failure
         # One exchange tells of errors, too: a rank that raised alone would leave others waiting.
@@ -424,10 +464,18 @@ class RankEngine(ABC):
             raise ValueError(f"the ranks have {lengths} minibatches; expected equally many")
         most = [max(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True)]
         counts = [self._rounded_count(count) for count in most]
-        return [
-            PlannedBatch(rows, tokens, pack(rows, of_rows, count if self._meets_each else 1), count)
-            for rows, tokens, of_rows, count in zip(batches, asked, chosen, counts, strict=True)
-        ]
+        planned = []
+        for rows, tokens, units, count in zip(batches, asked, of_units, counts, strict=True):
+            in_units = self._pack(units, count if self._meets_each else 1)
+            packed = [list(chain.from_iterable(each)) for each in in_units]
+            forests = [shared_forest(rows, each, min_saved) for each in in_units]
+            planned.append(PlannedBatch(rows, tokens, packed, forests, count))
+        return planned
+
+    @property
+    def _min_saved_tokens(self) -> float:
+        """From how many saved tokens on rows share their first ones; infinite: they never do."""
+        return math.inf
 
     @property
     def _meets_each(self) -> bool:
@@ -443,16 +491,11 @@ class RankEngine(ABC):
         """How many micro-batches are run where a rank has so many."""
         return count
 
-    def _pack(
-        self, rows: PackedRows, chosen: Sequence[int], count: int, *, keeps_groups: bool
-    ) -> list[list[int]]:
-        limit, is_padded = self.config.max_tokens_per_micro_batch, self._pads_rows
+    def _pack(self, units: RowUnits, count: int) -> list[list[list[int]]]:
         return pack_rows(
-            rows,
-            chosen,
-            limit,
+            units,
+            self.config.max_tokens_per_micro_batch,
             count,
-            are_padded=is_padded,
+            are_padded=self._pads_rows,
             fills=self._has_few_sizes,
-            keeps_groups=keeps_groups,
         )

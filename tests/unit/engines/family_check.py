@@ -35,6 +35,8 @@ TOLERANCE = 1e-4  # nats; of gradients: of their norm
 EXACT = "exact"
 
 ROW_LENGTHS = (LIMIT - 2, 1, 3 * LIMIT + 1, 4, 2 * LIMIT, LIMIT, LIMIT + 1)
+PROMPTS = (3, 1, 3 * LIMIT + 1, 4, LIMIT + 2, 3, LIMIT)
+"""So many first tokens of each row are those of the longest one."""
 PROMPT_LENGTHS = (3, 3 * LIMIT, LIMIT + 1)
 NEW_TOKENS = LIMIT + 4
 MAX_CONTEXT = 64
@@ -53,7 +55,8 @@ class Verdict:
 
     Attributes:
         architecture: transformers' class.
-        rows: `packed` or `padded`: how a micro-batch goes through the model; "" if refused.
+        rows: `shared`, `packed` or `padded`: how a micro-batch goes through the model; "" if
+            refused.
         logits: `in chunks`, or `in chunks, by the model`; "" if refused.
         logprobs, update, export: `exact` or `refused`: of the trainer.
         generation: the same, of LocalEngine.
@@ -68,6 +71,14 @@ class Verdict:
     export: str
     generation: str
     refusals: str
+
+
+class _SharingEngine(FSDPEngine):
+    """Rows of a few tokens share, too."""
+
+    @property
+    def _min_saved_tokens(self) -> float:
+        return min(1.0, super()._min_saved_tokens) if self._model.abilities.shares else math.inf
 
 
 class Tokenizer:
@@ -89,8 +100,12 @@ def load_reference(folder: Path, attention: str) -> Any:
 def make_rows() -> PackedRows:
     generator = torch.Generator().manual_seed(1)
     num_tokens = sum(ROW_LENGTHS)
+    input_ids = torch.randint(VOCABULARY, (num_tokens,), generator=generator).int()
+    rows = torch.split(input_ids, list(ROW_LENGTHS))
+    for row, num_shared in zip(rows, PROMPTS, strict=True):
+        row[:num_shared] = max(rows, key=len)[:num_shared].clone()
     fields = {
-        "input_ids": torch.randint(VOCABULARY, (num_tokens,), generator=generator).int(),
+        "input_ids": input_ids,
         "loss_mask": torch.cat([torch.arange(length) > 0 for length in ROW_LENGTHS]),
         "temperatures": 0.5 + torch.rand(num_tokens, generator=generator),
     }
@@ -131,7 +146,7 @@ def check(model: Any, folder: Path, attention: str = "eager") -> Verdict:
     """
     source = folder / "source"
     model.save_pretrained(source)
-    engine = FSDPEngine(
+    engine = _SharingEngine(
         ActorConfig(
             path=str(source),
             device="cpu",
@@ -150,7 +165,7 @@ def check(model: Any, folder: Path, attention: str = "eager") -> Verdict:
         refusals.append(str(refusal))
     else:
         abilities = engine._model.abilities
-        rows = "packed" if abilities.packs else "padded"
+        rows = "shared" if abilities.shares else "packed" if abilities.packs else "padded"
         logits = "in chunks" if abilities.has_linear_head else "in chunks, by the model"
         assert len(decoder_layers(engine._model.causal_lm)) == model.config.num_hidden_layers
         check_training(engine, model, after)
@@ -187,6 +202,7 @@ def check_training(engine: FSDPEngine, model: Any, reference: Any) -> None:
                 squares += float(gradient.square().sum())
                 parameter -= LR * gradient / (gradient.abs() + EPS)
     metrics = engine.update([rows], LOSS, step=0)
+    assert (metrics["shared_token_share"] > 0) == engine._model.abilities.shares
     norm = math.sqrt(squares)
     assert abs(metrics["grad_norm"] - norm) <= TOLERANCE * norm, (metrics, norm)
     assert abs(metrics["entropy"] - entropy) <= TOLERANCE, (metrics, entropy)

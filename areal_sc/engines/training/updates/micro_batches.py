@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from areal_sc.algorithms.packing import (
     pack_micro_batches,
     pack_padded_micro_batches,
 )
+from areal_sc.algorithms.shared_prefixes import Forest, Row, share_prefixes, sharing_rows
 from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.row_numbers import RowNumbers, sums_of_rows
@@ -21,8 +24,9 @@ from areal_sc.sizing.routed_experts import RoutedExperts
 from areal_sc.token_fields import ROUTED_EXPERTS, TOP_TOKENS
 from areal_sc.transport.packed_rows import PackedRows, RowValues
 
-LayoutOf = Callable[[Sequence[int], torch.device], PackedLayout]
-"""Plans a device's attention of packed rows of these lengths; its tensors are on the CPU."""
+LayoutOf = Callable[[Sequence[int], torch.device, Sequence[int] | None], PackedLayout]
+"""Plans a device's attention of packed rows of these lengths, or of runs that have such parents;
+its tensors are on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,9 @@ class MicroBatch:
     Where the ranks of a sequence group share the rows, each is asked for `own` of these.
 
     Attributes:
-        input_ids: [T] int64.
-        layout: the rows' lengths.
-        own: of the N tokens, those that this rank is asked for.
+        input_ids: [T] int64, those that are computed.
+        layout: the lengths of the rows, or of the runs that they share.
+        own: of the N tokens, those that this rank is asked for: all, or [own] int64 on the CPU.
         positions: [own] int64, where the model is asked for each of them, among the tokens that
             this rank computes: at the token before it, or at the token itself.
         targets: [own] int64, these tokens; [own, 1 + k] where the rows have `TOP_TOKENS`: these
@@ -47,7 +51,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor
     layout: PackedLayout
-    own: slice
+    own: slice | torch.Tensor
     positions: torch.Tensor
     targets: torch.Tensor
     token_index: torch.Tensor
@@ -238,37 +242,117 @@ def rows_with_tokens(rows: PackedRows, asked: torch.Tensor) -> list[int]:
     return [row for row, count in enumerate(sums_of_rows(rows, asked)) if count]
 
 
+@dataclass(frozen=True)
+class RowUnits:
+    """Rows of which some come into one micro-batch, since they belong together or share tokens.
+
+    Attributes:
+        units: the rows of each.
+        lengths: tokens of each that the model computes, padding included.
+    """
+
+    units: list[list[int]]
+    lengths: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        rows: PackedRows,
+        chosen: Sequence[int],
+        max_tokens: int,
+        *,
+        are_padded: bool,
+        keeps_groups: bool = False,
+        min_saved: float = math.inf,
+    ) -> RowUnits:
+        """The units of the chosen rows.
+
+        Args:
+            max_tokens: of a micro-batch; rows that share tokens are parted where they have more.
+            are_padded: the model computes rows that are padded to the longest one.
+            keeps_groups: the rows of a group, a pair say, are a unit; all are equally large where
+                rows are padded.
+            min_saved: see `share_prefixes`; infinite: all rows are computed by themselves.
+        """
+        if keeps_groups:
+            units = _groups(rows, chosen)
+        elif min_saved < math.inf:
+            trees = _trees(rows, chosen, min_saved)
+            parts = (_fitting(rows, tree, max_tokens, min_saved) for tree in trees)
+            units = sorted(chain.from_iterable(parts), key=min)
+        else:
+            units = [[row] for row in chosen]
+        if are_padded:
+            lengths = [len(unit) * max(rows.lengths[row] for row in unit) for unit in units]
+        else:
+            lengths = [num_computed_tokens(rows, unit, min_saved) for unit in units]
+        return cls(units, lengths)
+
+
+def _trees(rows: PackedRows, chosen: Sequence[int], min_saved: float) -> list[list[int]]:
+    of_trees = sharing_rows(_tokens_of(rows, chosen), min_saved)
+    return [[chosen[row] for row in tree] for tree in of_trees]
+
+
+def _fitting(
+    rows: PackedRows, tree: Sequence[int], max_tokens: int, min_saved: float
+) -> list[list[int]]:
+    """The rows of a tree in as few parts as need be, each of at most so many computed tokens."""
+    if len(tree) < 2 or num_computed_tokens(rows, tree, min_saved) <= max_tokens:
+        return [list(tree)]
+    half = len(tree) // 2
+    halves = (tree[:half], tree[half:])
+    return [unit for part in halves for unit in _fitting(rows, part, max_tokens, min_saved)]
+
+
+def shared_forest(
+    rows: PackedRows, units: Sequence[Sequence[int]], min_saved: float
+) -> Forest | None:
+    """The forest of the units' rows, in their order; None: they share nothing, or are not to."""
+    chosen = list(chain.from_iterable(units))
+    if min_saved == math.inf or len(chosen) == len(units):
+        return None
+    numbers = iter(range(len(chosen)))
+    places = [[next(numbers) for _ in unit] for unit in units]
+    return share_prefixes(_tokens_of(rows, chosen), min_saved, places)
+
+
+def num_computed_tokens(rows: PackedRows, unit: Sequence[int], min_saved: float) -> int:
+    """Tokens of a unit's rows, each shared one once."""
+    forest = shared_forest(rows, [unit], min_saved)
+    return sum(rows.lengths[row] for row in unit) if forest is None else forest.num_tokens
+
+
+def _tokens_of(rows: PackedRows, chosen: Sequence[int]) -> list[Row]:
+    if not chosen:  # then they may have no fields
+        return []
+    tokens, starts = require_field(rows, "input_ids").numpy(), rows.starts
+    return [tokens[starts[row] : starts[row] + rows.lengths[row]] for row in chosen]
+
+
 def pack_rows(
-    rows: PackedRows,
-    chosen: Sequence[int],
+    of_rows: RowUnits,
     max_tokens: int,
     num_micro_batches: int,
     *,
     are_padded: bool,
     fills: bool = False,
-    keeps_groups: bool = False,
-) -> list[list[int]]:
-    """The chosen rows in at least `num_micro_batches` micro-batches; missing ones are empty.
+) -> list[list[list[int]]]:
+    """The units of at least `num_micro_batches` micro-batches; missing ones are empty.
 
     Args:
         max_tokens: of a micro-batch, padding included.
         are_padded: the model computes rows that are padded to the longest one.
         fills: all micro-batches but the last are to be nearly full, not equally large.
-        keeps_groups: the rows of a group, a pair say, come into one micro-batch; all groups are
-            equally large where rows are padded.
     Raises: ValueError: a row, or a group that stays whole, is longer than `max_tokens`.
     """
-    units = _groups(rows, chosen) if keeps_groups else [[row] for row in chosen]
-    if are_padded:
-        lengths = [len(unit) * max(rows.lengths[row] for row in unit) for unit in units]
-    else:
-        lengths = [sum(rows.lengths[row] for row in unit) for unit in units]
+    units, lengths = of_rows.units, of_rows.lengths
     if are_padded:
         packed = pack_padded_micro_batches(lengths, max_tokens)
     else:
         pack = pack_full_micro_batches if fills else pack_micro_batches
         packed = pack(lengths, max_tokens, max(1, num_micro_batches))
-    named = [[row for unit in positions for row in units[unit]] for positions in packed]
+    named = [[units[unit] for unit in positions] for positions in packed]
     return named + [[] for _ in range(num_micro_batches - len(named))]
 
 
@@ -288,6 +372,7 @@ def make_micro_batch(
     layout_of: LayoutOf,
     device: torch.device,
     *,
+    forest: Forest | None = None,
     num_tokens: int = 0,
     is_behind: bool = False,
     numbers: RowNumbers | None = None,
@@ -296,6 +381,7 @@ def make_micro_batch(
 
     Args:
         asked: [T] bool over all rows.
+        forest: of the chosen rows, where they are computed as one.
         num_tokens: further rows of padding, of which nothing is asked, make them so many. None is
             longer than the longest of all rows, and they have tokens of those that are chosen.
         is_behind: the model is asked behind these tokens. Else first tokens of rows are left out:
@@ -314,15 +400,22 @@ def make_micro_batch(
     else:
         token_index = input_ids = torch.zeros(1, dtype=torch.int64)
         places = torch.zeros(0, dtype=torch.int64)
+    read, targets, parents = places if is_behind else places - 1, input_ids[places], None
+    if forest is not None:
+        input_ids = input_ids[torch.from_numpy(forest.token_index)]
+        lengths, parents = list(forest.lengths), list(forest.parents)
+        read = torch.from_numpy(forest.computed_index)[read]
     if (missing := num_tokens - len(input_ids)) > 0:
         longest = max(rows.lengths, default=1)
-        lengths += [min(longest, missing - begin) for begin in range(0, missing, longest)]
+        padding = [min(longest, missing - begin) for begin in range(0, missing, longest)]
+        lengths += padding
+        parents = None if parents is None else [*parents, *(-1 for _ in padding)]
         input_ids = input_ids[torch.arange(num_tokens) % len(input_ids)]
-    layout = layout_of(lengths, device)
+    layout = layout_of(lengths, device, parents)
     tokens = layout.own_tokens
-    read = places if is_behind else places - 1
-    borders = torch.searchsorted(read, torch.tensor([tokens.start, tokens.stop]))
-    own = slice(*borders.tolist())
+    own: slice | torch.Tensor = slice(None)
+    if layout.part is not None:
+        own = torch.nonzero((read >= tokens.start) & (read < tokens.stop)).flatten()
     asked_index = token_index[places]
     of_tokens = dict(rows.fields)
     routes = of_tokens.pop(ROUTED_EXPERTS, None)
@@ -343,7 +436,7 @@ def make_micro_batch(
         {
             "input_ids": input_ids,
             "positions": read[own] - tokens.start,
-            "targets": input_ids[places[own]],
+            "targets": targets[own],
             **layout.tensors,
             **fields,
             **of_rows,

@@ -22,8 +22,8 @@ from areal_sc.engines.training.probe import require_agreement
 from areal_sc.engines.training.process_group import ProcessGroup, ProcessGroups
 from areal_sc.errors import ModelError
 
-FAST = ModelAbilities(packs=True, has_linear_head=True)
-OWN_HEAD = ModelAbilities(packs=True, has_linear_head=False)
+FAST = ModelAbilities(packs=True, has_linear_head=True, shares=True)
+OWN_HEAD = ModelAbilities(packs=True, has_linear_head=False, shares=True)
 PADDED = ModelAbilities(packs=False, has_linear_head=True)
 ITS_OWN_WAY = ModelAbilities(packs=False, has_linear_head=False)
 LONGEST = 64

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface
 
+from areal_sc.algorithms.shared_prefixes import Forest, share_prefixes
 from areal_sc.engines.training import packed_attention as subject
 from areal_sc.engines.training.packed_attention import PackedLayout, packed_attention, plan_buckets
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 4, 2, 8
 
 
@@ -95,6 +98,122 @@ def test_rows_attend_within_themselves(
         assert torch.allclose(one.grad, other.grad, atol=1e-6)
 
 
+SHAPES = ["abcdefgh abcdefgk abcdefxyz abcdr ab x abcdefgh", "xy xyz u"]
+"""Rows, each letter a token; some begin others, two are the same."""
+
+
+def forest_of(words: str) -> tuple[list[int], Forest]:
+    """The lengths of the rows, and how they share their first tokens."""
+    rows = [np.array([ord(letter) for letter in word]) for word in words.split()]
+    forest = share_prefixes(rows, 1)
+    assert forest is not None
+    return list(map(len, rows)), forest
+
+
+def layout_of(forest: Forest, device: torch.device = CPU) -> PackedLayout:
+    return PackedLayout.of(forest.lengths, device, NUM_HEADS * HEAD_DIM, parents=forest.parents)
+
+
+def assert_attends_as_rows(
+    found: torch.Tensor,
+    inputs: list[torch.Tensor],
+    lengths: list[int],
+    forest: Forest,
+    tolerance: float,
+    **options: Any,
+) -> None:
+    """Of [1, C, H, D] and the gradients of the `inputs`, against rows that share nothing."""
+    computed = torch.from_numpy(forest.computed_index)
+    exact_inputs = [it.detach().double().requires_grad_() for it in inputs]
+    of_rows = [it[:, :, computed] for it in exact_inputs]
+    expected = by_hand(*of_rows, lengths, **options)
+    torch.manual_seed(0)
+    upstream = torch.randn(expected.shape, dtype=torch.float64)
+    torch.testing.assert_close(found[:, computed].double(), expected, atol=tolerance, rtol=0)
+    (found[:, computed] * upstream.to(found.dtype)).sum().backward()
+    (expected * upstream).sum().backward()
+    for one, other in zip(inputs, exact_inputs, strict=True):
+        torch.testing.assert_close(one.grad.double(), other.grad, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scaling": 0.2},
+        {"sliding_window": 3},
+        {"sliding_window": 9},
+        {"softcap": 0.7},
+        {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call_cost", [0, 2_000, 10**9], ids=["alone", "buckets", "one_bucket"])
+@pytest.mark.parametrize("name", [subject.ATTENTION_NAME, subject.COMPILED_NAME])
+def test_runs_attend_along_their_path(
+    options: dict[str, Any], call_cost: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject.register_packed_attention()
+    monkeypatch.setattr(subject, "_CALL_COST_CPU", call_cost)
+    for words in SHAPES:
+        lengths, forest = forest_of(words)
+        inputs, layout = tensors(forest.num_tokens, torch.float64), layout_of(forest)
+        found, _ = AttentionInterface()[name](
+            torch.nn.Module(), *inputs, None, layout=layout, **options
+        )
+        assert_attends_as_rows(found, inputs, lengths, forest, 1e-10, **options)
+
+
+@pytest.mark.parametrize("value_dim", [HEAD_DIM, 6])
+def test_random_forests_attend_as_rows_that_share_nothing(value_dim: int) -> None:
+    """Values of another size than queries, as of latent attention, take another way."""
+    for seed in range(40):
+        chance = random.Random(seed)
+        words = [
+            "".join(
+                chance.choice("ab"[: chance.randint(1, 2)]) for _ in range(chance.randint(1, 12))
+            )
+            for _ in range(9)
+        ]
+        lengths, forest = forest_of(" ".join(words))
+        computed = torch.from_numpy(forest.computed_index)
+        query, key, value = tensors(forest.num_tokens, torch.float64)
+        inputs = query, key, value[..., :value_dim]
+        shared, _ = packed_attention(torch.nn.Module(), *inputs, None, layout=layout_of(forest))
+        of_rows = (it[:, :, computed] for it in inputs)
+        layout = PackedLayout.of(lengths, CPU, NUM_HEADS * HEAD_DIM)
+        apart, _ = packed_attention(torch.nn.Module(), *of_rows, None, layout=layout)
+        torch.testing.assert_close(shared[:, computed], apart, atol=1e-12, rtol=0)
+        upstream = torch.randn(apart.shape, dtype=torch.float64)
+        found, expected = (
+            torch.autograd.grad((it * upstream).sum(), (query, key, value))
+            for it in (shared[:, computed], apart)
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)], ids=str
+)
+def test_runs_in_less_than_float64(dtype: torch.dtype, tolerance: float) -> None:
+    """Sums of 15 products of numbers of about 1, with 24 and with 8 bits."""
+    for words in SHAPES:
+        lengths, forest = forest_of(words)
+        inputs = tensors(forest.num_tokens, dtype)
+        found, _ = packed_attention(torch.nn.Module(), *inputs, None, layout=layout_of(forest))
+        assert_attends_as_rows(found, inputs, lengths, forest, tolerance)
+
+
+def test_positions_go_on_along_the_path() -> None:
+    lengths, forest = forest_of("abcd abce f abcef")
+    layout = layout_of(forest)
+    positions = layout.position_ids[0][torch.from_numpy(forest.computed_index)]
+    assert positions.tolist() == [place for length in lengths for place in range(length)]
+    # f stands apart, and what follows abc shares a call
+    assert {bucket.path for bucket in layout.buckets} == {(), (0,), (0, 2)}
+
+
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own code
 def test_one_graph_serves_rows_of_any_lengths() -> None:
     """Sinks have a gradient, too; it is that of the attention that is not compiled."""
@@ -155,8 +274,13 @@ def test_the_varlen_kernel_is_in_the_same_graph_for_all_rows(
     for lengths in ([5, 1, 9, 2, 4], [3, 3, 3, 3, 8, 2], [4, 12]):
         layout = PackedLayout.of(lengths, CPU, NUM_HEADS * HEAD_DIM)
         layer(tensors(sum(lengths), torch.bfloat16), layout)
-    (found,) = operations
-    assert sum("varlen_attn" in name for name in found) == 1
+    assert len(operations) == 1
+    for words in SHAPES:
+        forest = forest_of(words)[1]
+        layer(tensors(forest.num_tokens, torch.bfloat16), layout_of(forest, CUDA))
+    assert len(operations) == 2  # rows that share their first tokens have a graph of their own
+    for found in operations:
+        assert sum("varlen_attn" in name for name in found) == 1
 
 
 def test_a_mask_of_the_model_s_own_is_refused() -> None:
@@ -202,16 +326,25 @@ def by_the_kernel(
 ) -> torch.Tensor:
     """What torch's kernel, which only CUDA has, says that it computes; all of it is [T, H, D]."""
     assert enable_gqa or key.shape[1] == query.shape[1]
-    assert max_q == max_k == int(cu_seq_q.diff().max())
+    assert max_q == int(cu_seq_q.diff().max())
+    assert max_k == int(cu_seq_k.diff().max())
     assert query.is_contiguous()
-    assert cu_seq_q.dtype == torch.int32
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     window = None if window_size[0] < 0 else window_size[0] + 1
-    lengths = cu_seq_k.diff().tolist()
+    lengths, own = cu_seq_k.diff().tolist(), cu_seq_q.diff().tolist()
+    # the last query of a row is that of its last key
+    own_keys = torch.cat(
+        [torch.arange(many) >= many - few for many, few in zip(lengths, own, strict=True)]
+    )
+    queries = query.new_zeros(len(key), *query.shape[1:])
+    queries[own_keys] = query
+    query = queries
     shared = query.shape[1] // key.shape[1]
     # the two heads of keys that `by_hand` reads
     key, value = (t.repeat_interleave(shared, 1)[:, ::2].transpose(0, 1) for t in (key, value))
     whole = (query.transpose(0, 1)[None], key[None], value[None])
-    return by_hand(*whole, lengths, scaling=scale or HEAD_DIM**-0.5, sliding_window=window)[0]
+    scale = scale or HEAD_DIM**-0.5
+    return by_hand(*whole, lengths, scaling=scale, sliding_window=window)[0, own_keys]
 
 
 def before_gqa(*args: Any, scale: float | None, window_size: tuple[int, int]) -> torch.Tensor:
@@ -233,3 +366,19 @@ def test_the_varlen_kernel_gets_the_heads_that_it_takes(
         torch.nn.Module(), *inputs, None, layout=layout, sliding_window=window
     )
     torch.testing.assert_close(found, by_hand(*inputs, lengths, sliding_window=window))
+
+
+@pytest.mark.parametrize("window", [None, 3, 9])
+def test_the_varlen_kernel_gets_what_runs_see(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_varlen", subject._for_few_key_heads(by_the_kernel))
+    monkeypatch.setattr(subject, "_has_varlen_kernel", lambda query, value: True)
+    for words in SHAPES:
+        lengths, forest = forest_of(words)
+        inputs, layout = tensors(forest.num_tokens, torch.float64), layout_of(forest, CUDA)
+        found, _ = packed_attention(
+            torch.nn.Module(), *inputs, None, layout=layout, sliding_window=window
+        )
+        # gradients of keys are added up in float32
+        assert_attends_as_rows(found, inputs, lengths, forest, 1e-5, sliding_window=window)
