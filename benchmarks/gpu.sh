@@ -81,6 +81,7 @@ if [ -f "$model/config.json" ]; then
         "actor.path=$model" "actor.device=$device" "rollout.device=$device" \
         ${quick:+total_steps=2 evaluation.num_prompts=8} "run_dir=$folder/real_model" --overwrite
 fi
+benchmark shared_prompts 100 shared_prefixes
 for shape in 0.5b_wide 7b_layers; do
     benchmark "mfu_$shape" 100 train_mfu --only "$shape"
 done
