@@ -11,6 +11,7 @@ import pytest_asyncio
 import torch
 from integration.sglang.adapter_policies import LORA, AdapterPolicies
 from integration.sglang.policies import Generating
+from integration.sglang.running_answers import NUM_TRIES
 from local_engines import at_hand
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
@@ -22,7 +23,7 @@ from areal_sc.errors import ModelError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
-LONG = GenerationConfig(max_new_tokens=500)
+LONG = GenerationConfig(max_new_tokens=900)
 SHORT = GenerationConfig(max_new_tokens=20)
 PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -78,18 +79,23 @@ async def test_adapters_replace_each_other_in_the_middle_of_answers(
     def start() -> list[asyncio.Task[Completion]]:
         return [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
 
-    for _ in range(2):
+    num_replaced = 0
+    for _ in range(NUM_TRIES):  # on a busy machine answers may end before their adapter goes
         old, before = engine.version, engine.stats()["update_bytes"]
         tasks = await generating(start)
         new = await publish(engine, adapters)
         assert engine.version == new
         answers = await asyncio.gather(*tasks)
-        assert all(set(answer.versions) == {old, new} for answer in answers)
+        assert all(set(answer.versions) <= {old, new} for answer in answers)
         assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
         adapters.check_all(PROMPTS, answers)
         assert await versions_loaded(engine) == {old, new} - {0}
         num_bytes = sum(values.nbytes for _, values in adapters.named_tensors(new))
         assert 0 < engine.stats()["update_bytes"] - before < 2 * num_bytes
+        num_replaced += all(set(answer.versions) == {old, new} for answer in answers)
+        if num_replaced == 2:
+            return
+    raise AssertionError(f"in {NUM_TRIES} updates answers went on {num_replaced} times")
 
 
 async def test_an_adapter_is_forgotten_although_requests_of_it_were_aborted_in_the_queue(
