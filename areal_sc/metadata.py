@@ -217,10 +217,12 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
+        """Tokens of each row."""
         return tuple(row.sequence_length for row in self.rows)
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all rows."""
         return sum(self.sequence_lengths)
 
     @property

@@ -146,6 +146,7 @@ class TensorMetadata(Struct, frozen=True, array_like=True):
 
     @property
     def per_token(self) -> bool:
+        """Whether each token has a value."""
         return not (self.per_row or self.per_group)
 
     @property

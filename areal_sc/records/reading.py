@@ -220,6 +220,7 @@ def _files(run: str | Path) -> list[RecordFile]:
 def rows_of(
     head: bytes, body: bytes
 ) -> tuple[RecordedGroup, list[RecordedTokens], list[tuple[RecordedCall, ...]]]:
+    """A group by its record: itself, and of each row its tokens and its calls of the model."""
     group = unpack_group(head)
     if not group.rows:
         return group, [], []
@@ -232,6 +233,7 @@ def _trained_of(head: bytes, body: bytes) -> tuple[TrainedRow, TrainedTokens]:
 
 
 def answers_of(head: bytes, body: bytes) -> list[AnswerContent]:
+    """Answers of an evaluation by their record."""
     return [*unpack_contents(body, unpack_answers(head))]
 
 

@@ -73,13 +73,16 @@ class LocalScheduler(OpenRun):
             undo.callback(self._end_agent)
 
     async def nodes(self) -> list[Node]:
+        """See `Scheduler`: this machine."""
         return [await asyncio.to_thread(self._wait_for_node)]
 
     async def ended_nodes(self) -> dict[Node, str]:
+        """See `Scheduler`."""
         how = self._agent.how_it_ended()
         return {} if how is None or self._node is None else {self._node: how}
 
     async def renew(self, node: Node, incarnation: str) -> None:
+        """See `Scheduler`: on this machine."""
         await asyncio.to_thread(self._replace_agent, node, incarnation)
 
     def _found_agent(self) -> LocalAgent | None:

@@ -38,6 +38,7 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.servers.completion import Counters
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.weights import UpdateTimes
+from areal_sc.engines.training.updates.update_metrics import OTHER_EXPERTS
 from areal_sc.records.metrics import Summary
 from areal_sc.rewards.base import declare_reward
 from areal_sc.rewards.running import CodeRunner
@@ -152,6 +153,8 @@ NOT_RUN_HERE = {
             "gsm8k": " --dry-run",
             "gsm8k_arc": " --dry-run",
             "reasoning_gym_task": " --dry-run",
+            "search": " --dry-run",
+            "mcp_tool": " --dry-run",
             "deepscaler": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
             "deepcoder": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
         }.items()
@@ -412,6 +415,7 @@ def test_each_metric_of_a_run_is_explained_and_no_other(tried: tuple[Path, str])
     written = {item.name for kind in (Summary, Counters, UpdateTimes) for item in fields(kind)}
     written |= set(re.findall(r'"(\w+)": ', inspect.getsource(ServerEngine.stats)))
     written |= set(re.findall(r'"(\w+)/\{', inspect.getsource(count)))  # by a cause
+    written.add(OTHER_EXPERTS)  # of models with experts
     for record in records:
         if record["kind"] in ("step", "evaluation"):
             nested = [record.pop(name, {}) for name in ("workflow", "train", "counters")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -20,6 +21,7 @@ NOTICE_S = 12.0
 """Ten seconds of silence, and the interval of the last heartbeat."""
 MARGIN_S = 40.0
 """For a machine that is busy with other work."""
+MOST_OPENINGS = 8
 
 
 class RunOnHosts:
@@ -52,12 +54,24 @@ class RunOnHosts:
         self.run.wait_until(lambda: self.host_of(worker) != host, "another host")
 
     def go_on(self) -> None:
-        """Two more steps, at least one of which begins after this."""
+        """Two more steps, at least one of which begins after this.
+
+        What one opening of the gate gives may be lost, where the host is lost before the snapshot
+        of its newest step is on the disk: then the gate is opened once more.
+        """
         step = self.run.steps()[-1]
-        while self.run.steps()[-1] < step + STEPS_A_BYTE:
+        for _ in range(MOST_OPENINGS):
             open_gate(self.run.run_dir)
-            count = len(self.run.steps())
-            self.run.wait_until(lambda count=count: len(self.run.steps()) > count, "a step")
+            count, until_s = len(self.run.steps()), time.monotonic() + MARGIN_S
+            self.run.wait_until(
+                lambda count=count, until_s=until_s: (
+                    len(self.run.steps()) > count or time.monotonic() > until_s
+                ),
+                "a step",
+            )
+            if self.run.steps()[-1] >= step + STEPS_A_BYTE:
+                return
+        raise AssertionError(f"{MOST_OPENINGS} openings of the gate, and no two steps")
 
     def log(self) -> str:
         return (self.run.run_dir / "logs" / "controller.log").read_text()
