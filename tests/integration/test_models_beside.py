@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -86,24 +85,23 @@ def test_models_beside_survive_the_death_of_each_worker_and_of_the_script(
     assert model.get_output_embeddings() is not None
 
 
-def test_a_student_follows_the_most_probable_tokens_of_a_teacher(
+def test_a_student_gets_the_most_probable_tokens_of_its_teacher(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    """Two ranks of the teacher, which is far from the student: the divergence falls."""
-    teacher: Any = hf.AutoModelForCausalLM.from_pretrained(tiny_model_folder)
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.mul_(3)
-    shutil.copytree(tiny_model_folder, tmp_path / "teacher")
-    teacher.save_pretrained(tmp_path / "teacher")
+    """Two ranks of a teacher that is the model that the student begins as.
+
+    The divergence is 0 then, where each token's most probable ones are of its own place.
+    benchmarks/distillation.py tells how soon a student is near another teacher.
+    """
     settings = (
-        *("total_steps=6", "actor.algorithm=distillation_top_k", "actor.optimizer.lr=1e-2"),
-        *("actor.ppo.loss_settings.top_k=8", f"teacher.path={tmp_path / 'teacher'}"),
+        *("total_steps=3", "actor.algorithm=distillation_top_k", "actor.optimizer.lr=1e-2"),
+        *("actor.ppo.loss_settings.top_k=8", f"teacher.path={tiny_model_folder}"),
         "teacher.parallel.data=2",
     )
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as run:
         run.finish()
         steps = [step["train"] for step in run.records("step")]
         run.wait_until_gone()
-    assert steps[-1]["teacher_kl"] < steps[0]["teacher_kl"]
-    assert 0 < steps[0]["rest"] < 1
+    assert len(steps) == 3
+    assert abs(steps[0]["teacher_kl"]) < 1e-5
+    assert all(0 < step["rest"] < 1 for step in steps)
