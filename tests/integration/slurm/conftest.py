@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -21,17 +21,24 @@ from areal_sc.schedulers.join_server import JoinServer
 
 SCRIPT = Path(__file__).parents[2] / "slurm_cluster" / "hosts.sh"
 NODES = ("node1", "node2", "node3")
+_BRINGS_BACK = {"kill": "boot", "cut": "heal"}
 LIMIT_S = 180.0
 """Far above what any command takes, for a machine that is busy with other work."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Attributes: network: first part of all addresses; network6: the same of IPv6."""
+    """Three hosts, and this machine as their login node.
+
+    Attributes:
+        network: first part of all addresses; network6: the same of IPv6.
+        lost: host that is off, or whose cable is pulled -> what brings it back.
+    """
 
     environment: dict[str, str]
     network: str
     network6: str
+    lost: dict[str, str] = field(default_factory=dict)
 
     def run(self, *words: str) -> str:
         """Output of a command on this machine, the login node."""
@@ -47,6 +54,9 @@ class Cluster:
     def host(self, what: str, node: str) -> None:
         """kill: power loss; boot; cut: its cable is pulled; heal."""
         self.run(str(SCRIPT), what, node)
+        self.lost.pop(node, None)
+        if what in _BRINGS_BACK:
+            self.lost[node] = _BRINGS_BACK[what]
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -148,6 +158,8 @@ def cluster(_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clus
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, _cluster.environment[name])
     yield _cluster
+    for node, what in dict(_cluster.lost).items():  # of a test that failed
+        _cluster.host(what, node)
     jobs = _cluster.jobs()
     if jobs:  # the next test is to begin as it expects
         _cluster.run("scancel", *jobs)
