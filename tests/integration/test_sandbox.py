@@ -28,7 +28,7 @@ ENDS = {
     "memory of many processes": {"memory", "timeout"},
     "one large file": {"files"},
     "many files": {"files"},
-    "files without a name": {"files"},
+    "files without a name": {"files", "exited"},  # so many open ones are a limit, too
     "deep folders": {"exited", "files"},
     "output": {"output"},
     "errors": {"output"},
