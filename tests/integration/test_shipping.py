@@ -360,8 +360,8 @@ async def test_whose_worker_was_started_again_is_not_served_any_more(
             with suppress(PeerLost):
                 async with ScriptFiles.opened(transports[0], script.where) as before:
                     answers.append(await served(before))
-        while beside._process is None:  # it serves, and the script has not heard of it yet
-            await asyncio.sleep(0.01)
+        # it may serve before the script has heard of it
+        await until(lambda: beside._process is not None)
     assert beside._process.child.pid != pid
     assert answers == [False]
     for transport in transports:

@@ -46,6 +46,7 @@ _TYPE_NAMES: dict[Any, str] = {
     bool: "true or false",
     str: "a string",
     float | None: "a number, or null",
+    int | None: "an integer, or null",
 }
 
 

@@ -20,7 +20,7 @@ from areal_sc.errors import ConfigError
 def test_every_setting_has_a_meaning_and_every_number_a_range() -> None:
     for path, found, annotation in schema_fields(GRPOConfig):
         assert meaning_of(found, annotation), path
-        assert (RANGE in found.metadata) == (annotation in (int, float)), path
+        assert (RANGE in found.metadata) == (annotation in (int, float, int | None)), path
         assert is_section(annotation) or "\n" not in found.metadata["meaning"], path
 
 
