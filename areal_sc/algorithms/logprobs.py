@@ -173,7 +173,8 @@ def chunked_logprobs(
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, columns, temperatures, rows, chunk_tokens, vocabulary, keeps
     )
-    return logprobs.view(targets.shape), entropy
+    # a copy: FSDP does not take a view as the output of a model
+    return (logprobs if targets.dim() == 2 else logprobs[:, 0].clone()), entropy
 
 
 @torch.no_grad()
