@@ -43,7 +43,6 @@ from areal_sc.engines.training.updates.micro_batches import (
     check_routes,
     check_top_tokens,
     pack_rows,
-    rows_with_tokens,
     shared_forest,
     trained_tokens,
     with_advantage,
@@ -433,23 +432,22 @@ class RankEngine(ABC):
         Raises: ValueError: ranks have different numbers of batches, a row is too long, or
             `asked_of` raises.
         """
-        asked, chosen, wanted = list[torch.Tensor](), list[list[int]](), list[int]()
+        asked, wanted = list[torch.Tensor](), list[int]()
         of_units, error, min_saved = list[RowUnits](), None, self._min_saved_tokens
         try:
             for rows in batches:
                 check_routes(rows, self.routed_experts)
             asked = [asked_of(rows) for rows in batches]
-            chosen = [rows_with_tokens(*pair) for pair in zip(batches, asked, strict=True)]
             of_units = [
                 RowUnits.of(
                     rows,
-                    of_rows,
+                    tokens,
                     self.config.max_tokens_per_micro_batch,
                     are_padded=self._pads_rows,
                     keeps_groups=keeps_groups,
                     min_saved=min_saved,
                 )
-                for rows, of_rows in zip(batches, chosen, strict=True)
+                for rows, tokens in zip(batches, asked, strict=True)
             ]
             wanted = [len(self._pack(units, 1)) for units in of_units]
         except ValueError as failure:

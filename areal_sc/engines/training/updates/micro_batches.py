@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -237,18 +238,14 @@ def check_routes(rows: PackedRows, experts: RoutedExperts | None) -> None:
         )
 
 
-def rows_with_tokens(rows: PackedRows, asked: torch.Tensor) -> list[int]:
-    """Rows that hold at least one asked token; the others need no forward at all."""
-    return [row for row, count in enumerate(sums_of_rows(rows, asked)) if count]
-
-
 @dataclass(frozen=True)
 class RowUnits:
     """Rows of which some come into one micro-batch, since they belong together or share tokens.
 
     Attributes:
         units: the rows of each.
-        lengths: tokens of each that the model computes, padding included.
+        lengths: tokens of each that the model computes, padding included, or is asked for, if these
+            are more: rows that are nearly equal may share most of what is asked.
     """
 
     units: list[list[int]]
@@ -258,51 +255,55 @@ class RowUnits:
     def of(
         cls,
         rows: PackedRows,
-        chosen: Sequence[int],
+        asked: torch.Tensor,
         max_tokens: int,
         *,
         are_padded: bool,
         keeps_groups: bool = False,
         min_saved: float = math.inf,
     ) -> RowUnits:
-        """The units of the chosen rows.
+        """The units of the rows that hold an asked token; the others need no forward at all.
 
         Args:
+            asked: [T] bool.
             max_tokens: of a micro-batch; rows that share tokens are parted where they have more.
             are_padded: the model computes rows that are padded to the longest one.
             keeps_groups: the rows of a group, a pair say, are a unit; all are equally large where
                 rows are padded.
             min_saved: see `share_prefixes`; infinite: all rows are computed by themselves.
         """
+        num_asked = sums_of_rows(rows, asked)
+        chosen = [row for row, count in enumerate(num_asked) if count]
+
+        def length(unit: Sequence[int]) -> int:
+            if are_padded:
+                return len(unit) * max(rows.lengths[row] for row in unit)
+            forest = shared_forest(rows, [unit], min_saved)
+            alone = sum(rows.lengths[row] for row in unit)
+            computed = alone if forest is None else forest.num_tokens
+            return max(computed, sum(num_asked[row] for row in unit))
+
         if keeps_groups:
             units = _groups(rows, chosen)
         elif min_saved < math.inf:
-            trees = _trees(rows, chosen, min_saved)
-            parts = (_fitting(rows, tree, max_tokens, min_saved) for tree in trees)
+            trees = sharing_rows(_tokens_of(rows, chosen), min_saved)
+            in_rows = ([chosen[row] for row in tree] for tree in trees)
+            parts = (_fitting(tree, lambda unit: length(unit) <= max_tokens) for tree in in_rows)
             units = sorted(chain.from_iterable(parts), key=min)
         else:
             units = [[row] for row in chosen]
-        if are_padded:
-            lengths = [len(unit) * max(rows.lengths[row] for row in unit) for unit in units]
-        else:
-            lengths = [num_computed_tokens(rows, unit, min_saved) for unit in units]
-        return cls(units, lengths)
+        return cls(units, [length(unit) for unit in units])
 
 
-def _trees(rows: PackedRows, chosen: Sequence[int], min_saved: float) -> list[list[int]]:
-    of_trees = sharing_rows(_tokens_of(rows, chosen), min_saved)
-    return [[chosen[row] for row in tree] for tree in of_trees]
-
-
-def _fitting(
-    rows: PackedRows, tree: Sequence[int], max_tokens: int, min_saved: float
-) -> list[list[int]]:
-    """The rows of a tree in as few parts as need be, each of at most so many computed tokens."""
-    if len(tree) < 2 or num_computed_tokens(rows, tree, min_saved) <= max_tokens:
-        return [list(tree)]
-    half = len(tree) // 2
-    halves = (tree[:half], tree[half:])
-    return [unit for part in halves for unit in _fitting(rows, part, max_tokens, min_saved)]
+def _fitting(tree: list[int], fits: Callable[[list[int]], bool]) -> list[list[int]]:
+    """The rows of a tree in parts, each of as many neighbours as fit, at least one."""
+    parts, rest = list[list[int]](), tree
+    while rest:
+        more = range(2, len(rest) + 1)
+        count = 1 + bisect_left(more, True, key=lambda count: not fits(rest[:count]))
+        parts.append(rest[:count])
+        rest = rest[count:]
+    return parts
 
 
 def shared_forest(
@@ -315,12 +316,6 @@ def shared_forest(
     numbers = iter(range(len(chosen)))
     places = [[next(numbers) for _ in unit] for unit in units]
     return share_prefixes(_tokens_of(rows, chosen), min_saved, places)
-
-
-def num_computed_tokens(rows: PackedRows, unit: Sequence[int], min_saved: float) -> int:
-    """Tokens of a unit's rows, each shared one once."""
-    forest = shared_forest(rows, [unit], min_saved)
-    return sum(rows.lengths[row] for row in unit) if forest is None else forest.num_tokens
 
 
 def _tokens_of(rows: PackedRows, chosen: Sequence[int]) -> list[Row]:
