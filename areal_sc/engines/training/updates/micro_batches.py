@@ -104,26 +104,29 @@ def check_top_tokens(rows: PackedRows, vocab_size: int) -> None:
 
 
 class TokenFields(dict[str, torch.Tensor]):
-    """[N, ...] values of a field at the asked tokens of a micro-batch, looked up by name.
+    """[N, ...] values of a field at some tokens, by name; one of rows is spread over them.
 
     Args:
-        rows: that the micro-batch was taken from.
+        values: of fields of tokens.
+        of_rows: where the tokens stand.
+        rows: that they were taken from.
     """
 
-    def __init__(self, batch: MicroBatch, rows: PackedRows) -> None:
-        super().__init__(batch.fields)
-        self._batch = batch
+    def __init__(
+        self, values: Mapping[str, torch.Tensor], of_rows: LossRows, rows: PackedRows
+    ) -> None:
+        super().__init__(values)
+        self._of_rows = of_rows
         self._rows = rows
 
     def __missing__(self, name: str) -> torch.Tensor:
         """Raises: ValueError: the rows have no such field."""
         if name in self._rows.row_fields:
-            assert self._batch.loss_rows is not None
-            return self._batch.loss_rows.spread_field(name)
-        if len(self._batch.token_index):
+            return self._of_rows.spread_field(name)
+        if self._rows.num_rows:
             return require_field(self._rows, name)
         # a rank without rows does not know their fields
-        return torch.zeros(0, device=self._batch.input_ids.device)
+        return torch.zeros(0, device=self._of_rows.reward.device)
 
 
 class RowFields(dict[str, Any]):
@@ -310,12 +313,9 @@ def shared_forest(
     rows: PackedRows, units: Sequence[Sequence[int]], min_saved: float
 ) -> Forest | None:
     """The forest of the units' rows, in their order; None: they share nothing, or are not to."""
-    chosen = list(chain.from_iterable(units))
-    if min_saved == math.inf or len(chosen) == len(units):
+    if min_saved == math.inf or max(map(len, units), default=0) < 2:
         return None
-    numbers = iter(range(len(chosen)))
-    places = [[next(numbers) for _ in unit] for unit in units]
-    return share_prefixes(_tokens_of(rows, chosen), min_saved, places)
+    return share_prefixes([_tokens_of(rows, unit) for unit in units], min_saved)
 
 
 def _tokens_of(rows: PackedRows, chosen: Sequence[int]) -> list[Row]:

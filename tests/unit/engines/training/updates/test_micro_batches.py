@@ -64,8 +64,9 @@ def micro_batch(rows: PackedRows, chosen: list[int]) -> MicroBatch:
 def test_a_loss_reads_values_of_rows_and_of_groups() -> None:
     rows = rows_with_fields()
     batch = micro_batch(rows, [2, 0])
-    of_rows, of_tokens = batch.loss_rows, TokenFields(batch, rows)
+    of_rows = batch.loss_rows
     assert of_rows is not None
+    of_tokens = TokenFields(batch.fields, of_rows, rows)
     assert of_rows.fields["style"].tolist() == [[4, 5], [0, 1]]
     assert [it.tolist() for it in of_rows.fields["found"]] == [[4], []]
     assert [it.tolist() for it in of_rows.fields["page"]] == [[1, 2], [1, 2]]
