@@ -302,8 +302,11 @@ def _fitting(tree: list[int], fits: Callable[[list[int]], bool]) -> list[list[in
     """The rows of a tree in parts, each of as many neighbours as fit, at least one."""
     parts, rest = list[list[int]](), tree
     while rest:
-        more = range(2, len(rest) + 1)
-        count = 1 + bisect_left(more, True, key=lambda count: not fits(rest[:count]))
+        count = 1
+        while count < len(rest) and fits(rest[: 2 * count]):
+            count = min(2 * count, len(rest))
+        more = range(count + 1, min(2 * count, len(rest)))
+        count += bisect_left(more, True, key=lambda count: not fits(rest[:count]))
         parts.append(rest[:count])
         rest = rest[count:]
     return parts
