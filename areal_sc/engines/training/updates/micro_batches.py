@@ -249,10 +249,14 @@ class RowUnits:
         units: the rows of each.
         lengths: tokens of each that the model computes, padding included, or is asked for, if these
             are more: rows that are nearly equal may share most of what is asked.
+        max_tokens: of a micro-batch, padding included.
+        are_padded: the model computes rows that are padded to the longest one.
     """
 
     units: list[list[int]]
     lengths: list[int]
+    max_tokens: int
+    are_padded: bool
 
     @classmethod
     def of(
@@ -269,8 +273,7 @@ class RowUnits:
 
         Args:
             asked: [T] bool.
-            max_tokens: of a micro-batch; rows that share tokens are parted where they have more.
-            are_padded: the model computes rows that are padded to the longest one.
+            max_tokens: rows that share tokens are parted where they have more.
             keeps_groups: the rows of a group, a pair say, are a unit; all are equally large where
                 rows are padded.
             min_saved: see `share_prefixes`; infinite: all rows are computed by themselves.
@@ -295,7 +298,21 @@ class RowUnits:
             units = sorted(chain.from_iterable(parts), key=min)
         else:
             units = [[row] for row in chosen]
-        return cls(units, [length(unit) for unit in units])
+        return cls(units, [length(unit) for unit in units], max_tokens, are_padded)
+
+    def pack(self, num_micro_batches: int, *, fills: bool) -> list[list[list[int]]]:
+        """The units of at least `num_micro_batches` micro-batches; missing ones are empty.
+
+        Args: fills: all micro-batches but the last are to be nearly full, not equally large.
+        Raises: ValueError: a row, or a group that stays whole, is longer than `max_tokens`.
+        """
+        if self.are_padded:
+            packed = pack_padded_micro_batches(self.lengths, self.max_tokens)
+        else:
+            pack = pack_full_micro_batches if fills else pack_micro_batches
+            packed = pack(self.lengths, self.max_tokens, num_micro_batches)
+        named = [[self.units[unit] for unit in positions] for positions in packed]
+        return named + [[] for _ in range(num_micro_batches - len(named))]
 
 
 def _fitting(tree: list[int], fits: Callable[[list[int]], bool]) -> list[list[int]]:
@@ -326,32 +343,6 @@ def _tokens_of(rows: PackedRows, chosen: Sequence[int]) -> list[Row]:
         return []
     tokens, starts = require_field(rows, "input_ids").numpy(), rows.starts
     return [tokens[starts[row] : starts[row] + rows.lengths[row]] for row in chosen]
-
-
-def pack_rows(
-    of_rows: RowUnits,
-    max_tokens: int,
-    num_micro_batches: int,
-    *,
-    are_padded: bool,
-    fills: bool = False,
-) -> list[list[list[int]]]:
-    """The units of at least `num_micro_batches` micro-batches; missing ones are empty.
-
-    Args:
-        max_tokens: of a micro-batch, padding included.
-        are_padded: the model computes rows that are padded to the longest one.
-        fills: all micro-batches but the last are to be nearly full, not equally large.
-    Raises: ValueError: a row, or a group that stays whole, is longer than `max_tokens`.
-    """
-    units, lengths = of_rows.units, of_rows.lengths
-    if are_padded:
-        packed = pack_padded_micro_batches(lengths, max_tokens)
-    else:
-        pack = pack_full_micro_batches if fills else pack_micro_batches
-        packed = pack(lengths, max_tokens, max(1, num_micro_batches))
-    named = [[units[unit] for unit in positions] for positions in packed]
-    return named + [[] for _ in range(num_micro_batches - len(named))]
 
 
 def _groups(rows: PackedRows, chosen: Sequence[int]) -> list[list[int]]:
