@@ -58,6 +58,7 @@ from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.ppo_settings import NormScope, PPOConfig
 from areal_sc.config.schema import ActorConfig, Device, Dtype, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.training.updates.micro_batches import RowUnits
 from areal_sc.transport.packed_rows import PackedRows
 
 Step = Callable[[], object]
@@ -95,16 +96,14 @@ def engine_step(engine: FSDPEngine, workload: Workload) -> Step:
 class FixedRowsEngine(FSDPEngine):
     """Equal numbers of rows a micro-batch, in the order of the rows, safe for any rows."""
 
-    def _pack(
-        self, rows: PackedRows, chosen: Sequence[int], count: int, *, keeps_groups: bool
-    ) -> list[list[int]]:
-        size = self.rows_a_micro_batch(rows, chosen)
-        return [list(chosen[start : start + size]) for start in range(0, len(chosen), size)]
+    def _pack(self, units: RowUnits, count: int) -> list[list[list[int]]]:
+        """The rows have nothing in common: each is a unit."""
+        rows, size = units.units, self.rows_a_micro_batch(units.lengths)
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
 
-    def rows_a_micro_batch(self, rows: PackedRows, chosen: Sequence[int]) -> int:
-        longest_first = sorted((rows.lengths[row] for row in chosen), reverse=True)
+    def rows_a_micro_batch(self, lengths: Sequence[int]) -> int:
         budget = self.config.max_tokens_per_micro_batch
-        return sum(total <= budget for total in accumulate(longest_first))
+        return sum(total <= budget for total in accumulate(sorted(lengths, reverse=True)))
 
 
 class PaddedEngine(FixedRowsEngine):
@@ -114,8 +113,8 @@ class PaddedEngine(FixedRowsEngine):
         super().initialize(rank, world_size, init_method)
         self._model.abilities = replace(self._model.abilities, packs=False)
 
-    def rows_a_micro_batch(self, rows: PackedRows, chosen: Sequence[int]) -> int:
-        return self.config.max_tokens_per_micro_batch // max(rows.lengths[row] for row in chosen)
+    def rows_a_micro_batch(self, lengths: Sequence[int]) -> int:
+        return self.config.max_tokens_per_micro_batch // max(lengths)
 
 
 @dataclass

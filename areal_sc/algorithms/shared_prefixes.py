@@ -13,7 +13,7 @@ runs on the way from the root, and the tokens before it in its own run. No torch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -51,30 +51,30 @@ class Forest:
 class _SharedRun:
     """Tokens `begin` to `end` of each of some rows, which are the same in all of them."""
 
-    rows: tuple[int, ...]
+    rows: list[int]
     begin: int
     end: int
     parent: int
 
 
-def share_prefixes(
-    rows: Sequence[Row], min_saved: float, units: Sequence[Sequence[int]] | None = None
-) -> Forest | None:
-    """The rows' forest; None if nothing is shared in it.
+def share_prefixes(units: Sequence[Sequence[Row]], min_saved: float) -> Forest | None:
+    """The forest of the rows of all units, in their order; None if nothing is shared in it.
 
     Args:
+        units: rows that may share; each unit has as many tokens as it has alone.
         min_saved: a run is shared if that saves at least so many tokens, >= 1.
-        units: numbers of rows that may share; each has as many tokens as it has alone. None: all
-            rows are one.
     """
     runs = list[_SharedRun]()
-    for unit in [range(len(rows))] if units is None else units:
-        first = len(runs)
-        for run in _find_runs([rows[row] for row in unit], min_saved):
-            parent = run.parent + first if run.parent >= 0 else -1
-            runs.append(replace(run, rows=tuple(unit[row] for row in run.rows), parent=parent))
+    starts = [0]
+    for rows in units:
+        first_run, first_row = len(runs), len(starts) - 1
+        for run in _find_runs(rows, min_saved):
+            numbers = [first_row + row for row in run.rows]
+            parent = run.parent + first_run if run.parent >= 0 else -1
+            runs.append(_SharedRun(numbers, run.begin, run.end, parent))
+        for row in rows:
+            starts.append(starts[-1] + len(row))
     lengths = [run.end - run.begin for run in runs]
-    starts = list(accumulate(map(len, rows), initial=0))
     if sum(lengths) == starts[-1]:
         return None
     token_index = np.empty(sum(lengths), np.int64)
@@ -82,8 +82,8 @@ def share_prefixes(
     places = accumulate(lengths, initial=0)
     for run, place, length in zip(runs, places, lengths, strict=False):
         computed = np.arange(place, place + length)
-        for row in run.rows:
-            computed_index[starts[row] + run.begin : starts[row] + run.end] = computed
+        for number in run.rows:
+            computed_index[starts[number] + run.begin : starts[number] + run.end] = computed
         token_index[computed] = computed - place + starts[run.rows[0]] + run.begin
     return Forest(tuple(lengths), tuple(run.parent for run in runs), token_index, computed_index)
 
@@ -114,7 +114,7 @@ def _find_runs(rows: Sequence[Row], min_saved: float) -> list[_SharedRun]:
         cuts = [first, *(n for n in range(first + 1, end) if common[n - 1] == reach), end]
         is_leaf = end - first == 1
         if begin < reach and (is_leaf or (len(cuts) - 2) * (reach - begin) >= min_saved):
-            runs.append(_SharedRun(tuple(order[first:end]), begin, reach, parent))
+            runs.append(_SharedRun(order[first:end], begin, reach, parent))
             begin, parent = reach, len(runs) - 1
         if not is_leaf:
             waiting += [(*piece, begin, parent) for piece in reversed(list(pairwise(cuts)))]

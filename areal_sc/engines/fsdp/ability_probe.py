@@ -274,7 +274,7 @@ def _forest(model: PackedModel, rows: Sequence[torch.Tensor]) -> Forest | None:
     """How the rows share their first token; ranks that share tokens would have them in parts."""
     if not model.abilities.shares or model.sequence is not None:
         return None
-    return share_prefixes([row.cpu().numpy() for row in rows], 1)
+    return share_prefixes([[row.cpu().numpy() for row in rows]], 1)
 
 
 def _summed(hidden: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,6 @@ from areal_sc.engines.training.updates.micro_batches import (
     RowUnits,
     check_routes,
     check_top_tokens,
-    pack_rows,
-    rows_with_tokens,
     shared_forest,
     trained_tokens,
     with_advantage,
@@ -331,12 +329,12 @@ class RankEngine(ABC):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
             metrics.gradient_norms.append(norm)
             metrics.num_micro_batches += batch.most_packed
-        own_counts = [
-            (rows.num_tokens, sum(batch.num_row_tokens), sum(batch.num_computed_tokens))
-            for rows, batch in zip(minibatches, batches, strict=True)
-        ]
         num_tokens, num_asked, num_computed = self._of_all_rows(
-            [sum(counts) for counts in zip(*own_counts, strict=True)] or [0, 0, 0]
+            [
+                sum(rows.num_tokens for rows in minibatches),
+                sum(sum(batch.num_row_tokens) for batch in batches),
+                sum(sum(batch.num_computed_tokens) for batch in batches),
+            ]
         )
         summary = metrics.summary(
             self.world,
@@ -433,23 +431,22 @@ class RankEngine(ABC):
         Raises: ValueError: ranks have different numbers of batches, a row is too long, or
             `asked_of` raises.
         """
-        asked, chosen, wanted = list[torch.Tensor](), list[list[int]](), list[int]()
+        asked, wanted = list[torch.Tensor](), list[int]()
         of_units, error, min_saved = list[RowUnits](), None, self._min_saved_tokens
         try:
             for rows in batches:
                 check_routes(rows, self.routed_experts)
             asked = [asked_of(rows) for rows in batches]
-            chosen = [rows_with_tokens(*pair) for pair in zip(batches, asked, strict=True)]
             of_units = [
                 RowUnits.of(
                     rows,
-                    of_rows,
+                    tokens,
                     self.config.max_tokens_per_micro_batch,
                     are_padded=self._pads_rows,
                     keeps_groups=keeps_groups,
                     min_saved=min_saved,
                 )
-                for rows, of_rows in zip(batches, chosen, strict=True)
+                for rows, tokens in zip(batches, asked, strict=True)
             ]
             wanted = [len(self._pack(units, 1)) for units in of_units]
         except ValueError as failure:
@@ -492,10 +489,4 @@ class RankEngine(ABC):
         return count
 
     def _pack(self, units: RowUnits, count: int) -> list[list[list[int]]]:
-        return pack_rows(
-            units,
-            self.config.max_tokens_per_micro_batch,
-            count,
-            are_padded=self._pads_rows,
-            fills=self._has_few_sizes,
-        )
+        return units.pack(count, fills=self._has_few_sizes)

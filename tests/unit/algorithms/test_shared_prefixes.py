@@ -24,7 +24,7 @@ def test_each_beginning_is_computed_once(seed: int) -> None:
     rows = random_rows(seed)
     tokens = np.concatenate(rows)
     num_beginnings = len({tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)})
-    forest = share_prefixes(rows, 1)
+    forest = share_prefixes([rows], 1)
     if forest is None:
         assert num_beginnings == len(tokens)
         return
@@ -44,7 +44,7 @@ def test_each_beginning_is_computed_once(seed: int) -> None:
 
 def test_a_run_that_saves_little_is_computed_for_each_row() -> None:
     rows = [np.array(row) for row in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 7], [1, 8])]
-    saving_one, saving_three = share_prefixes(rows, 1), share_prefixes(rows, 3)
+    saving_one, saving_three = share_prefixes([rows], 1), share_prefixes([rows], 3)
     assert saving_one is not None
     assert saving_one.lengths == (1, 3, 1, 1, 1, 1)
     assert saving_one.parents == (-1, 0, 1, 1, 0, 0)
@@ -52,8 +52,9 @@ def test_a_run_that_saves_little_is_computed_for_each_row() -> None:
     assert saving_three is not None
     assert saving_three.lengths == (4, 1, 1, 2, 2)
     assert saving_three.parents == (-1, 0, 0, -1, -1)
-    assert share_prefixes(rows, 5) is None
-    assert share_prefixes(rows[1:2], 1) is None
+    assert share_prefixes([rows], 5) is None
+    assert share_prefixes([rows[1:2]], 1) is None
+    assert share_prefixes([[]], 1) is None
     assert share_prefixes([], 1) is None
 
 
@@ -63,13 +64,13 @@ def test_rows_of_a_tree_are_neighbours(min_saved: int) -> None:
         rows = random_rows(seed)
         trees = sharing_rows(rows, min_saved)
         assert sorted(row for tree in trees for row in tree) == list(range(len(rows)))
-        together = share_prefixes(rows, min_saved)
-        in_units = share_prefixes(rows, min_saved, trees)
+        together = share_prefixes([rows], min_saved)
+        in_units = share_prefixes([[rows[row] for row in tree] for tree in trees], min_saved)
         assert (in_units and in_units.lengths) == (together and together.lengths)
         if together is None:
             assert all(len(tree) == 1 for tree in trees)
             continue
-        apart = [share_prefixes([rows[row] for row in tree], min_saved) for tree in trees]
+        apart = [share_prefixes([[rows[row] for row in tree]], min_saved) for tree in trees]
         lengths = [sum(len(rows[row]) for row in tree) for tree in trees]
         each = [n if it is None else it.num_tokens for n, it in zip(lengths, apart, strict=True)]
         assert sum(each) == together.num_tokens
@@ -77,10 +78,10 @@ def test_rows_of_a_tree_are_neighbours(min_saved: int) -> None:
 
 def test_units_share_nothing_with_each_other() -> None:
     rows = [np.array(row) for row in ([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 3, 7])]
-    forest = share_prefixes(rows, 1, [[3, 1], [0, 2]])
+    forest = share_prefixes([rows[:2], rows[2:]], 1)
     assert forest is not None
     assert forest.lengths == (3, 1, 1, 3, 1, 1)
     assert forest.parents == (-1, 0, 0, -1, 3, 3)
     tokens = np.concatenate(rows)
     assert tokens[forest.token_index][forest.computed_index].tolist() == tokens.tolist()
-    assert share_prefixes(rows, 1, [[row] for row in range(4)]) is None
+    assert share_prefixes([[row] for row in rows], 1) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -103,26 +104,29 @@ def check_top_tokens(rows: PackedRows, vocab_size: int) -> None:
 
 
 class TokenFields(dict[str, torch.Tensor]):
-    """[N, ...] values of a field at the asked tokens of a micro-batch, looked up by name.
+    """[N, ...] values of a field at some tokens, by name; one of rows is spread over them.
 
     Args:
-        rows: that the micro-batch was taken from.
+        values: of fields of tokens.
+        of_rows: where the tokens stand.
+        rows: that they were taken from.
     """
 
-    def __init__(self, batch: MicroBatch, rows: PackedRows) -> None:
-        super().__init__(batch.fields)
-        self._batch = batch
+    def __init__(
+        self, values: Mapping[str, torch.Tensor], of_rows: LossRows, rows: PackedRows
+    ) -> None:
+        super().__init__(values)
+        self._of_rows = of_rows
         self._rows = rows
 
     def __missing__(self, name: str) -> torch.Tensor:
         """Raises: ValueError: the rows have no such field."""
         if name in self._rows.row_fields:
-            assert self._batch.loss_rows is not None
-            return self._batch.loss_rows.spread_field(name)
-        if len(self._batch.token_index):
+            return self._of_rows.spread_field(name)
+        if self._rows.num_rows:
             return require_field(self._rows, name)
         # a rank without rows does not know their fields
-        return torch.zeros(0, device=self._batch.input_ids.device)
+        return torch.zeros(0, device=self._of_rows.reward.device)
 
 
 class RowFields(dict[str, Any]):
@@ -237,90 +241,101 @@ def check_routes(rows: PackedRows, experts: RoutedExperts | None) -> None:
         )
 
 
-def rows_with_tokens(rows: PackedRows, asked: torch.Tensor) -> list[int]:
-    """Rows that hold at least one asked token; the others need no forward at all."""
-    return [row for row, count in enumerate(sums_of_rows(rows, asked)) if count]
-
-
 @dataclass(frozen=True)
 class RowUnits:
     """Rows of which some come into one micro-batch, since they belong together or share tokens.
 
     Attributes:
         units: the rows of each.
-        lengths: tokens of each that the model computes, padding included.
+        lengths: tokens of each that the model computes, padding included, or is asked for, if these
+            are more: rows that are nearly equal may share most of what is asked.
+        max_tokens: of a micro-batch, padding included.
+        are_padded: the model computes rows that are padded to the longest one.
     """
 
     units: list[list[int]]
     lengths: list[int]
+    max_tokens: int
+    are_padded: bool
 
     @classmethod
     def of(
         cls,
         rows: PackedRows,
-        chosen: Sequence[int],
+        asked: torch.Tensor,
         max_tokens: int,
         *,
         are_padded: bool,
         keeps_groups: bool = False,
         min_saved: float = math.inf,
     ) -> RowUnits:
-        """The units of the chosen rows.
+        """The units of the rows that hold an asked token; the others need no forward at all.
 
         Args:
-            max_tokens: of a micro-batch; rows that share tokens are parted where they have more.
-            are_padded: the model computes rows that are padded to the longest one.
+            asked: [T] bool.
+            max_tokens: rows that share tokens are parted where they have more.
             keeps_groups: the rows of a group, a pair say, are a unit; all are equally large where
                 rows are padded.
             min_saved: see `share_prefixes`; infinite: all rows are computed by themselves.
         """
+        num_asked = sums_of_rows(rows, asked)
+        chosen = [row for row, count in enumerate(num_asked) if count]
+
+        def length(unit: Sequence[int]) -> int:
+            if are_padded:
+                return len(unit) * max(rows.lengths[row] for row in unit)
+            forest = shared_forest(rows, [unit], min_saved)
+            alone = sum(rows.lengths[row] for row in unit)
+            computed = alone if forest is None else forest.num_tokens
+            return max(computed, sum(num_asked[row] for row in unit))
+
         if keeps_groups:
             units = _groups(rows, chosen)
         elif min_saved < math.inf:
-            trees = _trees(rows, chosen, min_saved)
-            parts = (_fitting(rows, tree, max_tokens, min_saved) for tree in trees)
+            trees = sharing_rows(_tokens_of(rows, chosen), min_saved)
+            in_rows = ([chosen[row] for row in tree] for tree in trees)
+            parts = (_fitting(tree, lambda unit: length(unit) <= max_tokens) for tree in in_rows)
             units = sorted(chain.from_iterable(parts), key=min)
         else:
             units = [[row] for row in chosen]
-        if are_padded:
-            lengths = [len(unit) * max(rows.lengths[row] for row in unit) for unit in units]
+        return cls(units, [length(unit) for unit in units], max_tokens, are_padded)
+
+    def pack(self, num_micro_batches: int, *, fills: bool) -> list[list[list[int]]]:
+        """The units of at least `num_micro_batches` micro-batches; missing ones are empty.
+
+        Args: fills: all micro-batches but the last are to be nearly full, not equally large.
+        Raises: ValueError: a row, or a group that stays whole, is longer than `max_tokens`.
+        """
+        if self.are_padded:
+            packed = pack_padded_micro_batches(self.lengths, self.max_tokens)
         else:
-            lengths = [num_computed_tokens(rows, unit, min_saved) for unit in units]
-        return cls(units, lengths)
+            pack = pack_full_micro_batches if fills else pack_micro_batches
+            packed = pack(self.lengths, self.max_tokens, num_micro_batches)
+        named = [[self.units[unit] for unit in positions] for positions in packed]
+        return named + [[] for _ in range(num_micro_batches - len(named))]
 
 
-def _trees(rows: PackedRows, chosen: Sequence[int], min_saved: float) -> list[list[int]]:
-    of_trees = sharing_rows(_tokens_of(rows, chosen), min_saved)
-    return [[chosen[row] for row in tree] for tree in of_trees]
-
-
-def _fitting(
-    rows: PackedRows, tree: Sequence[int], max_tokens: int, min_saved: float
-) -> list[list[int]]:
-    """The rows of a tree in as few parts as need be, each of at most so many computed tokens."""
-    if len(tree) < 2 or num_computed_tokens(rows, tree, min_saved) <= max_tokens:
-        return [list(tree)]
-    half = len(tree) // 2
-    halves = (tree[:half], tree[half:])
-    return [unit for part in halves for unit in _fitting(rows, part, max_tokens, min_saved)]
+def _fitting(tree: list[int], fits: Callable[[list[int]], bool]) -> list[list[int]]:
+    """The rows of a tree in parts, each of as many neighbours as fit, at least one."""
+    parts, rest = list[list[int]](), tree
+    while rest:
+        count = 1
+        while count < len(rest) and fits(rest[: 2 * count]):
+            count = min(2 * count, len(rest))
+        more = range(count + 1, min(2 * count, len(rest)))
+        count += bisect_left(more, True, key=lambda count: not fits(rest[:count]))
+        parts.append(rest[:count])
+        rest = rest[count:]
+    return parts
 
 
 def shared_forest(
     rows: PackedRows, units: Sequence[Sequence[int]], min_saved: float
 ) -> Forest | None:
     """The forest of the units' rows, in their order; None: they share nothing, or are not to."""
-    chosen = list(chain.from_iterable(units))
-    if min_saved == math.inf or len(chosen) == len(units):
+    if min_saved == math.inf or max(map(len, units), default=0) < 2:
         return None
-    numbers = iter(range(len(chosen)))
-    places = [[next(numbers) for _ in unit] for unit in units]
-    return share_prefixes(_tokens_of(rows, chosen), min_saved, places)
-
-
-def num_computed_tokens(rows: PackedRows, unit: Sequence[int], min_saved: float) -> int:
-    """Tokens of a unit's rows, each shared one once."""
-    forest = shared_forest(rows, [unit], min_saved)
-    return sum(rows.lengths[row] for row in unit) if forest is None else forest.num_tokens
+    return share_prefixes([_tokens_of(rows, unit) for unit in units], min_saved)
 
 
 def _tokens_of(rows: PackedRows, chosen: Sequence[int]) -> list[Row]:
@@ -328,32 +343,6 @@ def _tokens_of(rows: PackedRows, chosen: Sequence[int]) -> list[Row]:
         return []
     tokens, starts = require_field(rows, "input_ids").numpy(), rows.starts
     return [tokens[starts[row] : starts[row] + rows.lengths[row]] for row in chosen]
-
-
-def pack_rows(
-    of_rows: RowUnits,
-    max_tokens: int,
-    num_micro_batches: int,
-    *,
-    are_padded: bool,
-    fills: bool = False,
-) -> list[list[list[int]]]:
-    """The units of at least `num_micro_batches` micro-batches; missing ones are empty.
-
-    Args:
-        max_tokens: of a micro-batch, padding included.
-        are_padded: the model computes rows that are padded to the longest one.
-        fills: all micro-batches but the last are to be nearly full, not equally large.
-    Raises: ValueError: a row, or a group that stays whole, is longer than `max_tokens`.
-    """
-    units, lengths = of_rows.units, of_rows.lengths
-    if are_padded:
-        packed = pack_padded_micro_batches(lengths, max_tokens)
-    else:
-        pack = pack_full_micro_batches if fills else pack_micro_batches
-        packed = pack(lengths, max_tokens, max(1, num_micro_batches))
-    named = [[units[unit] for unit in positions] for positions in packed]
-    return named + [[] for _ in range(num_micro_batches - len(named))]
 
 
 def _groups(rows: PackedRows, chosen: Sequence[int]) -> list[list[int]]:

@@ -80,7 +80,8 @@ class MinibatchLoss:
         """Gradients of the loss by [N, 1 + k] log-probabilities, or values, and entropy; None: it
         does not depend on them."""
         assert batch.loss_rows is not None
-        fields, is_lm = TokenFields(batch, self.rows), self.head is ModelHead.lm
+        fields = TokenFields(batch.fields, batch.loss_rows, self.rows)
+        is_lm = self.head is ModelHead.lm
         output = outputs[:, 0]
         if self.is_first and is_lm:
             own = output.detach()

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
-from areal_sc.algorithms.loss_tokens import LossRows, RowTokens
+from areal_sc.algorithms.loss_tokens import RowTokens
 from areal_sc.engines.training.row_numbers import count_rows
 from areal_sc.engines.training.updates.micro_batches import (
     RowFields,
+    TokenFields,
     of_tokens,
     trained_tokens,
     with_token_advantages,
 )
 from areal_sc.errors import WorkflowError
 from areal_sc.transport.packed_rows import PackedRows
-
-
-class _GivenFields(dict[str, torch.Tensor]):
-    """`RowTokens.fields`; a value a row is spread when it is read."""
-
-    def __init__(self, of_tokens: Mapping[str, torch.Tensor], rows: LossRows) -> None:
-        super().__init__(of_tokens)
-        self._rows = rows
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        """Raises: KeyError: the rows have no such field."""
-        if name in self._rows.fields:
-            return self._rows.spread_field(name)
-        raise KeyError(name)
 
 
 def token_values(
@@ -57,7 +44,8 @@ def token_values(
     ((numbers, _),) = count_rows([known], [trained], 0, lambda own: [own])
     own = RowFields(rows, rows.take_row_fields(chosen.tolist()), values.device)
     of_rows = numbers.take(chosen.tolist()).with_tokens(row_of_token, position[places], own)
-    fields = _GivenFields({field: given[places] for field, given in known.fields.items()}, of_rows)
+    at_tokens = {field: given[places] for field, given in known.fields.items()}
+    fields = TokenFields(at_tokens, of_rows, known)
     returns = [tuple(it for it, _ in row.returns) or row.reward for row in rows.metadata or ()]
     of_answers = of_tokens(rows, returns or [0.0] * rows.num_rows)
     found = function(RowTokens(fields, of_rows, of_answers[places]))

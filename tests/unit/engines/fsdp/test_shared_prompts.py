@@ -50,7 +50,7 @@ def test_log_probabilities_and_gradients_in_float64(family: str) -> None:
     for seed in range(6):
         rows = random_rows(seed)
         input_ids, lengths = torch.cat(rows), list(map(len, rows))
-        forest = share_prefixes([row.numpy() for row in rows], 1)
+        forest = share_prefixes([[row.numpy() for row in rows]], 1)
         assert forest is not None
         found = []
         for shares in (True, False):

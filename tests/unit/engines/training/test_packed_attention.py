@@ -105,7 +105,7 @@ SHAPES = ["abcdefgh abcdefgk abcdefxyz abcdr ab x abcdefgh", "xy xyz u"]
 def forest_of(words: str) -> tuple[list[int], Forest]:
     """The lengths of the rows, and how they share their first tokens."""
     rows = [np.array([ord(letter) for letter in word]) for word in words.split()]
-    forest = share_prefixes(rows, 1)
+    forest = share_prefixes([rows], 1)
     assert forest is not None
     return list(map(len, rows)), forest
 

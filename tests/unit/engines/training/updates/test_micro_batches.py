@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.row_numbers import count_rows
 from areal_sc.engines.training.updates.micro_batches import (
     MicroBatch,
+    RowUnits,
     TokenFields,
     make_micro_batch,
     trained_tokens,
@@ -53,15 +54,19 @@ def micro_batch(rows: PackedRows, chosen: list[int]) -> MicroBatch:
     trained = trained_tokens(rows, None)
     ((numbers, _),) = count_rows([rows], [trained], 0, lambda own: [own])
     device = torch.device("cpu")
-    layout_of = partial(PackedLayout.of, attention_width=4)
+
+    def layout_of(lengths: Any, device: torch.device, parents: Any) -> PackedLayout:
+        return PackedLayout.of(lengths, device, 4, None, parents)
+
     return make_micro_batch(rows, chosen, trained, layout_of, device, numbers=numbers)
 
 
 def test_a_loss_reads_values_of_rows_and_of_groups() -> None:
     rows = rows_with_fields()
     batch = micro_batch(rows, [2, 0])
-    of_rows, of_tokens = batch.loss_rows, TokenFields(batch, rows)
+    of_rows = batch.loss_rows
     assert of_rows is not None
+    of_tokens = TokenFields(batch.fields, of_rows, rows)
     assert of_rows.fields["style"].tolist() == [[4, 5], [0, 1]]
     assert [it.tolist() for it in of_rows.fields["found"]] == [[4], []]
     assert [it.tolist() for it in of_rows.fields["page"]] == [[1, 2], [1, 2]]
@@ -86,3 +91,23 @@ def test_a_rank_without_rows_reads_any_field() -> None:
     assert own.loss_rows is not None
     assert own.loss_rows.fields["style"].shape == (0, 2)
     assert own.loss_rows.fields["page"] == []
+
+
+def units_of(rows: list[list[int]], num_context: int, max_tokens: int) -> RowUnits:
+    """Of rows that are asked for all tokens but the first ones."""
+    asked = torch.cat([torch.arange(len(row)) >= num_context for row in rows])
+    fields = {"input_ids": torch.tensor([token for row in rows for token in row])}
+    packed = PackedRows(fields, tuple(map(len, rows)))
+    return RowUnits.of(packed, asked, max_tokens, are_padded=False, min_saved=1)
+
+
+def test_a_tree_of_many_rows_fills_micro_batches() -> None:
+    of_rows = units_of([[1, 2, 10 + row, 3, 4] for row in range(10)], 2, 11)
+    assert of_rows.units == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert of_rows.lengths == [11, 11, 11, 5]
+
+
+def test_equal_rows_are_asked_for_no_more_than_a_micro_batch_holds() -> None:
+    of_rows = units_of([[1, 2, 3, 4, 5]] * 5, 1, 10)
+    assert of_rows.units == [[0, 1], [2, 3], [4]]
+    assert of_rows.lengths == [8, 8, 5]
