@@ -203,6 +203,8 @@ def _problem_of_fields(row: Trajectory, declared: Declared) -> str:
             values = np.asarray(row.fields[name])
         except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
             return f"field {name!r} is no array: {error}"
+        if field.has_own_length and values.shape == (0,):  # an empty list does not tell of what
+            values = values.reshape(0, *field.sizes)
         sizes = zip(values.shape, shape, strict=False)
         if values.ndim != len(shape) or any(size not in (its, None) for its, size in sizes):
             return f"field {name!r} has the shape {values.shape}, expected {shape}"
