@@ -162,16 +162,14 @@ class FinishedEpisodes:
         fitting = [it for it in fitting if it.episode.number != calls.SHARED]
         outcomes = await all_of(self._outcome(it, declared, shared) for it in fitting)
         # a value of which no row is left is nobody's: those that play again give theirs
-        are_needed = any(isinstance(it, list) for it in outcomes)
-        held = [it.shard_id for it in shared if it.shard_id in self._plane.store]
-        shared_id = held[0] if held and are_needed else ""
+        rows = next((it for it in outcomes if isinstance(it, list)), [])
+        held = [it.shard_id for it in shared if rows and it.shard_id in self._plane.store]
+        shared_id = held[0] if held else self._seal_shared(group, rows, declared)
         for kept, outcome in zip(fitting, outcomes, strict=True):
             if outcome is None:
                 continue
             number, shard_id = kept.episode.number, kept.shard.shard_id
             if shard_id in self._plane.store:
-                rows = [] if isinstance(outcome, Rejection) else outcome
-                shared_id = shared_id or self._seal_shared(group, rows, declared)
                 ended[number] = EndedEpisode(outcome, shard_id, shared_id, is_taken_over=True)
                 continue
             ended[number] = self.seal(
@@ -183,7 +181,6 @@ class FinishedEpisodes:
                 num_tokens=kept.episode.num_tokens,
                 took_s=kept.episode.took_s,
             )
-            shared_id = ended[number].shared_id
 
     async def _outcome(
         self, kept: calls.KeptEpisode, declared: Declared, shared: Sequence[ShardReference]
