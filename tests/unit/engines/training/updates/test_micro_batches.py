@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -53,7 +53,11 @@ def micro_batch(rows: PackedRows, chosen: list[int]) -> MicroBatch:
     trained = trained_tokens(rows, None)
     ((numbers, _),) = count_rows([rows], [trained], 0, lambda own: [own])
     device = torch.device("cpu")
-    layout_of = partial(PackedLayout.of, attention_width=4)
+
+    def layout_of(lengths: Sequence[int], device: torch.device, parents: object) -> PackedLayout:
+        assert parents is None
+        return PackedLayout.of(lengths, device, attention_width=4)
+
     return make_micro_batch(rows, chosen, trained, layout_of, device, numbers=numbers)
 
 
