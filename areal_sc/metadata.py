@@ -300,7 +300,7 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
                     its = taken[start:stop]
                     moved += [(new, first + step * (row - offset)) for row, new in its]
                 if moved:
-                    shards.append(replace(shard, runs=_runs(moved, step)))
+                    shards.append(replace(shard, runs=runs_of(moved, step)))
             kept.append(replace(columns, shards=tuple(shards)))
         return replace(self, columns=tuple(kept), rows=tuple(self.rows[row] for row in rows))
 
@@ -376,7 +376,7 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
         first. So parts differ by at most one longest row; rows of advantage 0 count as 0 tokens
         there, since nothing is computed on them. `episodes` keeps the rows of an episode together,
         and cuts consecutive runs whose numbers of episodes differ by at most one. Parts may be
-        empty when there are fewer rows, or episodes, than parts.
+        empty when there are fewer rows that count, or episodes, than parts.
 
         Raises: MetadataError: n < 1.
         """
@@ -456,7 +456,7 @@ def concat(
     )
 
 
-def _runs(moved: Iterable[tuple[int, int]], step: int) -> tuple[RowRun, ...]:
+def runs_of(moved: Iterable[tuple[int, int]], step: int = 1) -> tuple[RowRun, ...]:
     """The runs of (row in the batch, row of the shard), which is `step` more at each next row."""
     runs = []
     # in a run both numbers grow as the place in the sorted list does

@@ -133,15 +133,11 @@ class TensorMetadata(Struct, frozen=True, array_like=True):
                 "shape of a field: expected None in front of that of rows or groups with max_bytes "
                 f"> 0, and of no others, got {self.shape} with max_bytes={self.max_bytes}"
             )
-        if len(self.shape) > MAX_DIMENSIONS or max(self.sizes, default=1) > MAX_SIZE:
+        is_large = max(self.sizes, default=1) > MAX_SIZE or self.value_bytes > MAX_TOKEN_BYTES
+        if len(self.shape) > MAX_DIMENSIONS or is_large:
             raise MetadataError(
-                f"shape of a field: expected at most {MAX_DIMENSIONS} sizes <= {MAX_SIZE}, got "
-                f"{str(self.shape)[:60]}"
-            )
-        if self.value_bytes > MAX_TOKEN_BYTES:
-            raise MetadataError(
-                f"shape of a field: expected values of at most {MAX_TOKEN_BYTES} bytes, got "
-                f"{self.value_bytes}"
+                f"shape of a field: expected at most {MAX_DIMENSIONS} sizes <= {MAX_SIZE}, and "
+                f"values of at most {MAX_TOKEN_BYTES} bytes, got {str(self.shape)[:60]}"
             )
 
     @property

@@ -56,9 +56,9 @@ def run(arguments: argparse.Namespace) -> None:
     if plan is None:
         raise CommandError(
             f"the steps of {folder.path} tell too little: a plan needs about "
-            f"{2 * (1 + config.rollout.staleness_bound) + MIN_STEPS} steps with the present split "
-            f"and bound (there are {len(steps)} steps in all), in which workers have counted "
-            "how long they generate"
+            f"{min(2 * (1 + config.rollout.staleness_bound), MIN_STEPS) + MIN_STEPS} steps with "
+            f"the present split and bound (there are {len(steps)} steps in all), in which workers "
+            "have counted how long they generate"
         )
     if arguments.json:
         record = asdict(plan) | {"settings": plan.settings}

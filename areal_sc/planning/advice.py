@@ -18,6 +18,7 @@ three are multiplied by what makes the present point as it was measured.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -263,12 +264,15 @@ def _with_bound(
     times: MeasuredTimes, config: RolloutConfig, split: tuple[int, int], most_bound: int
 ) -> Forecast:
     """The split with the smallest bound that hardly makes a step longer, and one to spare."""
-    found = [
-        forecast(times, config, OperatingPoint(*split, bound)) for bound in range(most_bound + 1)
-    ]
-    limit_s = SUFFICES * found[-1].step_s
-    least = sum(it.step_s > limit_s for it in found)
-    return found[min(least + SPARE_BOUND, most_bound)]
+
+    def with_bound(bound: int) -> Forecast:
+        return forecast(times, config, OperatingPoint(*split, bound))
+
+    limit_s = SUFFICES * with_bound(most_bound).step_s
+    # a larger bound never makes a step longer
+    bounds = range(most_bound + 1)
+    least = bisect_left(bounds, True, key=lambda bound: with_bound(bound).step_s <= limit_s)
+    return with_bound(min(least + SPARE_BOUND, most_bound))
 
 
 def _suffices(present: Forecast, advised: Forecast, admission: AdmissionMode) -> bool:

@@ -30,9 +30,8 @@ def trajectory_bytes(num_tokens: int, field_bytes: int = 0) -> int:
         field_bytes: a token, of the fields that workflows add; each of their columns has a dtype of
             one byte at least.
     """
-    sizes = [FIELD_DTYPES[dtype] * num_tokens for dtype in TRAJECTORY_FIELDS.values()]
-    sizes += [num_tokens] * field_bytes
-    return sum(map(aligned, sizes))
+    sizes = (FIELD_DTYPES[dtype] * num_tokens for dtype in TRAJECTORY_FIELDS.values())
+    return sum(map(aligned, sizes)) + field_bytes * aligned(num_tokens)
 
 
 def max_group_bytes(rollout: RolloutConfig, field_bytes: FieldBytes = NO_FIELDS) -> int:

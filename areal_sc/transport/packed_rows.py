@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -88,7 +89,7 @@ class PackedRows:
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """First token of each row."""
         return tuple(accumulate(self.lengths, initial=0))[:-1]

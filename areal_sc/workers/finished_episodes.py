@@ -37,12 +37,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+import torch
 from msgspec import msgpack
 
 from areal_sc.errors import MetadataError, TransportError
-from areal_sc.metadata import BatchMetadata, RowRun, ShardMetadata
+from areal_sc.metadata import BatchMetadata, RowRun, ShardMetadata, runs_of
 from areal_sc.rejection import Rejection
 from areal_sc.system.waiting import all_of
 from areal_sc.token_fields import Declared
@@ -128,25 +130,27 @@ class FinishedEpisodes:
             prompt=group.prompt,
         )
         shared_id = shared_id or self._seal_shared(group, rows, declared)
-        shard_id = self._put(rows, declared, note)
+        shard_id = self._put(group_rows.values_of(rows, declared), note)
         return EndedEpisode(outcome, shard_id, shared_id, num_tokens=num_tokens, took_s=took_s)
 
-    def _put(self, rows: Episode, declared: Declared, note: calls.FinishedEpisode) -> str:
-        fields = group_rows.fields_of(rows, declared) if rows else {}
-        lengths = group_rows.lengths_of(rows, declared)
+    def _put(self, values: Mapping[str, list[Any]], note: calls.FinishedEpisode) -> str:
+        """The id of a new shard with what `values_of` gives; with the note alone if it has none."""
+        fields = {
+            name: torch.from_numpy(np.concatenate(its)) for name, its in values.items() if its
+        }
+        lengths = {name: tuple(map(len, its)) for name, its in values.items()}
         return self._plane.store.put(fields, lengths, note=msgpack.encode(note))
 
     def _seal_shared(self, group: calls.RunGroup, rows: Episode, declared: Declared) -> str:
         """The id of a new shard of what these rows share with all of the group; "": nothing."""
-        fields = group_rows.shared_fields_of(rows[0], declared) if rows else {}
-        if not fields:
+        values = group_rows.values_of(rows[:1], declared, are_shared=True)
+        if not (rows and values):
             return ""
         run = calls.GroupAttempt(group.group_id, group.attempt)
         note = calls.FinishedEpisode(
             run, calls.SHARED, workflow=group.workflow, prompt=group.prompt
         )
-        lengths = {name: [len(values)] for name, values in fields.items()}
-        return self._plane.store.put(fields, lengths, note=msgpack.encode(note))
+        return self._put(values, note)
 
     async def take_over(
         self, group: calls.RunGroup, declared: Declared, ended: dict[int, EndedEpisode]
@@ -162,16 +166,14 @@ class FinishedEpisodes:
         fitting = [it for it in fitting if it.episode.number != calls.SHARED]
         outcomes = await all_of(self._outcome(it, declared, shared) for it in fitting)
         # a value of which no row is left is nobody's: those that play again give theirs
-        are_needed = any(isinstance(it, list) for it in outcomes)
-        held = [it.shard_id for it in shared if it.shard_id in self._plane.store]
-        shared_id = held[0] if held and are_needed else ""
+        rows = next((it for it in outcomes if isinstance(it, list)), [])
+        held = [it.shard_id for it in shared if rows and it.shard_id in self._plane.store]
+        shared_id = held[0] if held else self._seal_shared(group, rows, declared)
         for kept, outcome in zip(fitting, outcomes, strict=True):
             if outcome is None:
                 continue
             number, shard_id = kept.episode.number, kept.shard.shard_id
             if shard_id in self._plane.store:
-                rows = [] if isinstance(outcome, Rejection) else outcome
-                shared_id = shared_id or self._seal_shared(group, rows, declared)
                 ended[number] = EndedEpisode(outcome, shard_id, shared_id, is_taken_over=True)
                 continue
             ended[number] = self.seal(
@@ -183,7 +185,6 @@ class FinishedEpisodes:
                 num_tokens=kept.episode.num_tokens,
                 took_s=kept.episode.took_s,
             )
-            shared_id = ended[number].shared_id
 
     async def _outcome(
         self, kept: calls.KeptEpisode, declared: Declared, shared: Sequence[ShardReference]
@@ -208,40 +209,31 @@ class FinishedEpisodes:
 
         Raises: StoreFull: there is no room for what was not sealed before.
         """
-        kept: dict[int, Episode] = {}
-        rest: Episode = []
-        for number, episode in sorted(ended.items()):
-            if isinstance(episode.outcome, Rejection):
-                self.drop([replace(episode, shared_id="")])
-                continue
-            kept[number] = episode.outcome
-            rest += episode.outcome if not episode.shard_id else []
-        shared_id = next((it.shared_id for it in ended.values() if it.shared_id), "")
+        kept = {
+            number: it.outcome
+            for number, it in sorted(ended.items())
+            if not isinstance(it.outcome, Rejection)
+        }
+        rejected = (it for it in ended.values() if isinstance(it.outcome, Rejection))
+        self.drop(replace(it, shared_id="") if kept else it for it in rejected)
         if not kept:
-            if shared_id:
-                self._plane.store.remove(shared_id)
             return None
-        rest_id = self._seal_rest(group, rest, declared) if rest else ""
+        rest = [row for number, rows in kept.items() if not ended[number].shard_id for row in rows]
+        note = calls.FinishedEpisode(calls.GroupAttempt(group.group_id, group.attempt), calls.REST)
+        rest_id = self._put(group_rows.values_of(rest, declared), note) if rest else ""
+        shared_id = next((it.shared_id for it in ended.values() if it.shared_id), "")
         shared_id = shared_id or self._seal_shared(group, rest, declared)
-        runs: dict[str, list[RowRun]] = {}
-        num_rows = num_rest = 0
-        for number, rows in kept.items():
-            shard_id, first = ended[number].shard_id, 0
-            if not shard_id:
-                shard_id, first = rest_id, num_rest
-                num_rest += len(rows)
-            of_shard = runs.setdefault(shard_id, [])
-            begun = of_shard.pop() if of_shard and _goes_on(of_shard[-1], num_rows) else None
-            run = RowRun(num_rows, first, len(rows))
-            if begun is not None:
-                run = RowRun(begun.offset, begun.first, begun.num_rows + len(rows))
-            of_shard.append(run)
-            num_rows += len(rows)
+        # of each shard's rows: where they are in the batch, and in the shard
+        places: dict[str, list[tuple[int, int]]] = {}
+        each = (ended[number].shard_id or rest_id for number, rows in kept.items() for _ in rows)
+        for row, shard_id in enumerate(each):
+            of_shard = places.setdefault(shard_id, [])
+            of_shard.append((row, len(of_shard)))
         shards = [
-            ShardMetadata(self._name, self._address(), shard_id, tuple(its))
-            for shard_id, its in runs.items()
+            ShardMetadata(self._name, self._address(), shard_id, runs_of(its))
+            for shard_id, its in places.items()
         ]
-        run = RowRun(0, 0, num_rows)
+        run = RowRun(0, 0, sum(map(len, kept.values())))
         shared = ShardMetadata(self._name, self._address(), shared_id, (run,))
         return BatchMetadata(
             f"g{group.group_id}.{group.attempt}",
@@ -249,10 +241,6 @@ class FinishedEpisodes:
             group_rows.columns_of(declared, tuple(shards), shared if shared_id else None),
             group_rows.metadata_of(group, kept),
         )
-
-    def _seal_rest(self, group: calls.RunGroup, rows: Episode, declared: Declared) -> str:
-        note = calls.FinishedEpisode(calls.GroupAttempt(group.group_id, group.attempt), calls.REST)
-        return self._put(rows, declared, note)
 
     def drop(self, ended: Iterable[EndedEpisode]) -> None:
         """Forgets shards of this run, of which no reply tells."""
@@ -279,8 +267,3 @@ class FinishedEpisodes:
             answer = msgpack.decode(own, type=calls.FinishedEpisode).answer
         rows[-1] = replace(rows[-1], answer=answer, vote=episode.vote)
         return rows
-
-
-def _goes_on(run: RowRun, offset: int) -> bool:
-    """Whether rows of the shard behind these stand behind them in the batch, too."""
-    return run.offset + run.num_rows == offset

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from areal_sc.metadata import Columns, RowMetadata, ShardMetadata
 from areal_sc.rewards.base import PART_PREFIX
@@ -17,29 +16,22 @@ from areal_sc.workers.evaluated import version_spans
 from areal_sc.workflows.base import Trajectory
 
 
-def fields_of(rows: Sequence[Trajectory], declared: Declared) -> dict[str, torch.Tensor]:
-    """Each field of checked rows: [T, *shape] over all of them, on the CPU.
-
-    Of a field of rows it is what they give, one after the other. What groups share is not among
-    them, see `shared_fields_of`.
+def values_of(
+    rows: Sequence[Trajectory], declared: Declared, *, are_shared: bool = False
+) -> dict[str, list[Any]]:
+    """Each field of checked rows: [n, *shape] of each, n tokens, the n of its value, or 1.
 
     Args:
         declared: the workflow's own fields.
+        are_shared: what all rows of a group share is meant, and else all that is not.
     """
-    places = _places_of(rows, declared).items()
-    return {name: torch.from_numpy(np.concatenate(its)) for name, its in places}
-
-
-def lengths_of(rows: Sequence[Trajectory], declared: Declared) -> dict[str, tuple[int, ...]]:
-    """How many places each row has in each of the fields that `fields_of` gives."""
-    return {name: tuple(map(len, its)) for name, its in _places_of(rows, declared).items()}
-
-
-def shared_fields_of(row: Trajectory, declared: Declared) -> dict[str, torch.Tensor]:
-    """What all rows of the group share, of one of them; a shard of one row has it."""
-    of_group = ((name, field) for name, field in declared.items() if field.per_group)
-    own = {name: row.fields[name][None if not it.has_own_length else ...] for name, it in of_group}
-    return {name: torch.from_numpy(np.array(values)) for name, values in own.items()}
+    names = () if are_shared else TRAJECTORY_FIELDS
+    values = {name: [getattr(row, name) for row in rows] for name in names}
+    for name, field in declared.items():
+        if field.per_group == are_shared:
+            is_one = not (field.per_token or field.has_own_length)
+            values[name] = [row.fields[name][None if is_one else ...] for row in rows]
+    return values
 
 
 def columns_of(
@@ -48,8 +40,8 @@ def columns_of(
     """The columns of rows of a group.
 
     Args:
-        shards: with what `fields_of` gives.
-        shared: with what `shared_fields_of` gives; None: nothing.
+        shards: with what `values_of` gives.
+        shared: with what they share; None: nothing.
     """
     own = {name: it.type_name for name, it in declared.items() if not it.per_group}
     columns = (Columns({**TRAJECTORY_FIELDS, **own}, shards),)
@@ -82,7 +74,7 @@ def problem_of_shared(
 def rows_of(
     packed: PackedRows, metrics: Sequence[Mapping[str, float]], declared: Declared
 ) -> list[Trajectory]:
-    """Sealed rows as the worker had them before: the inverse of `fields_of` and `metadata_of`.
+    """Sealed rows as the worker had them before: the inverse of `values_of` and `metadata_of`.
 
     Only what the episode has told for people, its output and its calls, is not there any more.
 
@@ -140,13 +132,3 @@ def _reward_parts(row: Trajectory) -> tuple[tuple[str, float, float], ...]:
     names = (name for name in row.metrics if name.startswith(PART_PREFIX))
     own = ((name.removeprefix(PART_PREFIX), float(row.metrics[name])) for name in names)
     return tuple((name, value, float(row.weights.get(name, 0.0))) for name, value in own)
-
-
-def _places_of(rows: Sequence[Trajectory], declared: Declared) -> dict[str, list[Any]]:
-    """[n, *shape] of each row: n tokens, the n of its value, or 1."""
-    places = {name: [getattr(row, name) for row in rows] for name in TRAJECTORY_FIELDS}
-    for name, field in declared.items():
-        if not field.per_group:
-            is_one = field.per_row and not field.has_own_length
-            places[name] = [row.fields[name][None if is_one else ...] for row in rows]
-    return places

@@ -65,8 +65,7 @@ async def played_episode(
 
     async def run() -> list[Trajectory] | Rejection:
         returned = await workflow.run_episode(dict(row), engine)
-        name = type(workflow).__name__
-        own = workflow.fields
+        name, own = type(workflow).__name__, workflow.fields
         return checked_episode(returned, config, own, is_trained=is_trained, workflow=name)
 
     played = [await await_user_code(run, limit_s)]

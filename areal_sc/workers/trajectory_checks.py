@@ -54,12 +54,10 @@ def checked_episode(
                 f"rollout.max_context_tokens={limits.max_context_tokens}"
             )
             return Rejection(RejectionKind.too_long, where + message)
-        if not is_finite(row.reward):
-            message = f"the reward must be finite, got {row.reward!r}"
-            return Rejection(RejectionKind.bad_reward, where + message)
-        if not is_finite(row.shaping):
-            message = f"the reward's shaping must be finite, got {row.shaping!r}"
-            return Rejection(RejectionKind.bad_reward, where + message)
+        for name, value in (("reward", row.reward), ("reward's shaping", row.shaping)):
+            if not is_finite(value):
+                message = f"the {name} must be finite, got {value!r}"
+                return Rejection(RejectionKind.bad_reward, where + message)
     num_tokens = sum(len(row.input_ids) for row in rows)
     if num_tokens > limits.episode_tokens:
         return Rejection(
@@ -203,6 +201,8 @@ def _problem_of_fields(row: Trajectory, declared: Declared) -> str:
             values = np.asarray(row.fields[name])
         except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
             return f"field {name!r} is no array: {error}"
+        if field.has_own_length and values.shape == (0,):  # an empty list does not tell of what
+            values = values.reshape(0, *field.sizes)
         sizes = zip(values.shape, shape, strict=False)
         if values.ndim != len(shape) or any(size not in (its, None) for its, size in sizes):
             return f"field {name!r} has the shape {values.shape}, expected {shape}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TypeVar
 
 from msgspec import structs
@@ -17,7 +16,7 @@ from msgspec import structs
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import ConfigError
 from areal_sc.fleet.fleet import Fleet
-from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
+from areal_sc.metadata import BatchMetadata, Columns, ShardMetadata, runs_of
 from areal_sc.weights.published import ShardReference
 from areal_sc.workers import rank_methods
 
@@ -88,12 +87,9 @@ def with_sealed_fields(
     """
     shards = []
     for rows, shard in zip(share_rows, sealed, strict=True):
-        runs = []
-        for _, part in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
-            (first, row), *others = part
-            runs.append(RowRun(row, first, 1 + len(others)))
-        if runs:
-            shards.append(ShardMetadata(*shard, runs=tuple(sorted(runs))))
+        if rows:
+            runs = runs_of((row, place) for place, row in enumerate(rows))
+            shards.append(ShardMetadata(*shard, runs))
     columns = (Columns(types, tuple(shards), is_computed=True),)
     return batch.union(structs.replace(batch, columns=columns))
 

@@ -122,13 +122,6 @@ class TrainStep:
         further = [name for name in (ROUTED_EXPERTS, *also) if name in its.fields]
         return its.select([*MODEL_FIELDS, *further])
 
-    def read_of_proximal(self, batch: BatchMetadata) -> BatchMetadata:
-        """What the ranks read of a batch for its proximal log-probabilities.
-
-        Advantages are part of it where tokens without any are left out.
-        """
-        return self.read_of_model(seen_by_loss(batch, self._loss), "advantages")
-
     def note_without_first(self, batch: BatchMetadata) -> None:
         """Its proximal log-probabilities are there, but for the first minibatch of an update."""
         first = batch.take(self._minibatches(batch, self._ppo.num_minibatches)[0])
@@ -273,7 +266,8 @@ class TrainStep:
         """
         if not (whole or self.needs_proximal_logprobs):
             return batch
-        selected = self.read_of_proximal(batch)
+        # tokens without advantages are left out where the loss has no gradient there
+        selected = self.read_of_model(seen_by_loss(batch, self._loss), "advantages")
         wanted = rank_methods.Compute(selected, "logprobs", "proximal_logprobs")
         computed = await self._computed(batch, wanted, skips_first=not whole)
         if not whole:  # NaN stands in the first minibatch

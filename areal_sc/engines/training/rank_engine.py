@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -90,12 +91,12 @@ class PlannedBatch:
     numbers: RowNumbers | None = None
     top_k: int = 0
 
-    @property
+    @cached_property
     def num_row_tokens(self) -> list[int]:
         """Tokens of each micro-batch's rows."""
         return [sum(self.rows.lengths[row] for row in chosen) for chosen in self.packed]
 
-    @property
+    @cached_property
     def num_computed_tokens(self) -> list[int]:
         """The same, each shared token once."""
         each = zip(self.num_row_tokens, self.forests, strict=True)

@@ -88,13 +88,11 @@ class SealedField(FieldLayout):
 
     values: memoryview
 
-    def slices(self, rows: Iterable[int] | None = None) -> list[memoryview]:
+    def slices(self, rows: Iterable[int]) -> list[memoryview]:
         """The bytes of the rows, in the given order; consecutive rows come as one slice.
 
         Raises: MetadataError: a row is out of range.
         """
-        if rows is None:
-            return [self.values] if len(self.values) else []
         found = []
         for first, last in _runs(rows):
             if first < 0 or last >= len(self.row_lengths):
@@ -145,16 +143,13 @@ class ShardLayout:
         Raises: MetadataError: a tensor is a scalar, its size is not that of its rows, or its name
             is too long.
         """
-        common = None if isinstance(row_lengths, Mapping) else tuple(row_lengths)
+        if not isinstance(row_lengths, Mapping):
+            row_lengths = dict.fromkeys(tensors, tuple(row_lengths))
         fields = {}
         position = 0
         for name, values in tensors.items():
             check_field_name(name)
-            if isinstance(row_lengths, Mapping):
-                lengths = tuple(row_lengths.get(name, ()))
-            else:
-                assert common is not None
-                lengths = common
+            lengths = tuple(row_lengths.get(name, ()))
             num_values = sum(lengths)
             if values.dim() < 1 or min(lengths, default=0) < 0 or len(values) != num_values:
                 raise MetadataError(

@@ -490,7 +490,7 @@ def test_a_run_that_has_hardly_begun_has_no_plan(
     lines = (planned_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (planned_dir / "metrics.jsonl").write_text("".join(lines[:9]))
     assert call("plan", planned_dir) == 2
-    assert "a plan needs about 18 steps" in " ".join(capsys.readouterr().err.split())
+    assert "a plan needs about 16 steps" in " ".join(capsys.readouterr().err.split())
     assert call("plan", tmp_path) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
     for wrong in ("1", "two", "1.5"):

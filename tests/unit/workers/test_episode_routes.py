@@ -45,7 +45,7 @@ def test_a_turn_takes_over_what_its_prefix_had() -> None:
     row.add_completion(second)
     assert second.routes is None  # it is held once
     assert first_of(routes, row) == [100, 101, 102, 103, 204, 205, 206, 207, 0]
-    assert sum(it.routes.nbytes for it in routes._answers) == (5 + 5) * FIELD.token_bytes
+    assert sum(it.routes.nbytes for it in routes._answers) == (5 + 5) * FIELD.value_bytes
 
 
 def test_branches_of_one_prompt_have_their_own() -> None:

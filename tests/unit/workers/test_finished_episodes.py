@@ -33,7 +33,7 @@ from areal_sc.workers.calls import (
     RunGroup,
 )
 from areal_sc.workers.finished_episodes import EndedEpisode, FinishedEpisodes
-from areal_sc.workers.group_rows import fields_of, problem_of_shared, rows_of
+from areal_sc.workers.group_rows import problem_of_shared, rows_of, values_of
 from areal_sc.workflows.base import Trajectory
 
 DECLARED = {
@@ -187,9 +187,9 @@ async def test_another_worker_seals_a_copy_and_plays_what_is_gone(folder: ArenaF
     batch = other.episodes.batch_of(again, found, DECLARED)
     assert batch is not None
     assert {shard.node_id for shard in batch.shards} == {"rollout/1"}
-    tensors = fields_of(PLAYED[3], DECLARED)  # type: ignore[arg-type]
+    values = values_of(PLAYED[3], DECLARED)  # type: ignore[arg-type]
     shared = {"picture": PICTURE.tobytes(), "page": PAGE.tobytes()}
-    own = {name: it.numpy().tobytes() for name, it in tensors.items()}
+    own = {name: np.concatenate(it).tobytes() for name, it in values.items()}
     assert other.read(batch) == [own, shared]
     (copy,) = (it.episode for it in other.kept() if it.episode.number == 3)
     assert (copy.run, copy.num_tokens, copy.took_s) == (GroupAttempt(7, 1), 11, 2.5)

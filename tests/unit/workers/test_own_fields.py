@@ -58,6 +58,13 @@ def test_lists_arrays_and_tensors_become_arrays_of_the_declared_dtype() -> None:
         assert trajectory.fields["turn"].tolist() == [0, 1, 1]
 
 
+def test_a_value_with_its_own_length_may_be_a_list_of_nothing() -> None:
+    found = checked_episode(row(found=[]), LIMITS, FIELDS, is_trained=True)
+    assert isinstance(found, list)
+    values = found[0].fields["found"]
+    assert (values.dtype, values.shape) == (np.int16, (0, 2))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

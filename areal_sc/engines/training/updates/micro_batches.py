@@ -434,8 +434,8 @@ def make_micro_batch(
         device,
     )
     loss_rows, targets = None, there["targets"]
-    if top_tokens := [there[f"field {name}"] for name in rows.fields if name == TOP_TOKENS]:
-        targets = torch.cat([targets[:, None], top_tokens[0][own].long()], 1)
+    if (top_tokens := there.get(f"field {TOP_TOKENS}")) is not None:
+        targets = torch.cat([targets[:, None], top_tokens[own].long()], 1)
     if of_rows:
         its = RowNumbers(there["counts of rows"], there["rewards"])
         moved = {
