@@ -78,6 +78,18 @@ def test_a_session_goes_with_its_shard(tmp_path: Path) -> None:
     assert not list((tmp_path / "sessions").iterdir())
 
 
+def test_claims_that_were_void_leave_nothing_behind_a_sweep(tmp_path: Path) -> None:
+    store = TensorStore("rollout/0", "a1", max_bytes=1 << 20)
+    sessions, _ = claimed(tmp_path / "sessions", store)
+    journal = sessions.journal("g", 1)
+    journal.end()
+    journal.begin("rollout.0.a1.2")
+    assert store.num_shards == 2
+    sessions.forget()
+    assert store.num_shards == 1
+    assert sessions.is_kept("rollout.0.a1.2")
+
+
 def test_without_room_a_session_goes_on_and_does_not_outlive_the_worker(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
