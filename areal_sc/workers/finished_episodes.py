@@ -204,7 +204,9 @@ class FinishedEpisodes:
             if shared_id:
                 self._plane.store.remove(shared_id)
             return None
-        rest_id = self._seal_rest(group, rest, declared) if rest else ""
+        attempt = calls.GroupAttempt(group.group_id, group.attempt)
+        note = calls.FinishedEpisode(attempt, calls.REST)
+        rest_id = self._put(rest, declared, note) if rest else ""
         shared_id = shared_id or self._seal_shared(group, rest, declared)
         runs: dict[str, list[RowRun]] = {}
         num_rows = num_rest = 0
@@ -232,10 +234,6 @@ class FinishedEpisodes:
             group_rows.columns_of(declared, tuple(shards), shared if shared_id else None),
             group_rows.metadata_of(group, kept),
         )
-
-    def _seal_rest(self, group: calls.RunGroup, rows: Episode, declared: Declared) -> str:
-        note = calls.FinishedEpisode(calls.GroupAttempt(group.group_id, group.attempt), calls.REST)
-        return self._put(rows, declared, note)
 
     def drop(self, ended: Iterable[EndedEpisode]) -> None:
         """Forgets shards of this run, of which no reply tells."""
