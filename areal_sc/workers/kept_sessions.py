@@ -43,14 +43,17 @@ class KeptSessions:
         return (self._folder / session_id).exists()
 
     def begin(self, name: str, group: RunGroup) -> None:
-        """A group begins, of this name: with the sessions that an earlier life has left of it."""
+        """A group begins, of this name: with the sessions that an earlier life has left of it.
+
+        Those of another workflow or prompt are given up: their episodes are played anew.
+        """
         run, prompt = GroupAttempt(group.group_id, group.attempt), group.prompt
-        here = [it.episode for it in group.kept if it.shard.shard_id in self._store]
-        left = {
-            it.number: self._folder / it.session
-            for it in here
-            if it.session and (it.workflow, it.prompt) == (group.workflow, prompt)
-        }
+        left = dict[int, Path]()
+        for it in (it.episode for it in group.kept if it.shard.shard_id in self._store):
+            if it.session and (it.workflow, it.prompt) == (group.workflow, prompt):
+                left[it.number] = self._folder / it.session
+            elif it.session:
+                (self._folder / it.session).unlink(missing_ok=True)
         for number in range(group.group_size):
             note = FinishedEpisode(run, number, workflow=group.workflow, prompt=prompt)
             make = partial(self._make, note)

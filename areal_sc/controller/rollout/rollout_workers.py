@@ -303,8 +303,9 @@ class RolloutWorkers:
         """Whether a worker, or this one, takes the group with its sessions, or it has none."""
         names, takes = self.kept.homes(group.group_id, of_sessions=True), self.set.loads.takes
         homes = [it for it in self._states if it.name in names and not it.life.is_closed]
-        able = [it for it in homes if it is on or takes(it.number, group.admitted_version)]
-        return not homes or bool(able if on is None else on in able)
+        if not homes or on in homes:
+            return True
+        return on is None and any(takes(it.number, group.admitted_version) for it in homes)
 
     def are_rows_known(self, *workers: str | None) -> bool:
         """Whether it is certain that the rows are there which these workers hold.
