@@ -105,9 +105,7 @@ class Offer:
 
     def can_be_claimed(self, claim_key: str) -> bool:
         """Whether a claim with this Idempotency-Key, "" for none, may have the episode."""
-        if not self._claimed.is_set():
-            return True
-        return self.was_claimed_by(claim_key)
+        return not self._claimed.is_set() or self.was_claimed_by(claim_key)
 
     def was_claimed_by(self, claim_key: str) -> bool:
         """Whether this repeats the claim that has the episode."""

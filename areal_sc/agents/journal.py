@@ -9,6 +9,7 @@ the calls again, with the answers that were sampled: see `Session.restore`.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import zlib
@@ -25,6 +26,8 @@ from areal_sc.engines.base import Completion
 
 logger = logging.getLogger(__name__)
 
+MAX_JOURNAL_BYTES: Final = 64 << 20
+"""Of one session: more than conversations take, and so little that none fills the node's memory."""
 _CHECKSUM_CHARS: Final = 8
 
 
@@ -48,7 +51,7 @@ class WrittenAnswer(Struct, frozen=True, array_like=True, tag=True):
         after: id of the answer that it goes on from; "": it begins a conversation.
         goes_on_row: the call has only the messages behind that answer, and no tools, since they are
             those of the call before.
-        call: its messages are all that the model was given.
+        call: its messages are all that the model was given; metadata is left out.
     """
 
     number: int
@@ -112,10 +115,12 @@ class SessionJournal:
         """Writes a record down. Where that fails, the journal ends: it must not have a gap."""
         if (path := self.path) is None:
             return
+        line = _line_of(msgspec.json.encode(record))
         try:
             with path.open("r+b") as file:
-                file.seek(0, os.SEEK_END)
-                file.write(_line_of(msgspec.json.encode(record)))
+                if file.seek(0, os.SEEK_END) + len(line) > MAX_JOURNAL_BYTES:
+                    raise OSError(errno.EFBIG, f"expected at most {MAX_JOURNAL_BYTES} bytes")
+                file.write(line)
         except OSError as error:
             if self.path:
                 logger.warning("session %s would not outlive its worker: %s", path.name, error)

@@ -150,7 +150,7 @@ class AgentServer:
         await self._started()
         session = Session(_EngineOnItsLoop(engine), sampling, settings, journal)
         if path := session.journal.path:
-            written = session.journal.read()
+            written = await asyncio.to_thread(session.journal.read)
             answers = [it for it in written if isinstance(it, WrittenAnswer)]
             await self._on_thread(session.restore(answers))
             name = named_by(path.name)

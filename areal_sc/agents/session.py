@@ -152,7 +152,7 @@ class Session:
         self.check_open()
         self.note_activity()
         name = f"key {key}" if key else digest
-        same = self._same.setdefault(name, []) if name else []
+        same = self._same.get(name, []) if name else []
         if same and same[0].digest != digest:
             self.counts["refused"] += 1
             raise CallRefused(
@@ -180,7 +180,7 @@ class Session:
         begun.number, begun.same = self._num_begun, name
         self._num_begun += 1
         self._calls.append(begun)
-        same.append(begun)
+        self._same.setdefault(name, []).append(begun)
         task = asyncio.create_task(self._run(call, begun), name=f"call {begun.answer_id}")
         self._tasks.add(task)
         task.add_done_callback(self._note_done)
@@ -189,18 +189,20 @@ class Session:
     async def restore(self, written: Sequence[WrittenAnswer]) -> None:
         """Plays the calls of an earlier life of the worker again, with their answers.
 
+        Between two of them others have their turn.
+
         Raises: WorkflowError, CallRefused: a call cannot be what it was.
         """
-        calls = dict[str, ModelCall]()
+        played = dict[str, tuple[ModelCall, SessionCall]]()
         for it in written:
-            call = it.call
-            after = next((one for one in self._calls if one.answer_id == it.after), None)
-            if it.goes_on_row and after:
-                past = calls[it.after]
-                messages = *past.messages, after.message, *call.messages
-                call = replace(call, messages=messages, tools=past.tools)
-            calls[it.answer_id] = call
+            call, after = it.call, None
+            if it.after:
+                past, after = played[it.after]
+                if it.goes_on_row:
+                    messages = *past.messages, after.message, *call.messages
+                    call = replace(call, messages=messages, tools=past.tools)
             begun = SessionCall(call, it.digest, 0)
+            played[it.answer_id] = call, begun
             begun.number, begun.same = it.number, it.same
             begun.answer_id, begun.created_s = it.answer_id, it.created_s
             begun.finish(await self._answer(call, begun, it.completion, after))
@@ -208,6 +210,7 @@ class Session:
             self._calls.append(begun)
             self._same.setdefault(it.same, []).append(begun)
             self._num_begun = max(self._num_begun, it.number + 1)
+            await asyncio.sleep(0)
         self._calls.sort(key=lambda it: it.number)
 
     def as_sampled(self, call: ModelCall) -> ModelCall:
@@ -359,9 +362,7 @@ class Session:
         """A call without an answer can be tried again."""
         self.note_refused(why)
         self._calls.remove(begun)
-        for same in self._same.values():
-            if begun in same:
-                same.remove(begun)
+        self._same[begun.same].remove(begun)
         begun.finish(why)
 
     async def _answer(
@@ -487,7 +488,7 @@ def _trained(calls: Sequence[SessionCall]) -> list[TrainedCall]:
 
 def _written(call: ModelCall, begun: SessionCall, node: TurnNode) -> WrittenAnswer:
     """Args: call: with all messages."""
-    call, after = replace(call, after=""), begun.after
+    call, after = replace(call, after="", metadata={}), begun.after
     if after and node.row:
         call = replace(call, messages=call.messages[after.num_messages :], tools=())
     return WrittenAnswer(

@@ -84,8 +84,6 @@ class FinishedEpisode(Struct, frozen=True, array_like=True):
         rows: of its shard; none: it was rejected.
         metrics: of each row.
         rejection: why there are no rows.
-        num_tokens: that were sampled.
-        took_s: from its begin to its end.
         answer, vote: of the last row, see `Trajectory`, as far as a group's reward reads them.
         session: id of a session whose journal is there, so the episode has not ended, and goes on;
             "": it has ended.
@@ -96,8 +94,6 @@ class FinishedEpisode(Struct, frozen=True, array_like=True):
     rows: tuple[RowMetadata, ...] = ()
     metrics: tuple[dict[str, float], ...] = ()
     rejection: Rejection | None = None
-    num_tokens: int = 0
-    took_s: float = 0.0
     answer: str = ""
     vote: str | None = None
     workflow: int = 0

@@ -72,15 +72,12 @@ class EndedEpisode:
         shard_id: in the worker's own store; "" if nothing of it is there.
         shared_id: of the shard there with what its group shares; "" if there is none.
         is_taken_over: an earlier attempt has played it.
-        num_tokens, took_s: what it has cost.
     """
 
     outcome: Episode | Rejection
     shard_id: str = ""
     shared_id: str = ""
     is_taken_over: bool = False
-    num_tokens: int = 0
-    took_s: float = 0.0
 
 
 class FinishedEpisodes:
@@ -104,15 +101,12 @@ class FinishedEpisodes:
         declared: Declared,
         *,
         shared_id: str = "",
-        num_tokens: int = 0,
-        took_s: float = 0.0,
     ) -> EndedEpisode:
         """Makes the end of an episode durable.
 
         Args:
             declared: the workflow's own fields.
             shared_id: what the group shares is in this shard already.
-            num_tokens, took_s: what it has cost.
         Raises: StoreFull: there is no room.
         """
         rows = [] if isinstance(outcome, Rejection) else outcome
@@ -122,8 +116,6 @@ class FinishedEpisodes:
             rows=group_rows.metadata_of(group, {number: rows}),
             metrics=tuple({name: float(it) for name, it in row.metrics.items()} for row in rows),
             rejection=outcome if isinstance(outcome, Rejection) else None,
-            num_tokens=num_tokens,
-            took_s=took_s,
             answer=(rows[-1].answer if rows else "").encode(errors="replace").decode(),
             vote=rows[-1].vote if rows else None,
             workflow=group.workflow,
@@ -131,7 +123,7 @@ class FinishedEpisodes:
         )
         shared_id = shared_id or self._seal_shared(group, rows, declared)
         shard_id = self._put(group_rows.values_of(rows, declared), note)
-        return EndedEpisode(outcome, shard_id, shared_id, num_tokens=num_tokens, took_s=took_s)
+        return EndedEpisode(outcome, shard_id, shared_id)
 
     def _put(self, values: Mapping[str, list[Any]], note: calls.FinishedEpisode) -> str:
         """The id of a new shard with what `values_of` gives; with the note alone if it has none."""
@@ -176,15 +168,7 @@ class FinishedEpisodes:
             if shard_id in self._plane.store:
                 ended[number] = EndedEpisode(outcome, shard_id, shared_id, is_taken_over=True)
                 continue
-            ended[number] = self.seal(
-                group,
-                number,
-                outcome,
-                declared,
-                shared_id=shared_id,
-                num_tokens=kept.episode.num_tokens,
-                took_s=kept.episode.took_s,
-            )
+            ended[number] = self.seal(group, number, outcome, declared, shared_id=shared_id)
 
     async def _outcome(
         self, kept: calls.KeptEpisode, declared: Declared, shared: Sequence[ShardReference]

@@ -35,7 +35,7 @@ class KeptSessions:
     def __init__(self, folder: Path, store: TensorStore) -> None:
         self._folder = folder
         self._store = store
-        self._shards: dict[str, str] = {}  # of sessions of earlier lives
+        self._shards: dict[str, str] = {}  # by the session's id
         self._journals: dict[tuple[str, int], SessionJournal] = {}
 
     def is_kept(self, session_id: str) -> bool:
@@ -43,14 +43,17 @@ class KeptSessions:
         return (self._folder / session_id).exists()
 
     def begin(self, name: str, group: RunGroup) -> None:
-        """A group begins, of this name: with the sessions that an earlier life has left of it."""
+        """A group begins, of this name: with the sessions that an earlier life has left of it.
+
+        Those of another workflow or prompt are given up: their episodes are played anew.
+        """
         run, prompt = GroupAttempt(group.group_id, group.attempt), group.prompt
-        here = [it.episode for it in group.kept if it.shard.shard_id in self._store]
-        left = {
-            it.number: self._folder / it.session
-            for it in here
-            if it.session and (it.workflow, it.prompt) == (group.workflow, prompt)
-        }
+        left = dict[int, Path]()
+        for it in (it.episode for it in group.kept if it.shard.shard_id in self._store):
+            if it.session and (it.workflow, it.prompt) == (group.workflow, prompt):
+                left[it.number] = self._folder / it.session
+            elif it.session:
+                (self._folder / it.session).unlink(missing_ok=True)
         for number in range(group.group_size):
             note = FinishedEpisode(run, number, workflow=group.workflow, prompt=prompt)
             make = partial(self._make, note)
@@ -79,10 +82,11 @@ class KeptSessions:
         return HeldShard(held.shard_id, FinishedEpisode(held.episode.run, REST))
 
     def forget(self) -> None:
-        """After a sweep: journals go whose shards are gone."""
-        for session_id, shard_id in list(self._shards.items()):
-            if shard_id not in self._store:
+        """After a sweep: journals go whose shards are gone, and shards whose journals are."""
+        for session_id, shard_id in self._shards.copy().items():
+            if shard_id not in self._store or not self.is_kept(session_id):
                 del self._shards[session_id]
+                self._store.remove(shard_id)
                 (self._folder / session_id).unlink(missing_ok=True)
 
     def _make(self, note: FinishedEpisode, session_id: str) -> Path | None:
@@ -90,8 +94,10 @@ class KeptSessions:
         path = self._folder / session_id
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            self._store.put({}, [], note=msgpack.encode(replace(note, session=session_id)))
+            named = msgpack.encode(replace(note, session=session_id))
+            shard_id = self._store.put({}, [], note=named)
             path.touch(0o600)
+            self._shards[session_id] = shard_id
         except (StoreFull, TransportError, OSError) as error:
             logger.warning("session %s will not outlive its worker: %s", session_id, error)
             return None

@@ -218,18 +218,13 @@ class RolloutWorker(Worker):
         ended_s: list[float] = []
 
         def seal(number: int) -> None:
-            it = ended[number]
-            if it.shard_id:
+            if ended[number].shard_id:
                 return
+            outcome = ended[number].outcome
+            shared_id = next((it.shared_id for it in ended.values() if it.shared_id), "")
             with suppress(StoreFull):  # it is tried again with the others
                 ended[number] = self._finished.seal(
-                    group,
-                    number,
-                    it.outcome,
-                    declared,
-                    shared_id=next((it.shared_id for it in ended.values() if it.shared_id), ""),
-                    num_tokens=it.num_tokens,
-                    took_s=it.took_s,
+                    group, number, outcome, declared, shared_id=shared_id
                 )
                 self._sessions.end(prefix_group, number)
 
@@ -242,7 +237,7 @@ class RolloutWorker(Worker):
                     where = f"{type(workflow).__name__}, group {group.group_id}, episode {number}: "
                     rejection = Rejection(RejectionKind.workflow_error, where + problem)
                     outcome = self._noted(rejection, group.prompt.index)
-            ended[number] = EndedEpisode(outcome, num_tokens=num_tokens, took_s=took_s)
+            ended[number] = EndedEpisode(outcome)
             if group.group_id >= 0:
                 is_last = len(ended) == group.group_size and not workflow.scores_groups
                 is_quick = self._num_quick_groups >= NUM_QUICK and took_s < LONG_S

@@ -15,6 +15,7 @@ Pure state: nothing here waits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -49,21 +50,18 @@ class KeptEpisodes:
         """All that its next attempt need not play."""
         return tuple(self._kept.get(group_id, {}).values())
 
-    def homes(self, group_id: int) -> dict[str, int]:
-        """The workers that hold some of them, each with how many."""
-        homes: dict[str, int] = {}
-        for kept in self.of_group(group_id):
-            homes[kept.shard.node_id] = homes.get(kept.shard.node_id, 0) + 1
-        return homes
+    def homes(self, group_id: int, *, of_sessions: bool = False) -> Counter[str]:
+        """The workers that hold some of them, each with how many.
+
+        Args: of_sessions: those alone whose memory has sessions of it, which go on nowhere else.
+        """
+        kept = self.of_group(group_id)
+        return Counter(it.shard.node_id for it in kept if it.episode.session or not of_sessions)
 
     @property
     def group_ids(self) -> list[int]:
         """Open groups with kept episodes."""
         return list(filter(self.is_open, self._kept))
-
-    def session_homes(self, group_id: int) -> set[str]:
-        """The workers whose memory has sessions of it, which go on nowhere else."""
-        return {it.shard.node_id for it in self.of_group(group_id) if it.episode.session}
 
     def note_lost(self, group_id: int, worker: str) -> None:
         """An attempt was lost with this worker, which may have finished episodes of it."""

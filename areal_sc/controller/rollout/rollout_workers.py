@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final
@@ -285,22 +286,26 @@ class RolloutWorkers:
         if lost_with is not None:
             what = f"{lost_with} to tell which episodes it still holds"
             await self.background.wait_until(lambda: self.are_rows_known(lost_with), what)
+
+        def homes() -> Counter[str]:
+            of_sessions = self.kept.homes(group.group_id, of_sessions=True)
+            return of_sessions or self.kept.homes(group.group_id)
+
         while True:
             what = "the worker of a session to take groups again"
             await self.background.wait_until(lambda: self._can_go_on(group), what)
-            worker = await self.set.take_worker(
-                group.admitted_version, lambda: self.kept.homes(group.group_id)
-            )
+            worker = await self.set.take_worker(group.admitted_version, homes)
             if self._can_go_on(group, on=worker):
                 return worker
             self.background.notify()  # it is free for another
 
     def _can_go_on(self, group: Group, on: RolloutWorkerState | None = None) -> bool:
         """Whether a worker, or this one, takes the group with its sessions, or it has none."""
-        names, takes = self.kept.session_homes(group.group_id), self.set.loads.takes
+        names, takes = self.kept.homes(group.group_id, of_sessions=True), self.set.loads.takes
         homes = [it for it in self._states if it.name in names and not it.life.is_closed]
-        able = [it for it in homes if it is on or takes(it.number, group.admitted_version)]
-        return not homes or bool(able if on is None else on in able)
+        if not homes or on in homes:
+            return True
+        return on is None and any(takes(it.number, group.admitted_version) for it in homes)
 
     def are_rows_known(self, *workers: str | None) -> bool:
         """Whether it is certain that the rows are there which these workers hold.

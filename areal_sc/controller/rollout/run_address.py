@@ -126,8 +126,8 @@ class RunAddress:
             case UnitLeft(unit):
                 self._at.pop(unit, None)
                 self._lost[unit] = "it is not wanted any more"
-            case UnitServes():
-                pass
+            case UnitServes(unit):
+                self._lost.pop(unit, None)  # another one that has left had its name
             case _:
                 return
         self._changed.set()

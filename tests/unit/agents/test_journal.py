@@ -177,3 +177,40 @@ def test_a_journal_that_cannot_be_written_ends_and_leaves_nothing(
     assert "would not outlive its worker" in caplog.text
     journal.add(Claimed(""))
     assert not list(path.iterdir())
+
+
+def test_a_journal_that_grows_without_end_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("areal_sc.agents.journal.MAX_JOURNAL_BYTES", 200)
+    path = tmp_path / "a"
+    path.touch()
+    journal = SessionJournal(path=path)
+    while journal.path:
+        assert path.stat().st_size <= 200
+        journal.add(Claimed("k"))
+    assert "at most 200 bytes" in caplog.text
+    assert not path.exists()
+
+
+async def test_others_have_their_turn_while_a_session_is_restored(tmp_path: Path) -> None:
+    engine = engine_for(templates.QWEN)
+    session = journaled(tmp_path / "a", engine)
+    engine.will_say(*["hello<|im_end|>"] * 5)
+    for number in range(5):
+        await session.begin(ModelCall((scenarios.user(f"{number}"),))).answer()
+    restoring = asyncio.create_task(restored(tmp_path / "a", engine.tokenizer))
+    turns = 0
+    while not restoring.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 5
+
+
+async def test_what_a_client_gets_back_alone_is_not_written_down(tmp_path: Path) -> None:
+    engine = engine_for(templates.QWEN)
+    session = journaled(tmp_path / "a", engine)
+    engine.will_say("hello<|im_end|>")
+    call = ModelCall((scenarios.user("hi"),), metadata={"long": "x" * 10_000})
+    await session.begin(call).answer()
+    assert (tmp_path / "a").stat().st_size < 2000

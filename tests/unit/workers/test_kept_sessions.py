@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from msgspec import msgpack
+from msgspec import msgpack, structs
 
 from areal_sc.agents.journal import Claimed
 from areal_sc.metadata import PromptReference
@@ -76,6 +76,29 @@ def test_a_session_goes_with_its_shard(tmp_path: Path) -> None:
     store.remove(held.shard_id)
     after.forget()
     assert not list((tmp_path / "sessions").iterdir())
+
+
+def test_a_session_of_another_workflow_is_given_up(tmp_path: Path) -> None:
+    store = TensorStore("rollout/0", "a1", max_bytes=1 << 20)
+    _, held = claimed(tmp_path / "sessions", store)
+    assert held.episode is not None
+    after = KeptSessions(tmp_path / "sessions", store)
+    kept = KeptEpisode(ShardReference("rollout/0", "tcp://0", held.shard_id), held.episode)
+    after.begin("again", structs.replace(group(1, kept), workflow=3))
+    assert after.journal("again", 1).path is None
+    assert not after.is_kept(SESSION)  # so that its client is told
+
+
+def test_claims_that_were_void_leave_nothing_behind_a_sweep(tmp_path: Path) -> None:
+    store = TensorStore("rollout/0", "a1", max_bytes=1 << 20)
+    sessions, _ = claimed(tmp_path / "sessions", store)
+    journal = sessions.journal("g", 1)
+    journal.end()
+    journal.begin("rollout.0.a1.2")
+    assert store.num_shards == 2
+    sessions.forget()
+    assert store.num_shards == 1
+    assert sessions.is_kept("rollout.0.a1.2")
 
 
 def test_without_room_a_session_goes_on_and_does_not_outlive_the_worker(

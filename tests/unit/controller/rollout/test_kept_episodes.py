@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from unit.weights.test_rolling_updates import make_workers
+
+from areal_sc.controller.ledger.group import Group
 from areal_sc.controller.rollout.kept_episodes import KEPT, NOBODYS, KeptEpisodes
+from areal_sc.metadata import PromptReference
 from areal_sc.workers.calls import FinishedEpisode, GroupAttempt, HeldShard
 
 
@@ -74,12 +80,24 @@ def test_a_session_goes_on_where_it_lies_unless_its_episode_has_ended() -> None:
     going = FinishedEpisode(GroupAttempt(0, 0), 0, session="rollout.0.a.1")
     runs = kept.note_held("rollout/0", "tcp://0", [HeldShard("a.1", going), held("a.2", 0, 1)])
     assert runs == dict.fromkeys(("a.1", "a.2"), GroupAttempt(0, KEPT))
-    assert kept.session_homes(0) == {"rollout/0"}
+    assert kept.homes(0, of_sessions=True) == {"rollout/0": 1}
+    assert kept.homes(0) == {"rollout/0": 2}
     # it was sealed, and its worker died before it could forget the session
     for shards in ([HeldShard("a.1", going), held("a.3", 0, 0)], [held("a.3", 0, 0)]):
         kept.note_held("rollout/0", "tcp://0", shards)
         assert numbers(kept, 0) == [(0, "a.3")]
-        assert kept.session_homes(0) == set()
+        assert not kept.homes(0, of_sessions=True)
     shards = [held("a.3", 0, 0), HeldShard("a.1", going)]
     assert kept.note_held("rollout/0", "tcp://0", shards)["a.1"] == GroupAttempt(0, NOBODYS)
     assert numbers(kept, 0) == [(0, "a.3")]
+
+
+async def test_a_group_goes_to_its_sessions_though_more_of_its_episodes_lie_elsewhere() -> None:
+    workers, _ = make_workers()
+    workers.kept.is_open = lambda _: True
+    going = FinishedEpisode(GroupAttempt(0, 0), 2, session="rollout.1.b.1")
+    workers.kept.note_held("rollout/0", "tcp://0", [held("a.1", 0, 0), held("a.2", 0, 1)])
+    workers.kept.note_held("rollout/1", "tcp://1", [HeldShard("b.1", going)])
+    async with asyncio.timeout(5):  # it would be offered rollout/0 again and again
+        worker = await workers.take_worker(Group(0, PromptReference(0, 0, 0), 0))
+    assert worker.name == "rollout/1"
