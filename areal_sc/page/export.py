@@ -126,7 +126,6 @@ def _recorded(run: FollowedRun, base: str) -> Iterator[tuple[str, Any]]:
             yield from its.items()
     yield f"{base}/recorded", {**found, "rows": kept, "next": None}
     yield f"{base}/reading", {"is_whole": True, "num_changes": found["num_changes"]}
-    yield f"{base}/marks", []
     yield f"{base}/prompts", {**run.prompts("", "worst", 0, NUM_GROUPS), "next": None}
 
 

@@ -26,11 +26,11 @@ from areal_sc.hub import cached_model
 from areal_sc.page.fleet_view import fleet_view, log_end
 from areal_sc.page.group_book import GroupBook, GroupQuery
 from areal_sc.page.metric_columns import MetricColumns
-from areal_sc.page.page_cache import Bookmarks, cache_folder, database_of
+from areal_sc.page.page_cache import cache_folder, database_of
 from areal_sc.page.prompt_book import PromptBook
 from areal_sc.page.recorded_groups import RecordedGroups, tokenizer_of
 from areal_sc.page.row_index import RowIndex
-from areal_sc.page.row_search import MARKED, RowName, RowQuery, RowSearch
+from areal_sc.page.row_search import RowQuery, RowSearch
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
 from areal_sc.page.trained_numbers import TrainedNumbers
@@ -77,7 +77,6 @@ class FollowedRun:
         )
         self._search = RowSearch(self.index)
         self._prompts = PromptBook(self.index)
-        self._bookmarks = Bookmarks(cache, path)
         self._trained = TrainedNumbers(self.folder.records)
         self._recorded = RecordedGroups(self.index, self._trained)
         self._fates_of = 0  # which reading of the ledger the index knows
@@ -178,8 +177,7 @@ class FollowedRun:
     def recorded_rows(self, query: RowQuery, at: int, limit: int) -> dict[str, Any]:
         """Recorded rows: what `RowSearch.found` returns."""
         self.index.follow()
-        marked = self._bookmarks.read() if query.choices.get(MARKED) else {}
-        found = self._search.found(query, at, limit, marked)
+        found = self._search.found(query, at, limit)
         return {**found, "damage": [*found["damage"], *self._time_line.lost]}
 
     def prompts(self, of_set: str, sort: str, at: int, limit: int) -> dict[str, Any]:
@@ -196,22 +194,12 @@ class FollowedRun:
         """What `RowSearch.every` gives, once all recorded rows are read."""
         while not self.read_rows(READ_S)["is_whole"]:
             pass
-        marked = self._bookmarks.read() if query.choices.get(MARKED) else {}
-        return self._search.every(query, marked)
+        return self._search.every(query)
 
     @property
     def has_texts(self) -> bool:
         """Whether the run's tokenizer is on this machine."""
         return self._tokenizer is not None
-
-    def bookmarks(self) -> list[dict[str, Any]]:
-        """The rows that the reader has marked, with `note`."""
-        return [_told_mark(name, note) for name, note in self._bookmarks.read().items()]
-
-    def mark(self, names: Sequence[RowName], note: str | None) -> list[dict[str, Any]]:
-        """Marks rows, or, with None, no longer; returns all marks."""
-        marks = self._bookmarks.change(names, note)
-        return [_told_mark(name, note) for name, note in marks.items()]
 
     def recorded(self, group: int) -> dict[str, Any]:
         """`attempts` of `RecordedGroups.of_group`, `rows` with texts, and `damage`."""
@@ -322,7 +310,3 @@ class FollowedRun:
     def _dtype(self) -> Dtype:
         name = self._settings()[0].get("actor.dtype", "")
         return Dtype(name) if name in list(Dtype) else Dtype.float32
-
-
-def _told_mark(name: RowName, note: str) -> dict[str, Any]:
-    return {**dict(zip(("group", "attempt", "episode", "row"), name, strict=True)), "note": note}

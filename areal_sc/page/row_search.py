@@ -23,8 +23,6 @@ WORDS: Final = ("worker", "outcome", "cause", "evaluation")
 """What rows are filtered by as it is."""
 EVERY: Final = "*"
 """`evaluation=*`: also answers of evaluations; else they are left out, unless asked for."""
-MARKED: Final = "marked"
-"""`yes`: rows that the reader has marked."""
 METRIC: Final = "metrics."
 """Begins the name of a number that the workflow reports of a row."""
 VERSION: Final = "version"
@@ -41,9 +39,6 @@ _NAME: Final = ("group", "attempt", "episode", "row")
 _SHOWN: Final = (*_NAME, *NUMBERS, *WORDS, "output")
 _AT_ONCE: Final = 100
 """Rows whose texts are read together."""
-
-RowName = tuple[int, int, int, int]
-"""Group, attempt, episode and row."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +71,11 @@ def recorded_query(words: Mapping[str, str]) -> RowQuery:
         if name in NUMBERS or name == VERSION or name.startswith(METRIC):
             if text:
                 ranges[name] = _range(name, text)
-        elif name in WORDS or name == MARKED:
+        elif name in WORDS:
             if text:
                 choices[name] = text
         elif name not in _PLAIN:
-            known = ", ".join((*NUMBERS, VERSION, *WORDS, MARKED))
+            known = ", ".join((*NUMBERS, VERSION, *WORDS))
             raise ValueError(f"expected {known} or metrics.NAME, got {name!r}")
     sort = words.get("sort") or "-time"
     name = sort.removeprefix("-")
@@ -109,19 +104,12 @@ class RowSearch:
         self._fitting: tuple[Any, list[int]] = (None, [])
         self._facets: tuple[Any, dict[str, Any]] = (None, {})
 
-    def found(
-        self,
-        query: RowQuery,
-        at: int = 0,
-        limit: int = 50,
-        marked: Collection[RowName] = (),
-    ) -> dict[str, Any]:
+    def found(self, query: RowQuery, at: int = 0, limit: int = 50) -> dict[str, Any]:
         """Some rows of a query, with parts of their texts: of a search around what was found.
 
         Args:
             at: place to go on from, among the rows whose numbers fit.
             limit: rows at most.
-            marked: names of the rows that the reader has marked.
         Returns: `rows`; `next`, where to go on (None: nowhere); `num_fitting`, rows whose numbers
             fit; `num_rows`, of training; `metrics`, names of the workflow's; `worker`, `outcome`,
             `cause` and `evaluation`: how many rows have which; `has_texts`: a tokenizer is
@@ -133,7 +121,7 @@ class RowSearch:
         with self._index.connected() as database:
             database.execute("BEGIN")  # nothing changes meanwhile
             state = state_of(database)
-            fitting = self._ids(database, query, state.edition, marked)
+            fitting = self._ids(database, query, state.edition)
             place = first = min(max(at, 0), len(fitting))
             hits = list[tuple[int, str, str]]()
             while place < len(fitting) and len(hits) < limit:
@@ -158,9 +146,7 @@ class RowSearch:
                 "damage": self._index.damage,
             }
 
-    def every(
-        self, query: RowQuery, marked: Collection[RowName] = ()
-    ) -> Iterator[list[dict[str, Any]]]:
+    def every(self, query: RowQuery) -> Iterator[list[dict[str, Any]]]:
         """All rows of a query with all of their texts, each once, as they are at the first look.
 
         Rows that go meanwhile are left out.
@@ -170,7 +156,7 @@ class RowSearch:
         with self._index.connected() as database:
             database.execute("BEGIN")
             state = state_of(database)
-            fitting = self._ids(database, query, state.edition, marked)
+            fitting = self._ids(database, query, state.edition)
         for first in range(0, len(fitting), MAX_ROWS):
             some = fitting[first : first + MAX_ROWS]
             marks = ", ".join("?" * len(some))
@@ -234,20 +220,15 @@ class RowSearch:
             return {(index, dataset): text for index, dataset, text in found}
 
     def _ids(
-        self,
-        database: sqlite3.Connection,
-        query: RowQuery,
-        edition: tuple[int, int],
-        marked: Collection[RowName],
+        self, database: sqlite3.Connection, query: RowQuery, edition: tuple[int, int]
     ) -> list[int]:
         """The rows whose numbers fit, sorted; those without the number come last."""
-        marked = tuple(marked) if query.choices.get(MARKED) else ()
         choices, ranges = (tuple(sorted(it.items())) for it in (query.choices, query.ranges))
-        key = (choices, ranges, query.sort, query.is_descending, edition, marked)
+        key = (choices, ranges, query.sort, query.is_descending, edition)
         if self._fitting[0] == key:
             return self._fitting[1]
         columns = metric_columns(database)
-        where, values = _condition(query, columns, marked)
+        where, values = _condition(query, columns)
         column, way = _column(query.sort, columns), "DESC" if query.is_descending else "ASC"
         found = database.execute(
             f"SELECT id FROM rows WHERE {where} ORDER BY {column} IS NULL, {column} {way}, "
@@ -276,12 +257,8 @@ class RowSearch:
         return self._facets[1]
 
 
-def _condition(
-    query: RowQuery, columns: Mapping[str, str], marked: Sequence[RowName]
-) -> tuple[str, list[Any]]:
-    asks = (
-        query.choices.keys() & {"evaluation", MARKED} or query.choices.get("outcome") == EVALUATED
-    )
+def _condition(query: RowQuery, columns: Mapping[str, str]) -> tuple[str, list[Any]]:
+    asks = "evaluation" in query.choices or query.choices.get("outcome") == EVALUATED
     parts, values = ["1" if asks else "evaluation = ''"], list[Any]()
     for name, (low, high) in query.ranges.items():
         if name == VERSION:
@@ -290,11 +267,7 @@ def _condition(
             parts.append(f"{_column(name, columns)} BETWEEN ? AND ?")
         values += low, high
     for name, text in query.choices.items():
-        if name == MARKED:
-            among = ", ".join(["(?, ?, ?, ?)"] * len(marked))
-            parts.append(f'("group", attempt, episode, row) IN (VALUES {among})' if marked else "0")
-            values += [number for it in marked for number in it]
-        elif (name, text) != ("evaluation", EVERY):
+        if (name, text) != ("evaluation", EVERY):
             parts.append(f'"{name}" = ?')
             values.append(text)
     return " AND ".join(parts), values

@@ -17,7 +17,6 @@ unblocked by itself: as long as a browser listens to `/api/changes`, it looks tw
     /api/runs/N/recorded.jsonl          the same with all of their texts, a row a line
     /api/runs/N/prompts                 what they tell by prompt; `?set=&sort=&at=&limit=`
     /api/runs/N/prompts/DATASET/INDEX   the tries of one; `?set=`
-    /api/runs/N/marks                   rows that the reader has marked; POST marks others
     /api/runs/N/recorded/GROUP          recorded rows of one, without their tokens
     /api/runs/N/tokens/GROUP/ATTEMPT/EPISODE/ROW   turns and tokens of one; `?first=`
     /api/runs/N/time                    what each process did when; `?first=&last=&width=`
@@ -38,7 +37,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from aiohttp import web
@@ -61,20 +60,6 @@ _BEAT_LOOKS: Final = 30
 _COMPRESSED_BYTES: Final = 1 << 16
 
 
-_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # as the database has them
-
-
-class _Marks(msgspec.Struct):
-    """What a browser sends to mark rows.
-
-    Attributes:
-        note: None: they are marked no longer.
-    """
-
-    rows: list[tuple[_Number, _Number, _Number, _Number]]
-    note: Annotated[str, msgspec.Meta(max_length=2000)] | None = None
-
-
 class _Control(msgspec.Struct):
     """What a browser wants of a run; `num_workers` of a scaled one."""
 
@@ -82,7 +67,6 @@ class _Control(msgspec.Struct):
     num_workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
 
 
-_T = TypeVar("_T", _Marks, _Control)
 View = Callable[[FollowedRun, web.Request], Any]
 
 
@@ -115,7 +99,6 @@ class PageServer:
             "recorded": _recorded,
             "prompts": _prompts,
             "prompts/{dataset}/{index}": _prompt,
-            "marks": lambda run, request: run.bookmarks(),
             "recorded/{group}": lambda run, request: run.recorded(_whole_number(request, "group")),
             "tokens/{group}/{attempt}/{episode}/{row}": _tokens,
             "time": _time,
@@ -127,7 +110,6 @@ class PageServer:
         for path, view in views.items():
             app.router.add_get(f"/api/runs/{{run}}/{path}", self._shown(view))
         app.router.add_get("/api/runs/{run}/recorded.jsonl", self._recorded_lines)
-        app.router.add_post("/api/runs/{run}/marks", self._mark)
         if can_control:
             app.router.add_post("/api/runs/{run}/control", self._control)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -167,17 +149,15 @@ class PageServer:
             raise web.HTTPNotFound(reason=f"the page shows {len(self._runs)} runs, from 0 on")
         return self._runs[number]
 
-    async def _mark(self, request: web.Request) -> web.StreamResponse:
-        run = self._run(request)
-        wanted = await _sent(request, "marks", _Marks)
-        return answer(await asyncio.to_thread(run.mark, wanted.rows, wanted.note))
-
     async def _control(self, request: web.Request) -> web.StreamResponse:
         """Runs a command of `areal_sc`, and gives what it says."""
         run = self._run(request)
         if "Origin" not in request.headers:  # which every browser sends; `Access` has compared it
             return refusal(403, "a request that changes a run has to name its origin")
-        wanted = await _sent(request, "control", _Control)
+        try:
+            wanted = msgspec.json.decode(await request.read(), type=_Control)
+        except UNDECODABLE as error:
+            raise ValueError(f"control: {error}") from error
         path = run.folder.path
         words = [wanted.what, str(path)]
         if wanted.what == "scale":
@@ -282,14 +262,6 @@ class PageServer:
 
     async def _stamps(self) -> list[dict[str, Stamp]]:
         return await asyncio.to_thread(lambda: [run.stamps() for run in self._runs])
-
-
-async def _sent(request: web.Request, what: str, kind: type[_T]) -> _T:
-    """Raises: ValueError: the body is something else."""
-    try:
-        return msgspec.json.decode(await request.read(), type=kind)
-    except UNDECODABLE as error:
-        raise ValueError(f"{what}: {error}") from error
 
 
 @web.middleware

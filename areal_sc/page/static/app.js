@@ -28,7 +28,7 @@ const KEYS = [
   ["1 to 6", "the views, as they stand above"],
   ["/", "search, in Rows"],
   ["j, k or ↓, ↑", "the next and the previous row; in a row also →, ←"],
-  ["Enter, b", "opens a row; bookmarks it"],
+  ["Enter", "opens a row"],
   ["g, p, Esc", "from a row to its group, to its prompt, and back"],
   ["+, −, ←, →, Home", "zoom and move the time line; all of it"],
   ["?", "this list; Esc closes it"],

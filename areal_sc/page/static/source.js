@@ -66,19 +66,6 @@ export function sharedAddress() {
   return known === null ? location.href : `${location.origin}/?key=${encodeURIComponent(known)}${location.hash}`;
 }
 
-const namesOf = (rows) => new Set(rows.map((it) => `${it.group}.${it.attempt}.${it.episode}.${it.row}`));
-
-/** Names of the rows of a run that the reader has marked. */
-export async function marks(run) {
-  return namesOf(await get(`/api/runs/${run}/marks`));
-}
-
-/** Marks a row, or no longer. */
-export async function markRow(run, name, isMarked) {
-  const body = JSON.stringify({ rows: [name.split(".").map(Number)], note: isMarked ? "" : null });
-  await told(`/api/runs/${run}/marks`, { method: "POST", body });
-}
-
 /** Has a run paused, resumed, scaled or stopped; tells what came of it. */
 export function control(run, what, numWorkers = null) {
   return told(`/api/runs/${run}/control`, { method: "POST", body: JSON.stringify({ what, num_workers: numWorkers }) });

@@ -2,9 +2,9 @@
 
 import { linkTo } from "./address.js";
 import { duration, el, notes, number, short, shown, table, textBox, tile } from "./dom.js";
-import { get, isFile, marks } from "./source.js";
+import { get, isFile } from "./source.js";
 import { MAX_TOKENS, tokenArea } from "./tokens.js";
-import { listed, metricsOf, nameOf, rowNumbers, setOf, star } from "./view_rows.js";
+import { listed, metricsOf, nameOf, rowNumbers, setOf } from "./view_rows.js";
 import { span } from "./view_run.js";
 
 export const rowParts = [];
@@ -17,9 +17,8 @@ export async function showRow({ run, words }) {
   const [group, attempt, episode, row] = name.split(".").map(encodeURIComponent);
   const base = `/api/runs/${run.index}`;
   const path = `${base}/tokens/${group}/${attempt}/${episode}/${row}`;
-  const [recorded, stars, found] = await Promise.all([
+  const [recorded, found] = await Promise.all([
     get(`${base}/recorded/${group}`),
-    marks(run.index),
     get(path, { first: isFile || token < MAX_TOKENS ? 0 : token - 100 }).then(
       (tokens) => ({ tokens }),
       (error) => ({ failure: error.message }),
@@ -44,12 +43,11 @@ export async function showRow({ run, words }) {
     const one = ofGroup.find((it) => it.episode === chosen.episode && it.row === other);
     return one ? [{ ...one, name: `${one.episode + 1}.${other + 1}`, num_shared: numShared, href: to(one, { token: numShared }) }] : [];
   });
-  const button = isFile ? null : star(run, name, stars);
   const root = el(
     "article",
     {},
-    navOf(run, chosen, ways, isFile ? "← →, g, Esc" : "← →, b, g, p, Esc"),
-    el("h2", {}, titleOf(chosen), button),
+    navOf(run, chosen, ways, isFile ? "← →, g, Esc" : "← →, g, p, Esc"),
+    el("h2", {}, titleOf(chosen)),
     notes(recorded.damage, "damage"),
     tilesOf(chosen),
     ofAttempt ? [el("h2", {}, `Row ${chosen.index} of the data`), textBox(ofAttempt.prompt, "row of the data")] : null,
@@ -76,7 +74,6 @@ export async function showRow({ run, words }) {
       : null,
   );
   root.onKey = (event) => {
-    if (event.key === "b") button?.click();
     if (!ways[event.key]) return;
     event.preventDefault();
     location.hash = ways[event.key];

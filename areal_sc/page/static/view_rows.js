@@ -2,7 +2,7 @@
 
 import { change, goTo, linkTo } from "./address.js";
 import { choice, el, field, marked, notes, number, percent, short, shown } from "./dom.js";
-import { get, isFile, marks, markRow, query } from "./source.js";
+import { get, isFile, query } from "./source.js";
 import { span } from "./view_run.js";
 
 export const rowsParts = ["recorded", "groups"];
@@ -22,7 +22,7 @@ const SORTS = [
   ["-num_interruptions", "most interruptions"],
 ];
 const RANGES = ["reward", "num_tokens", "staleness", "version", "step", "group", "dataset", "index"];
-const TITLES = { num_tokens: "tokens", index: "row of the data", marked: "bookmarks" };
+const TITLES = { num_tokens: "tokens", index: "row of the data" };
 
 /** The workflow's numbers of a row, without what did not happen to its agent. */
 export function metricsOf({ metrics }) {
@@ -36,7 +36,6 @@ export async function showRows({ run, words, again }) {
   const { run: _, ...asked } = words;
   const base = `/api/runs/${run.index}`;
   const first = await get(`${base}/recorded`, { ...asked, at: 0, limit: 50 });
-  const stars = await marks(run.index);
   const list = el("div", { class: "rows" });
   const more = el("button", { type: "button", hidden: true }, "more");
   const fresh = el("button", { type: "button", hidden: true, on: { click: () => again() } }, "there are new rows: show them");
@@ -50,7 +49,7 @@ export async function showRows({ run, words, again }) {
   async function load(found, wanted) {
     more.hidden = true;
     for (let missing = wanted; ; ) {
-      const made = found.rows.map((row) => recordedCard(run, row, words, stars));
+      const made = found.rows.map((row) => recordedCard(run, row, words));
       // rows that are new have moved others to places that come later
       const cards = made.filter((card) => !listed.links.includes(card.querySelector("a").hash));
       list.append(...cards);
@@ -135,7 +134,6 @@ function filters(run, words, found) {
       field("search", text("text", { type: "search", size: 28, id: "search", placeholder: "in prompts and answers" })),
       chosen("sort", sorts),
       ofWords.map((name) => chosen(name, name === "evaluation" ? [["", "none"], ["*", "all, and training"], ...counted(found[name]).slice(1)] : counted(found[name]))),
-      chosen("marked", [["", "any"], ["yes", "bookmarked"]]),
       el("button", {}, "apply"),
       el("button", { type: "button", on: { click: () => goTo("rows", { run: words.run }) } }, "clear"),
     ),
@@ -149,7 +147,7 @@ function filters(run, words, found) {
       "p",
       { class: "ways" },
       el("a", { href: query(`/api/runs/${run.index}/recorded.jsonl`, asked), download: "" }, "download as JSONL"),
-      el("span", { class: "dim" }, "keys: j, k, Enter, b"),
+      el("span", { class: "dim" }, "keys: j, k, Enter"),
     ),
   );
 }
@@ -167,14 +165,14 @@ export function rowNumbers(row) {
 }
 
 /** A recorded row in a list. */
-export function recordedCard(run, row, asked = {}, stars = new Set()) {
+export function recordedCard(run, row, asked = {}) {
   const name = nameOf(row);
   const isRejected = row.episode < 0;
   const link = isRejected && row.evaluation ? linkTo("rows", { run: run.name, evaluation: row.evaluation, dataset: row.dataset, index: row.index }) : isRejected ? linkTo("group", { run: run.name, group: row.group }) : linkTo("row", { ...asked, run: run.name, name });
   const title = row.evaluation ? [...shown(row.evaluation), `, prompt ${short(row.index)}, answer ${row.attempt + 1}`] : [`group ${short(row.group)}`, isRejected ? `, attempt ${row.attempt + 1}` : `, answer ${row.episode + 1}${row.row ? `.${row.row + 1}` : ""}`];
   const outcome = row.outcome ? el("span", { class: `outcome ${row.outcome}` }, shown(row.cause ? `${row.outcome}: ${row.cause}` : row.outcome)) : "";
   const rest = [row.step ? ` step ${short(row.step)} ` : " ", outcome];
-  return card(row, link, title, rest, asked.text, isRejected || isFile ? null : star(run, name, stars));
+  return card(row, link, title, rest, asked.text);
 }
 
 /** The set of held-out prompts that an evaluation is of, as the server names it. */
@@ -188,29 +186,7 @@ export function nameOf(row) {
   return `${row.group}.${row.attempt}.${row.episode}.${row.row}`;
 }
 
-/** Marks a row, or no longer. */
-export function star(run, name, stars) {
-  const button = el("button", { type: "button", class: "star" });
-  const paint = () => {
-    const isMarked = stars.has(name);
-    button.setAttribute("aria-pressed", String(isMarked));
-    button.setAttribute("aria-label", `bookmark ${name}`);
-    button.textContent = isMarked ? "★" : "☆";
-  };
-  button.addEventListener("click", async () => {
-    try {
-      await markRow(run.index, name, !stars.has(name));
-      stars[stars.has(name) ? "delete" : "add"](name);
-      paint();
-    } catch (error) {
-      button.title = error.message;
-    }
-  });
-  paint();
-  return button;
-}
-
-function card(row, href, title, rest, wanted, button = null) {
+function card(row, href, title, rest, wanted) {
   const { prompt_at: promptAt, answer_at: answerAt } = row;
   return el(
     "div",
@@ -219,7 +195,6 @@ function card(row, href, title, rest, wanted, button = null) {
     el("span", { class: "line prompt" }, promptAt > 0 ? "…" : "", marked(row.prompt, wanted)),
     el("span", { class: "line" }, answerAt > 0 ? "…" : "", marked(row.answer, wanted), row.answer_chars > answerAt + row.answer.length ? "…" : ""),
     row.right_answer ? el("span", { class: "line" }, el("span", { class: "dim" }, "right: "), shown(row.right_answer)) : null,
-    button,
   );
 }
 
@@ -227,7 +202,6 @@ function keys(list) {
   return (event) => {
     const cards = [...list.children];
     const at = cards.indexOf(document.activeElement.closest(".row"));
-    if (event.key === "b") cards[at]?.querySelector(".star")?.click();
     const to = { j: at + 1, ArrowDown: at + 1, k: at - 1, ArrowUp: at - 1 }[event.key];
     if (to === undefined || !cards[to]) return;
     event.preventDefault();

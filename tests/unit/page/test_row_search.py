@@ -188,13 +188,6 @@ def test_how_many_have_which_word_is_told(search: RowSearch) -> None:
     assert told["is_whole"]
 
 
-def test_marked_rows_are_found(search: RowSearch) -> None:
-    marked = {(3, 0, 1, 0), (59, 0, 0, 0), (77, 0, 0, 0)}
-    page = search.found(recorded_query({"marked": "yes"}), marked=marked)
-    assert [(it["group"], it["episode"]) for it in page["rows"]] == [(59, 0), (3, 1)]
-    assert search.found(recorded_query({"marked": "yes"}))["rows"] == []
-
-
 def test_a_search_that_takes_long_goes_on_where_it_was(
     search: RowSearch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

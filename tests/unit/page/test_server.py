@@ -280,29 +280,6 @@ async def test_rows_that_were_not_read_before_are_downloaded(
     assert [it["group"] for it in lines] == [0, *range(30)]
 
 
-async def test_rows_are_marked(session: ClientSession) -> None:
-    async def mark(content: bytes, **headers: str) -> tuple[int, Any]:
-        path = f"/api/runs/0/marks?key={KEY}"
-        async with session.post(path, data=content, headers=headers) as response:
-            return response.status, json.loads(await response.text())
-
-    one = {"group": 0, "attempt": 0, "episode": 1, "row": 0, "note": "why <b>?"}
-    content = b'{"rows": [[0, 0, 1, 0]], "note": "why <b>?"}'
-    assert await mark(content) == (200, [one])
-    assert await get(session, "/api/runs/0/marks") == [one]
-    found = await get(session, "/api/runs/0/recorded?marked=yes")
-    assert [(it["group"], it["episode"]) for it in found["rows"]] == [(0, 1)]
-    too_large = b'{"rows": [[0, 0, 1, %d]], "note": ""}' % 2**63
-    deep = b'{"rows": ' + b"[" * 200_000
-    short = (b"", b"[]", b'{"rows": [[0, 0, 1]]}', b'{"rows": [["a"]]}', b"\xff", too_large)
-    for wrong in (*short, deep):
-        status, told = await mark(wrong)
-        assert status == 400
-        assert told["error"].startswith("marks: ")
-    assert (await mark(content, Origin="http://evil.example"))[0] == 403
-    assert await mark(b'{"rows": [[0, 0, 1, 0]]}') == (200, [])
-
-
 async def test_what_is_wrong_with_the_learning_is_told(
     session: ClientSession, folder: RunFolder, make_step: Callable[..., StepMetrics]
 ) -> None:
