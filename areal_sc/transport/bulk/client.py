@@ -7,7 +7,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
 
 from areal_sc.config.transport_settings import TransportConfig
 from areal_sc.errors import PeerLost, RpcTimeout, ServerBusy, ShardGone
@@ -26,10 +25,6 @@ from areal_sc.transport.shards.layout import check_field_name
 from areal_sc.transport.sockets.refusals import Refusals
 
 logger = logging.getLogger(__name__)
-
-SLOW_PULL_S: Final = 5.0
-SLOW_BYTES_PER_S: Final = 20e6
-"""A pull that takes longer than both together allow is logged."""
 
 
 class BulkClient:
@@ -83,7 +78,7 @@ class BulkClient:
         parts = deque(part for it in transfers for part in cut(it, self._config.chunk_bytes))
         shard_id = transfers[0].rows.shard_id
         fetch = Fetch(shard_id, parts, num_bytes, loop.create_future())
-        connection, begun_s = self._connection(owner), loop.time()
+        connection = self._connection(owner)
         connection.submit(fetch)
         try:
             async with asyncio.timeout_at(deadline) as limit:
@@ -97,14 +92,6 @@ class BulkClient:
             ) from None
         finally:
             connection.abandon(fetch)
-            if (total_s := loop.time() - begun_s) > SLOW_PULL_S + num_bytes / SLOW_BYTES_PER_S:
-                logger.warning(
-                    "pull_slow owner=%s bytes=%d missing_bytes=%d seconds=%.1f",
-                    owner.node_id,
-                    num_bytes,
-                    fetch.missing_bytes,
-                    total_s,
-                )
             del fetch  # with the traceback it would keep itself, and the pull's buffer
 
     async def describe(
