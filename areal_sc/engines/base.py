@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_check
 from areal_sc.config.schema import ModelHead
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import torch
     from transformers import PreTrainedTokenizerBase
 
@@ -81,7 +80,7 @@ class Completion:
     finish_reason: str
     temperature: float
     stop: tuple[str, ...] = ()
-    routes: npt.NDArray[Any] | None = field(default=None, compare=False)
+    routes: Any = field(default=None, compare=False)  # an array; journals need its type
 
 
 class GenerationEngine(Protocol):
