@@ -326,7 +326,7 @@ def part_of(tokens: LossTokens, numbers: list[int]) -> LossTokens:
     of_rows = {
         name: getattr(rows, name)[numbers]
         for name in rows.__dataclass_fields__
-        if name not in ("of_token", "position")
+        if name not in ("of_token", "position", "fields")
     }
     of_token = torch.unique(rows.of_token[keep], return_inverse=True)[1]
     return LossTokens(
