@@ -82,7 +82,7 @@ class Completion:
     finish_reason: str
     temperature: float
     stop: tuple[str, ...] = ()
-    routes: npt.NDArray[Any] | None = field(default=None, compare=False)
+    routes: Any = field(default=None, compare=False)  # an array; journals need its type
 
 
 class GenerationEngine(Protocol):

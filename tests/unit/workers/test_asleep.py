@@ -74,12 +74,13 @@ async def test_an_episode_is_late_only_by_the_time_in_which_its_engine_is_awake(
     worker._weights.held = SimpleNamespace(keep_only=id)
     worker._rewards = worker._agent_pool = None
     worker._own_fields = {}
+    worker._sessions = SimpleNamespace(journal=lambda *_: None)
     worker._all_episodes = SimpleNamespace(running=lambda _: nullcontext(), note_rejected=id)
     worker.spec = SimpleNamespace(log_path="")
 
     async def play(workflow: Waits) -> Rejection:
         found = await worker._episode(
-            workflow, {}, SimpleNamespace(index=0), "g", 0, None, lambda *_: None
+            workflow, {}, SimpleNamespace(index=0), "g", 0, None, lambda _, outcome, *__: outcome
         )
         assert isinstance(found, Rejection)
         return found
