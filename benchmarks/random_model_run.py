@@ -71,10 +71,12 @@ def started(actor_config: ActorConfig, **rollout_settings: Any) -> Iterator[Cont
             episode, unless they say otherwise.
     """
     shared = ("path", "dtype", "device", "weight_update")
+    # the model never samples its tokenizer's end: a run wants to be told of another one
+    generation = GenerationConfig(stop=[" ".join(f"t{word}" for word in range(9))])
     rollout_config = RolloutConfig(
         seed=0,
         **{name: getattr(actor_config, name) for name in shared},
-        **({"group_size": 1} | rollout_settings),
+        **({"group_size": 1, "generation": generation} | rollout_settings),
     )
     with tempfile.TemporaryDirectory(dir=Path(actor_config.path).parent) as run_dir:
         scheduler = make_scheduler(SchedulerConfig(run_dir=run_dir))
