@@ -29,8 +29,7 @@ from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.log import tell_warning
 from areal_sc.nodes.spec import WorkerOrder
-from areal_sc.run.run_status import SCRIPT, RoleStatus, Wait
-from areal_sc.run.wishes import RunWishes, told_pause, told_pause_end
+from areal_sc.run.run_status import SCRIPT, RoleStatus, RunWishes, Wait, told_pause, told_pause_end
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers.calls import STATS

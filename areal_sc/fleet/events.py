@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from areal_sc.errors import RunFolderError, WorkerError
 from areal_sc.nodes.spec import Wish
-from areal_sc.run.wishes import PauseWish
+from areal_sc.run.run_status import PauseWish
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from functools import cache
 from typing import Any, Final, NamedTuple, get_type_hints
 
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.config.fields import IDLE, TEMPLATE, has_place, is_section, value_at
+from areal_sc.config.fields import IDLE, TEMPLATE, has_place, is_section, taken_from, value_at
 from areal_sc.config.loading.presets import preset_settings
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.config.sharing import taken_from
 
 _COMPARED: Final = re.compile(r"(\.?[\w.]+)(!?=)(.*)")
 _LACKS: Final = re.compile(r"([\w.]+) lacks (\w+)")

@@ -34,8 +34,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import ProcessBeside
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.system.deaths import Deaths
-from areal_sc.system.durable import replace_file
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as, replace_file
 from areal_sc.system.waiting import first_of
 from areal_sc.transport.sockets.interface import EVERYWHERE, bracketed
 from areal_sc.workers.calls import AGENTS_AT

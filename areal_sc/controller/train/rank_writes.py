@@ -18,9 +18,9 @@ from typing import Any
 from areal_sc.controller.train.rank_state import Asked
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.errors import CheckpointError, StaleCall, WaitTimeout, WorkerLost
-from areal_sc.fleet.bounded import bounded
 from areal_sc.ids import random_id
 from areal_sc.system.durable import commit_folder
+from areal_sc.system.waiting import bounded
 from areal_sc.workers import rank_methods
 from areal_sc.workers.operations import Kind, Operation, digest
 

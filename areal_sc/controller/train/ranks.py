@@ -22,15 +22,12 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig
-from areal_sc.controller.common import NeedsRun
 from areal_sc.controller.ledger.ledger_records import Split
-from areal_sc.controller.shared_card import SharedCard, Side
+from areal_sc.controller.shared_card import NeedsRun, SharedCard, Side
 from areal_sc.controller.step_life import StepLife
-from areal_sc.controller.train.computed_fields import ComputedFields
-from areal_sc.controller.train.memory_snapshots import MemorySnapshots
-from areal_sc.controller.train.rank_layout import RankLayout, meet, try_loss
-from areal_sc.controller.train.rank_state import Asked, RankState, StartingPoint
-from areal_sc.controller.train.rank_takeover import FoundRanks
+from areal_sc.controller.train.rank_layout import FoundRanks, RankLayout, meet, try_loss
+from areal_sc.controller.train.rank_state import Asked, MemorySnapshots, RankState, StartingPoint
+from areal_sc.controller.worker_store import ComputedFields
 from areal_sc.errors import (
     ROWS_GONE,
     ArealError,

@@ -26,12 +26,11 @@ from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, is_tried, l
 from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.base import Controller, blocking
-from areal_sc.controller.common import common_of
 from areal_sc.controller.ledger.journal import ledger_on_disk
-from areal_sc.controller.shared_card import Side
+from areal_sc.controller.shared_card import Side, common_of
 from areal_sc.controller.train.model_place import PlaceFile
+from areal_sc.controller.train.rank_layout import FoundRanks, find_ranks
 from areal_sc.controller.train.rank_state import StartingPoint
-from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
 from areal_sc.controller.train.rank_writes import RankWrites
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_step import (

@@ -17,7 +17,7 @@ from tiny_run import letter_prompts, partial
 
 from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, Trajectory, load_config, run_script
 from areal_sc.controller.ledger.journal import Journal
-from areal_sc.controller.rollout.outside_groups import OutsideGroups
+from areal_sc.controller.rollout.groups import OutsideGroups
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.fleet.fleet import Fleet
