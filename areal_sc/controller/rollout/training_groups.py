@@ -374,9 +374,8 @@ class TrainingGroups(Groups):
         """From queued to finished or rejected."""
 
         async def take() -> RolloutWorkerState:
-            await (
-                self._workers.durable()
-            )  # its admission, or new attempt, before a worker hears of it
+            # its admission, or new attempt, before a worker hears of it
+            await self._workers.durable()
             return await self._workers.take_worker(group)
 
         self._end(group, await self._reply(group, source, take))

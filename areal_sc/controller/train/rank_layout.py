@@ -28,8 +28,8 @@ from areal_sc.fleet.fleet import Fleet
 from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
 from areal_sc.weights.published import ShardReference
 from areal_sc.workers import rank_methods
-from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.operations import Kind, Operation
+from areal_sc.workers.rank_methods import DESCRIBE_RANK, RankDescription
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

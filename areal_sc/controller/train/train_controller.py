@@ -31,7 +31,6 @@ from areal_sc.controller.shared_card import Side, common_of
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.rank_layout import FoundRanks, find_ranks
 from areal_sc.controller.train.rank_state import StartingPoint
-from areal_sc.controller.train.rank_writes import RankWrites
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_step import (
     POLICY_ADVANCES,
@@ -97,7 +96,6 @@ class TrainController(Controller):
             self._common.card,
         )
         self._tell_more = self.ranks.tell
-        self._writes = RankWrites(self.ranks)
         self.found: FoundRanks | None = None
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
@@ -359,11 +357,11 @@ class TrainController(Controller):
         Raises: CheckpointError: the disk is full, say, or other files are in `folder`; it is left
             as it was.
         """
-        await (await self._writes.export(check_replaceable(folder)))()
+        await (await self.ranks.begin_export(check_replaceable(folder)))()
 
     def begin_save_hf(self, folder: str | Path) -> Future[None]:
         """`save_hf` beside training: returns once the ranks have copied their weights."""
-        return self._submit(self._run(self._writes.export(check_replaceable(folder)))())
+        return self._submit(self._run(self.ranks.begin_export(check_replaceable(folder)))())
 
     def begin_snapshot(self) -> Future[None]:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
@@ -373,7 +371,7 @@ class TrainController(Controller):
 
         Raises: CheckpointError: earlier snapshots are left as they were.
         """
-        return self._submit(self._run(self._writes.snapshot())())
+        return self._submit(self._run(self.ranks.begin_snapshot())())
 
     async def begin_anew(self) -> None:
         """Ranks that an earlier start has left go back to the initial model."""
