@@ -41,9 +41,8 @@ from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
-from areal_sc.preflight.idle_settings import ScriptFacts
+from areal_sc.preflight.idle_settings import ScriptFacts, settings_warnings
 from areal_sc.preflight.plan import check_turns
-from areal_sc.preflight.settings_warnings import settings_warnings
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
 from areal_sc.sizing.model_context import known_context

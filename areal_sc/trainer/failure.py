@@ -38,7 +38,7 @@ from areal_sc.errors import (
     RunFolderError,
     exit_code_of,
 )
-from areal_sc.fleet.events import FleetEvent, Wished
+from areal_sc.fleet.worker_life import FleetEvent, Wished
 from areal_sc.log import Screen, logging_to
 from areal_sc.nodes.spec import Wish
 from areal_sc.run.run_folder import Opening, RunFolder

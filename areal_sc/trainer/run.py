@@ -33,7 +33,7 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.starting import TakenOver, start
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
-from areal_sc.fleet.events import FleetEvent, PauseWished, Scaled
+from areal_sc.fleet.worker_life import FleetEvent, PauseWished, Scaled
 from areal_sc.log import Screen
 from areal_sc.preflight.checks import check_models
 from areal_sc.preflight.machine_limits import check_disk, check_named_memory

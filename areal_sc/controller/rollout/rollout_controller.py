@@ -41,8 +41,8 @@ from areal_sc.controller.shared_card import Side, common_of
 from areal_sc.controller.step_life import StepLife
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import RunFolderError, WorkerError
-from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.hub import cached_model
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE

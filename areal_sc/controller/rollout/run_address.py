@@ -28,8 +28,8 @@ from areal_sc.agents.routes import AgentsAt, RouterStart, RouterStarted, Routes
 from areal_sc.controller.events import StepEvent
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.errors import ArealError, ConfigError, RunFolderError, WorkerStartError
-from areal_sc.fleet.events import FleetEvent, UnitLeft, UnitLost, UnitServes
 from areal_sc.fleet.member import Member
+from areal_sc.fleet.worker_life import FleetEvent, UnitLeft, UnitLost, UnitServes
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import ProcessBeside
 from areal_sc.schedulers.base import Scheduler

@@ -41,8 +41,8 @@ from areal_sc.controller.train.train_step import (
 from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ROWS_GONE, ConfigError
-from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import FleetEvent, RunFailed, UnitLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.run.run_folder import RunFolder

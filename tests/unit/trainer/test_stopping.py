@@ -12,7 +12,7 @@ from types import FrameType
 
 import pytest
 
-from areal_sc.fleet.events import Wished
+from areal_sc.fleet.worker_life import Wished
 from areal_sc.nodes.spec import Wish
 from areal_sc.system import interrupts
 from areal_sc.system.process import SNAPSHOT_SIGNALS, STOP_SIGNALS, name_of_stop
