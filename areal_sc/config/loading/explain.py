@@ -190,4 +190,6 @@ def expected(annotation: Any) -> str:
         return f"a list, each element {expected(arguments[0])}"
     if origin is dict:
         return "a mapping"
+    if type(None) in arguments:
+        return " or ".join([*(expected(it) for it in arguments if it is not type(None)), "null"])
     return str(annotation)

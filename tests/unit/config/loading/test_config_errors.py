@@ -88,7 +88,7 @@ WriteYaml = Callable[..., Path]
         (
             "rollout.max_staleness=two",
             "override rollout.max_staleness=two: rollout.max_staleness: "
-            "expected an integer, got 'two'",
+            "expected an integer or null, got 'two'",
         ),
         (
             "total_steps=1.5",
@@ -169,7 +169,10 @@ def test_wrong_command_line(load: Load, override: str, message: str) -> None:
             "unknown setting rollout.max_stalness; did you mean rollout.max_staleness?",
         ),
         ("max_staleness: 1\n", "unknown setting max_staleness; did you mean rollout.max_staleness"),
-        ("rollout: {max_staleness: x}\n", "rollout.max_staleness: expected an integer, got 'x'"),
+        (
+            "rollout: {max_staleness: x}\n",
+            "rollout.max_staleness: expected an integer or null, got 'x'",
+        ),
         ("rollout: {over_bound: x}\n", "rollout.over_bound: expected one of train, mask, "),
         ("checkpoint: [1]\n", "checkpoint: expected a section with the keys every_steps, "),
         ("actor: {optimizer: 3}\n", "actor.optimizer: expected a section with the keys lr, "),
