@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from areal_sc.sources.prompts import Prompts as Prompts
     from areal_sc.token_fields import TensorMetadata as TensorMetadata
     from areal_sc.trainer.checkpoints import Checkpoints as Checkpoints
-    from areal_sc.trainer.dpo_trainer import DPOTrainer as DPOTrainer
     from areal_sc.trainer.evaluation.evaluations import Evaluations as Evaluations
     from areal_sc.trainer.failure import run_script as run_script
     from areal_sc.trainer.ppo_trainer import PPOTrainer as PPOTrainer
-    from areal_sc.trainer.reward_model_trainer import RewardModelTrainer as RewardModelTrainer
+    from areal_sc.trainer.row_trainer import DPOTrainer as DPOTrainer
+    from areal_sc.trainer.row_trainer import RewardModelTrainer as RewardModelTrainer
+    from areal_sc.trainer.row_trainer import SFTTrainer as SFTTrainer
     from areal_sc.trainer.run import Run as Run
-    from areal_sc.trainer.sft_trainer import SFTTrainer as SFTTrainer
     from areal_sc.workflows.base import Trajectory as Trajectory
     from areal_sc.workflows.base import Workflow as Workflow
     from areal_sc.workflows.chat import Conversation as Conversation
@@ -72,13 +72,11 @@ _NAMES = {
     "sources.prompts": "JsonlPrompts Prompts",
     "token_fields": "TensorMetadata",
     "trainer.checkpoints": "Checkpoints",
-    "trainer.dpo_trainer": "DPOTrainer",
     "trainer.evaluation.evaluations": "Evaluations",
     "trainer.failure": "run_script",
     "trainer.ppo_trainer": "PPOTrainer",
-    "trainer.reward_model_trainer": "RewardModelTrainer",
+    "trainer.row_trainer": "DPOTrainer RewardModelTrainer SFTTrainer",
     "trainer.run": "Run",
-    "trainer.sft_trainer": "SFTTrainer",
     "workflows.base": "Trajectory Workflow",
     "workflows.chat": "Conversation",
     "workflows.single_turn": "SingleTurnWorkflow",

@@ -34,8 +34,8 @@ from scale_costs import Costs
 from simulation.tasks import NamedWorkflow, NumberedPrompts
 from simulation.virtual_loop import run_virtual
 
+from areal_sc.config.parallel_settings import AutoscaleConfig
 from areal_sc.config.ppo_settings import NormScope, PPOConfig
-from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.schema import ActorConfig, Device, Dtype, OverBound, WeightUpdateConfig
 
 MAX_WORKERS = 14

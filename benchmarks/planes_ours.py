@@ -16,11 +16,10 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.fleet.events import Wished
 from areal_sc.fleet.member import FoundWorkers
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.fleet.worker_life import Died, LifeEvent, Lives
+from areal_sc.fleet.worker_life import Died, LifeEvent, Lives, Wished
 from areal_sc.ids import random_id
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.nodes.spec import (

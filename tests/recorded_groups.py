@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
-from areal_sc.records.evaluated_answers import EvaluatedAnswer, PlayedAnswer
 from areal_sc.records.record_files import FilesOfProcess
-from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
+from areal_sc.records.recorded_rows import (
+    EvaluatedAnswer,
+    PlayedAnswer,
+    RecordedGroup,
+    RecordedRejection,
+)
 from areal_sc.records.recorder import PlayedGroup, Recorder
 from areal_sc.records.spans import NO_VERSION, RecordedSpan
 from areal_sc.records.trained_rows import TrainedRow, TrainedTokens

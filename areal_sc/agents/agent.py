@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from areal_sc.agents import served
 from areal_sc.errors import ConfigError, WorkflowError
-from areal_sc.rewards.functions import name_of
+from areal_sc.rewards.base import name_of
 from areal_sc.sources.reference import (
     ObjectReference,
     Referable,

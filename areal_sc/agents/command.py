@@ -15,8 +15,7 @@ from typing import IO, Any, Final, TextIO
 from areal_sc.agents.agent import as_json
 from areal_sc.agents.served import BadReward
 from areal_sc.errors import WorkflowError
-from areal_sc.rewards.base import RewardFunction
-from areal_sc.rewards.functions import is_async
+from areal_sc.rewards.base import RewardFunction, is_async
 from areal_sc.sources.reference import Referable
 
 _MAX_OUTPUT_CHARS: Final = 1 << 20

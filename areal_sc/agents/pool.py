@@ -27,8 +27,7 @@ from areal_sc.agents.server import AgentServer
 from areal_sc.config.agent_settings import AgentNetwork, AgentsConfig
 from areal_sc.errors import AgentError, ConfigError, NeverWorks, WorkflowError
 from areal_sc.rejection import RejectionKind
-from areal_sc.rewards.base import Narrowing
-from areal_sc.rewards.functions import name_of, place_of_definition
+from areal_sc.rewards.base import Narrowing, name_of, place_of_definition
 from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, to_wire
 from areal_sc.system.fork_server import ForkServer

@@ -19,7 +19,7 @@ from areal_sc.config.sandbox_settings import Isolation
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.rejection import RejectionKind
-from areal_sc.rewards.functions import name_of
+from areal_sc.rewards.base import name_of
 from areal_sc.workflows.base import (
     AgentSession,
     EpisodeEngine,

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.config.follow_settings import EvaluationSetConfig
-from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.length_settings import CutAnswers
-from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.schema import FURTHER_MODELS, GRPOConfig
 from areal_sc.controller.rollout.evaluation import EvaluationSet
 from areal_sc.errors import CommandError, RunFolderError
 from areal_sc.hub import is_hub_name, local_model

@@ -19,7 +19,7 @@ from areal_sc.page.access import Access, names_of_machine
 from areal_sc.page.export import exported
 from areal_sc.page.followed_run import FollowedRun
 from areal_sc.page.server import PageServer
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as
 
 COMMAND: Final = dict(
     help="show runs in a browser: is it learning, what bounds it, what became of each prompt",

@@ -9,8 +9,7 @@ from typing import Final
 from areal_sc.commands.arguments import add_run_dir
 from areal_sc.commands.wishing import EXIT_CODES, check_lives, checked_folder, wait_until_heard
 from areal_sc.errors import CommandError
-from areal_sc.run.run_status import RunStatus
-from areal_sc.run.wishes import PauseWish, RunWishes, told_pause, write_wish
+from areal_sc.run.run_status import PauseWish, RunStatus, RunWishes, told_pause, write_wish
 
 COMMAND: Final = dict(
     help="have a run stand still until `resume`",

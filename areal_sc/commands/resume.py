@@ -10,9 +10,8 @@ from areal_sc.commands.arguments import add_run_dir
 from areal_sc.commands.wishing import EXIT_CODES, checked_folder, wait_until_heard
 from areal_sc.errors import CommandError
 from areal_sc.run.run_owner import Owner
-from areal_sc.run.run_status import RunStatus
+from areal_sc.run.run_status import RunStatus, RunWishes, take_back, told_pause
 from areal_sc.run.verdict import State, verdict
-from areal_sc.run.wishes import RunWishes, take_back, told_pause
 
 COMMAND: Final = dict(
     help="let a paused run go on",

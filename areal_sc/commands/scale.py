@@ -10,8 +10,14 @@ from areal_sc.commands.arguments import add_run_dir
 from areal_sc.commands.wishing import EXIT_CODES, check_lives, checked_folder, wait_until_heard
 from areal_sc.errors import CommandError
 from areal_sc.nodes.spec import ROLLOUT_ROLE
-from areal_sc.run.run_status import RunStatus, ScaleAnswer
-from areal_sc.run.wishes import RunWishes, ScaleWish, drop_scale, write_wish
+from areal_sc.run.run_status import (
+    RunStatus,
+    RunWishes,
+    ScaleAnswer,
+    ScaleWish,
+    drop_scale,
+    write_wish,
+)
 
 COMMAND: Final = dict(
     help="change the number of rollout workers of a run",

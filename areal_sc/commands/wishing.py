@@ -10,9 +10,8 @@ from typing import Final
 from areal_sc.commands.arguments import run_folder
 from areal_sc.errors import CommandError, WaitTimeout
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
-from areal_sc.run.run_status import RunStatus
+from areal_sc.run.run_status import RunStatus, RunWishes
 from areal_sc.run.verdict import Verdict, verdict
-from areal_sc.run.wishes import RunWishes
 
 TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.1

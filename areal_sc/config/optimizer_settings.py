@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_sc.config.fields import apart, setting
-from areal_sc.config.sharing import Section
+from areal_sc.config.fields import Section, apart, setting
 
 
 class LrSchedule(StrEnum):

@@ -1,4 +1,4 @@
-"""Which engine trains, and how one model is spread over its ranks."""
+"""Which engine trains, how a model is spread over its ranks, and how many rollout workers come."""
 
 from __future__ import annotations
 
@@ -78,3 +78,11 @@ class ParallelConfig:
                     f"heads{within}, got {size}"
                 )
             heads, kv_heads = heads // size, max(1, kv_heads // size)
+
+
+@dataclass
+class AutoscaleConfig:
+    """The run finds the number of rollout workers itself, from `rollout.num_workers` on."""
+
+    min: int = setting(1, "fewest rollout workers", ge=1, idle=("max=0",))
+    max: int = setting(0, "most rollout workers; 0: the number stays as it is", ge=0)

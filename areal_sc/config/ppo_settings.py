@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from areal_sc.config.fields import apart, setting
-from areal_sc.config.sharing import Section
+from areal_sc.config.fields import Section, apart, setting
 
 BASELINES: Final = ("group", "leave_one_out", "batch", "none")
 """What is subtracted from a reward: the mean of these."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from areal_sc.config.sharing import Section
+from areal_sc.config.fields import Section
 
 _ALSO_WITHOUT = ("memory_snapshots",)
 """Settings of `checkpoint` that need no `Run`: the controllers read them by themselves."""

@@ -5,20 +5,23 @@ A setting's line gives its default, its meaning and its range; `--help` shows al
 that each is set in one place; one that is `apart` does so unless it is given. In a section that is
 built by itself they have their second argument.
 Scripts import every section from here, whichever module it stands in.
+
+`further_models` are those beside the policy. A section of a run's settings names such a model by
+its `path`; what else is not set there is the actor's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from omegaconf import MISSING
 
 from areal_sc.config.agent_settings import AgentsConfig
-from areal_sc.config.checkpoint_settings import CheckpointConfig
-from areal_sc.config.fields import apart, in_code, setting, shared
+from areal_sc.config.fields import Section, apart, in_code, join_sections, setting, shared
 from areal_sc.config.follow_settings import (
+    CheckpointConfig,
     EvaluationConfig,
     RecordsConfig,
     TrackerKind,
@@ -28,19 +31,22 @@ from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.lora_settings import FrozenAdapterConfig, LoraConfig
 from areal_sc.config.optimizer_settings import LrSchedule as LrSchedule
 from areal_sc.config.optimizer_settings import OptimizerConfig as OptimizerConfig
-from areal_sc.config.parallel_settings import ParallelConfig, Placement, TrainEngineKind
+from areal_sc.config.parallel_settings import (
+    AutoscaleConfig,
+    ParallelConfig,
+    Placement,
+    TrainEngineKind,
+)
 from areal_sc.config.ppo_settings import CriticPPOConfig, PPOConfig
-from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.run_only import KnowsRunOnly
 from areal_sc.config.sandbox_settings import SandboxConfig
-from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.server_settings import ServersConfig, SGLangConfig, VLLMConfig
-from areal_sc.config.sharing import Section, join_sections
-from areal_sc.config.slurm_settings import SchedulerType, SlurmConfig
+from areal_sc.config.slurm_settings import RayConfig, SchedulerType, SlurmConfig
 from areal_sc.config.transport_settings import TransportConfig as TransportConfig
 from areal_sc.config.weight_settings import OnWeightUpdate as OnWeightUpdate
 from areal_sc.config.weight_settings import WeightUpdateConfig as WeightUpdateConfig
 from areal_sc.config.weight_settings import WeightUpdateMethod as WeightUpdateMethod
+from areal_sc.errors import ConfigError
 
 
 class Dtype(StrEnum):
@@ -478,3 +484,66 @@ class GRPOConfig:
 
     def __post_init__(self) -> None:
         join_sections(self)
+
+
+class FurtherModel(NamedTuple):
+    """What the models of a section are for.
+
+    Attributes:
+        output: what they compute of each trained token of a batch.
+        field: its name among the fields of the batch; "": it is a number a row, for the reward.
+    """
+
+    output: str
+    field: str
+
+
+FURTHER_MODELS: Final = {
+    "reference": FurtherModel("logprobs", "reference_logprobs"),
+    "critic": FurtherModel("values", "values"),
+    "teacher": FurtherModel("logprobs", "teacher_logprobs"),
+    "reward_model": FurtherModel("scores", ""),
+}
+"""Sections, which are the roles of their models as well."""
+
+
+_OF_TRAINING: Final = (
+    *("algorithm", "ppo", "optimizer", "memory_snapshots"),
+    *("activation_checkpointing", "activation_offload"),
+)
+"""Fields of `ActorConfig` that nothing reads of a model which only computes."""
+
+
+def further_models(config: GRPOConfig) -> dict[str, ActorConfig]:
+    """The settings of the models that a run has beside the policy, by their roles."""
+    roles = (role for role in FURTHER_MODELS if getattr(config, role).path)
+    return {role: as_actor(getattr(config, role), config.actor) for role in roles}
+
+
+def further_model(config: GRPOConfig, role: str) -> ActorConfig:
+    """The settings of one of them.
+
+    Raises: ConfigError: there is no such section, or it names no model.
+    """
+    if role not in FURTHER_MODELS:
+        raise ConfigError(f"role: expected one of {', '.join(FURTHER_MODELS)}, got {role!r}")
+    models = further_models(config)
+    if role not in models:
+        raise ConfigError(f"{role}.path: no value; name the model of {role}, actor.path say")
+    return models[role]
+
+
+def as_actor(section: ModelBesideConfig, actor: ActorConfig) -> ActorConfig:
+    """The settings of an engine: the section's own, and the actor's where it has none."""
+    own: dict[str, Any] = {it.name: getattr(section, it.name) for it in fields(section)}
+    if isinstance(section, CriticConfig):
+        ppo = section.ppo
+        own["ppo"] = PPOConfig(ppo.num_minibatches, ppo.loss, ppo.loss_settings)
+    elif isinstance(section, TeacherConfig):
+        own["lora"] = section.lora.whole()
+    own |= {"is_frozen": section.is_frozen, "head": section.head, "routing_replay": False}
+    # a folder without weights is drawn alike, whatever the model is for
+    own["random_init"] = actor.random_init and section.path == actor.path
+    idle = _OF_TRAINING if section.is_frozen else ("algorithm",)
+    names = {it.name for it in fields(ActorConfig)}.difference(own, idle)
+    return ActorConfig(**{name: getattr(actor, name) for name in names}, **own)

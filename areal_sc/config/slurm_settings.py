@@ -1,12 +1,16 @@
-"""What lends the nodes of a run, and the job that SLURM is asked for."""
+"""What lends the nodes of a run: the job that SLURM is asked for, or what a Ray cluster is.
+
+A scheduler is one of `SchedulerType`, or a class of the user's own by its import path.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Final
 
-from areal_sc.config.fields import apart, setting, shared
-from areal_sc.config.sharing import Section
+from areal_sc.config.fields import Section, apart, setting, shared
+from areal_sc.user_code import named
 
 
 class SchedulerType(StrEnum):
@@ -77,3 +81,30 @@ class SlurmConfig(Section):
     python: str = setting("", "interpreter on the nodes; empty: where this one is")
     train: RoleNodes = setting(RoleNodes, idle=("train.nodes=0",))
     rollout: RolloutNodes = setting(RolloutNodes, idle=("rollout.nodes=0",))
+
+
+_BUILT_IN: Final = [kind.value for kind in SchedulerType]
+
+
+def own_scheduler(name: str) -> Any:
+    """The class at `package.module:Class`; None: the name is one of `SchedulerType`.
+
+    It is found as the caller would import it, that is also beside a script.
+
+    Raises: ConfigError: there is none of that name.
+    """
+    if name in _BUILT_IN:
+        return None
+    return named(name, f"scheduler.type: expected {', '.join(_BUILT_IN)} or package.module:Class")
+
+
+@dataclass
+class RayConfig:
+    """What the ray scheduler asks its cluster for."""
+
+    address: str = setting("auto", "host:6379, ray://host:10001; auto: this machine's cluster")
+    nodes: int = setting(0, "Ray nodes, each gets one agent; 0: all that have the resources", ge=0)
+    resources: dict[str, float] = setting(
+        dict, "of each node: {GPU: 8, CPU: 64}; empty: all CPUs and GPUs that it has"
+    )
+    runtime_env: dict[str, Any] = setting(dict, "of the actors, as ray.init takes it")

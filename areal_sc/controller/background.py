@@ -16,8 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 from areal_sc.errors import ArealError, StepLost, WaitTimeout
-from areal_sc.run.run_status import PAUSE_END, SCRIPT, Wait
-from areal_sc.run.wishes import PauseWish
+from areal_sc.run.run_status import PAUSE_END, SCRIPT, PauseWish, Wait
 from areal_sc.system.waiting import cancel_all, first_of
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ LOOK_S: Final = 0.1
 class Standstill:
     """A pause, as one controller knows it: a person wants the run to stand still between two steps.
 
-    consumes     wishes, which `StatusBoard` hears; see `run.wishes`
+    consumes     wishes, which `StatusBoard` hears; see `RunWishes`
     waits for    the end of the pause, wherever a step of the script begins
     unblocked by that, and by a script that is to end, or to be saved, meanwhile
 

@@ -23,14 +23,13 @@ from areal_sc.controller.control_loop import ControlLoop
 from areal_sc.controller.role_status import WorkerCounters, role_status
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.errors import RunFolderError, StaleTerm, WorkerError
-from areal_sc.fleet.events import FleetEvent, PauseWished
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import FleetEvent, PauseWished
 from areal_sc.log import tell_warning
 from areal_sc.nodes.spec import WorkerOrder
-from areal_sc.run.run_status import SCRIPT, RoleStatus, Wait
-from areal_sc.run.wishes import RunWishes, told_pause, told_pause_end
+from areal_sc.run.run_status import SCRIPT, RoleStatus, RunWishes, Wait, told_pause, told_pause_end
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers.calls import STATS

@@ -1,7 +1,7 @@
 """What happens to rows and batches in a controller.
 
 Each controller has one function, `_hear`, that says who of it acts on what, as it does for what
-becomes of its workers (`fleet.events`). It acts at once, and waits for nothing.
+becomes of its workers (`fleet.worker_life`). It acts at once, and waits for nothing.
 """
 
 from __future__ import annotations

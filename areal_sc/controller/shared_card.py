@@ -1,4 +1,4 @@
-"""The cards that training and generation use one after the other (`placement: turns`).
+"""What the controllers of one run share: the cards that training and generation use in turns.
 
 consumes     what controllers want of either side
 waits for    the other side to give its memory up, in its own code
@@ -10,6 +10,8 @@ unblocked by its last worker that has done so, or whose process is gone; and by 
 Training comes first: what it is asked for is short, and nothing else of the run goes on before it
 is done. Generation is interrupted for it, as for new weights, and comes back when training is asked
 for nothing, and somebody waits for answers.
+
+Controllers know each other by their scheduler alone, which `common_of` asks.
 """
 
 from __future__ import annotations
@@ -18,10 +20,17 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 from areal_sc.errors import WorkerError
+from areal_sc.workers.calls import GroupAttempt
+
+if TYPE_CHECKING:
+    from areal_sc.run.run_folder import RunFolder
+    from areal_sc.schedulers.base import Scheduler
 
 
 class Side(StrEnum):
@@ -226,3 +235,43 @@ class SharedCard:
         else:
             self._turns.left()
         self._advance()
+
+
+NeedsRun = Callable[[GroupAttempt], bool]
+"""Whether the rows of a run of a group may still be read."""
+
+
+@dataclass(eq=False)
+class Common:
+    """Shared by the controllers of a scheduler.
+
+    Attributes:
+        needs: each rollout controller adds what it says of rows.
+        card: who may use the memory of GPUs that training and generation share.
+    """
+
+    needs: set[NeedsRun] = field(default_factory=set)
+    card: SharedCard = field(default_factory=SharedCard)
+    _lineage: int = 0
+    _entered: set[str] = field(default_factory=set)
+
+    def enter_lineage(self, role: str, folder: RunFolder) -> int:
+        """Number of the history of weights that a model begins.
+
+        Models that begin one after the other, or go back one after the other, share it; a model
+        that is in the newest history already begins the next one.
+
+        Raises: RunFolderError: as `RunFolder.begin_lineage`.
+        """
+        if not self._lineage or role in self._entered:
+            self._lineage = folder.begin_lineage()
+            self._entered.clear()
+        self._entered.add(role)
+        return self._lineage
+
+
+_of_schedulers: WeakKeyDictionary[Scheduler, Common] = WeakKeyDictionary()
+
+
+def common_of(scheduler: Scheduler) -> Common:
+    return _of_schedulers.setdefault(scheduler, Common())

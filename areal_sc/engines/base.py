@@ -9,8 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
-import numpy.typing as npt  # at run time, too: journals of sessions are decoded by `Completion`
-
 from areal_sc.config.schema import ModelHead
 
 if TYPE_CHECKING:

@@ -11,10 +11,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from areal_sc.config.further_models import further_model
 from areal_sc.config.loading.plain import from_plain
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import ActorConfig, GRPOConfig, RolloutConfig, RolloutEngine
+from areal_sc.config.schema import (
+    ActorConfig,
+    GRPOConfig,
+    RolloutConfig,
+    RolloutEngine,
+    further_model,
+)
 from areal_sc.engines.fsdp.handle import FSDPPPOActor, FSDPSFTActor
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.local.handle import LocalGenerator

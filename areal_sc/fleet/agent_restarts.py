@@ -31,13 +31,13 @@ from areal_sc.errors import (
     WorkerLost,
     WorkerStartError,
 )
-from areal_sc.fleet.bounded import bounded
 from areal_sc.fleet.member import NoConnection
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.log import log_tail
 from areal_sc.nodes import spec
 from areal_sc.schedulers.base import Node, Scheduler
 from areal_sc.system.deaths import Deaths
+from areal_sc.system.waiting import bounded
 from areal_sc.transport.rpc.transport import Connection
 
 logger = logging.getLogger(__name__)

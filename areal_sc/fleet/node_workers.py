@@ -32,10 +32,9 @@ from typing import Any, Final, TypeVar
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, StaleTerm, TransportError, WorkerLost
 from areal_sc.fleet.agent_restarts import MAX_MISSED, NodeAgent
-from areal_sc.fleet.events import Wished
 from areal_sc.fleet.member import FoundWorkers, Member, NoConnection
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.fleet.worker_life import Died, Heard, Joined, Lives, Missed, Tell
+from areal_sc.fleet.worker_life import Died, Heard, Joined, Lives, Missed, Tell, Wished
 from areal_sc.log import log_tail, tell_warning
 from areal_sc.nodes import spec
 from areal_sc.nodes.beats import BLOCKED_WARNING_S

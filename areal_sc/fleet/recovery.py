@@ -27,27 +27,25 @@ from areal_sc.errors import (
     WorkerError,
     WorkerLost,
 )
-from areal_sc.fleet.events import (
-    FleetEvent,
-    RunFailed,
-    UnitEvent,
-    UnitLeft,
-    UnitLost,
-    UnitServes,
-    Wished,
-)
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.fleet.worker_life import (
     EndRun,
     EndStart,
+    FleetEvent,
     LifeEvent,
     LifeState,
     Output,
+    RunFailed,
     Serves,
     StartFailed,
     StartUnit,
+    UnitEvent,
+    UnitLeft,
+    UnitLost,
+    UnitServes,
+    Wished,
 )
 from areal_sc.run.run_status import Restart as RestartStatus
 from areal_sc.schedulers.base import Scheduler

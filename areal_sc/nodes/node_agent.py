@@ -46,10 +46,9 @@ from areal_sc.ids import random_id
 from areal_sc.log import keep_logs_bounded, take_warnings
 from areal_sc.nodes import spec
 from areal_sc.nodes.joining import Invitation, announce, place_of_this_process
-from areal_sc.nodes.left_files import delete_left_files
 from areal_sc.nodes.node_folder import NodeFolder
 from areal_sc.nodes.script_heard import ScriptHeard, Wishes
-from areal_sc.nodes.worker_processes import WorkerProcesses
+from areal_sc.nodes.worker_processes import WorkerProcesses, delete_left_files
 from areal_sc.run.agent_files import AgentFile
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.file_lock import HeldLock

@@ -8,25 +8,31 @@ may not have them.
 consumes     reports and beats of workers, and their ends, as the fork server tells of them
 waits for    a worker's report, or its end
 unblocked by the worker, or the time limit of its start
+
+Killed workers and servers leave files in a node's shared memory. A server that ends by itself
+deletes them, and so does the worker that ends its server. A worker deletes the buckets from which
+its servers load weights. Whatever was killed with `kill -9` cannot, so its agent does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from msgspec import MsgspecError, msgpack
 
+from areal_sc.engines.handles import LEFT_FILES
 from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
-from areal_sc.nodes.left_files import delete_left_files
 from areal_sc.nodes.spec import EndedWorker, WorkerOrder, WorkerReport, WorkerSpec, WorkerStacks
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.fork_server import Child, ForkServer
@@ -34,6 +40,7 @@ from areal_sc.system.process import IS_STOPPED, process_state
 from areal_sc.system.waiting import cancel_all
 from areal_sc.transport.rpc.newest_term import NewestTerm
 from areal_sc.transport.security.passes import WorkerKeys
+from areal_sc.transport.shards.memory_folder import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -296,3 +303,46 @@ async def _is_stopped(worker: WorkerProcess, interval_s: float) -> bool:
 async def _wait_for_ends(workers: Sequence[WorkerProcess], timeout_s: float) -> None:
     if workers:
         await asyncio.wait([worker.child.ended for worker in workers], timeout=timeout_s)
+
+
+def delete_left_files(
+    since_s: float, ended_pids: Iterable[int] = (), folder: Path = SHARED_MEMORY
+) -> None:
+    """Deletes files of this user that no process has open or maps.
+
+    Args:
+        since_s: Unix time; files that have not changed since then are left alone.
+        ended_pids: of workers. torch names shared memory by the process that has made it.
+    """
+    patterns = (*LEFT_FILES, *(f"torch_{pid}_*" for pid in ended_pids))
+    left = set()
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
+        with suppress(FileNotFoundError):
+            status = path.stat(follow_symlinks=False)
+            if status.st_uid == os.geteuid() and status.st_ctime >= since_s:
+                left.add(str(path))
+    if left:
+        left -= _used(left)
+    for name in left:
+        Path(name).unlink(missing_ok=True)
+
+
+def _used(names: set[str]) -> set[str]:
+    """The files among these that a process has open or maps.
+
+    A process opens a file, maps it, and closes it. So its open files are looked at first: whoever
+    has none of them open any more maps it by then.
+    """
+    used = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            used |= set(_opened(process)) & names
+            maps = (process / "maps").read_text(errors="replace")
+            used |= {name for name in names if f" {name}\n" in maps}
+    return used
+
+
+def _opened(process: Path) -> Iterator[str]:
+    for fd in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed
+            yield os.readlink(fd)

@@ -13,12 +13,12 @@ import hmac
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from areal_sc.page.answers import refusal, text_refusal
+from areal_sc.system.json_lines import to_json
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -119,3 +119,18 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def answer(value: Any, status: int = 200) -> web.Response:
+    """JSON; floats that are not finite are null."""
+    return web.Response(body=to_json(value), status=status, content_type="application/json")
+
+
+def refusal(status: int, why: str) -> web.Response:
+    """Says in one sentence why there is no answer: to a script as JSON."""
+    return answer({"error": why}, status)
+
+
+def text_refusal(status: int, why: str) -> web.Response:
+    """The same for whoever opens the page."""
+    return web.Response(text=f"{why}\n", status=status)

@@ -35,8 +35,7 @@ from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
 from areal_sc.page.trained_numbers import TrainedNumbers
 from areal_sc.records.reading import spans, trace_events
-from areal_sc.records.script_spans import SCRIPT
-from areal_sc.records.spans import START_UP, RecordedSpan
+from areal_sc.records.spans import SCRIPT, START_UP, RecordedSpan
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder, check_is_run
 from areal_sc.run.run_status import read_status
 from areal_sc.system.json_lines import to_json

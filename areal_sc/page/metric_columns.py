@@ -12,8 +12,7 @@ import msgspec
 from areal_sc.page.followed_lines import FollowedLines
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History
-from areal_sc.records.script_spans import script_spans
-from areal_sc.records.spans import RecordedSpan
+from areal_sc.records.spans import RecordedSpan, script_spans
 
 _SECTIONS: Final = ("workflow", "train", "rejected_episodes")
 _LEFT_OUT: Final = "counters"

@@ -27,10 +27,14 @@ from areal_sc.page.followed_blocks import FollowedBlocks, Progress
 from areal_sc.page.row_texts import TextReader, Texts
 from areal_sc.page.stamps import Stamp
 from areal_sc.records.blocks import RecordBlock, read_body
-from areal_sc.records.evaluated_answers import EvaluatedAnswer
 from areal_sc.records.reading import answers_of, rows_of
 from areal_sc.records.record_files import RecordFile, Series
-from areal_sc.records.recorded_rows import RecordedGroup, RecordedRow, RecordedTokens
+from areal_sc.records.recorded_rows import (
+    EvaluatedAnswer,
+    RecordedGroup,
+    RecordedRow,
+    RecordedTokens,
+)
 
 REJECTED: Final = -1
 """Instead of an episode's number: of episodes that have no rows, for the same cause."""

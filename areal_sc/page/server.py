@@ -43,8 +43,7 @@ import msgspec
 from aiohttp import web
 
 from areal_sc.errors import ArealError
-from areal_sc.page.access import HEADERS, Access, Handler
-from areal_sc.page.answers import answer, refusal
+from areal_sc.page.access import HEADERS, Access, Handler, answer, refusal
 from areal_sc.page.followed_run import READ_S, FollowedRun
 from areal_sc.page.group_book import GroupQuery
 from areal_sc.page.prompt_book import TRAINED

@@ -17,8 +17,7 @@ from areal_sc.page.followed_blocks import FollowedBlocks
 from areal_sc.page.stamps import Stamp
 from areal_sc.records.blocks import read_body
 from areal_sc.records.record_files import Series
-from areal_sc.records.script_spans import SCRIPT
-from areal_sc.records.spans import LOST, RecordedSpan, pack_spans, unpack_spans
+from areal_sc.records.spans import LOST, SCRIPT, RecordedSpan, pack_spans, unpack_spans
 
 FETCHING: Final = "fetching weights"
 UPDATING: Final = "updating weights"

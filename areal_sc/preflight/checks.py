@@ -16,10 +16,8 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.config.fields import check_ranges, value_at
+from areal_sc.config.fields import check_ranges, check_shared, value_at
 from areal_sc.config.follow_settings import EvaluationSetConfig
-from areal_sc.config.further_models import further_models
-from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.parallel_settings import Placement, TrainEngineKind
 from areal_sc.config.placement import Purpose
 from areal_sc.config.ppo_settings import ppo_requirements
@@ -34,18 +32,17 @@ from areal_sc.config.schema import (
     Resume,
     RolloutEngine,
     WeightUpdateMethod,
+    further_models,
 )
-from areal_sc.config.sharing import check_shared
 from areal_sc.config.slurm_jobs import nodes_for
-from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.config.slurm_settings import SchedulerType, own_scheduler
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
-from areal_sc.preflight.idle_settings import ScriptFacts
-from areal_sc.preflight.placement import check_turns
-from areal_sc.preflight.settings_warnings import settings_warnings
+from areal_sc.preflight.idle_settings import ScriptFacts, settings_warnings
+from areal_sc.preflight.plan import check_turns
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
 from areal_sc.sizing.model_context import known_context

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from areal_sc.config.loading.loader import config_text
-from areal_sc.config.scale_settings import AutoscaleConfig
+from areal_sc.config.parallel_settings import AutoscaleConfig
 from areal_sc.config.schema import GRPOConfig, Resume
 from areal_sc.config.slurm_jobs import JobPlan, job_plans, memory_bytes
 from areal_sc.config.slurm_script import job_script
@@ -22,8 +22,7 @@ from areal_sc.engines.handles import make_actor
 from areal_sc.errors import ConfigError, ModelError, SchedulerSilent
 from areal_sc.preflight.checks import check_models
 from areal_sc.preflight.machine_limits import DiskPlan, shared_memory, shared_memory_line
-from areal_sc.preflight.placement import placement_lines, settle_placement
-from areal_sc.preflight.plan import PlannedNode, plan, plans
+from areal_sc.preflight.plan import PlannedNode, placement_lines, plan, plans, settle_placement
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.schedulers.slurm import commands
 from areal_sc.sizing.machine import Machine, this_machine

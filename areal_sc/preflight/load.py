@@ -16,7 +16,7 @@ from areal_sc.errors import ConfigError
 from areal_sc.hub import local_model
 from areal_sc.log import shown_before
 from areal_sc.preflight.checks import fetch_models
-from areal_sc.preflight.placement import settle_placement
+from areal_sc.preflight.plan import settle_placement
 from areal_sc.preflight.sizes import complete_config
 from areal_sc.sizing.machine import Machine, count_cuda_devices, this_machine
 from areal_sc.sizing.model_folder import check_model_folder

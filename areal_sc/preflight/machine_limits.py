@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from areal_sc.config.follow_settings import KeepRecords
-from areal_sc.config.further_models import further_models
-from areal_sc.config.schema import GRPOConfig, WeightUpdateMethod
+from areal_sc.config.schema import GRPOConfig, WeightUpdateMethod, further_models
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.config.transport_settings import AUTO, MIN_ROOM_BYTES
 from areal_sc.errors import ConfigError

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from areal_sc.config.fields import shared_settings, value_at
-from areal_sc.config.further_models import further_models
-from areal_sc.config.schema import Device, GRPOConfig, RolloutEngine
+from areal_sc.config.schema import Device, GRPOConfig, RolloutEngine, further_models
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.config.transport_settings import AUTO, MIN_ROOM_BYTES
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from areal_sc.errors import RunFolderError
 from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import History
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,19 +24,20 @@ from msgspec.structs import replace
 
 from areal_sc.errors import RunFolderError
 from areal_sc.records.blocks import Gap, read_blocks, read_body
-from areal_sc.records.evaluated_answers import AnswerContent, unpack_answers, unpack_contents
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History, read_metrics
 from areal_sc.records.record_files import RecordFile, Series, record_files
 from areal_sc.records.recorded_calls import RecordedCall, unpack_calls
 from areal_sc.records.recorded_rows import (
+    AnswerContent,
     RecordedGroup,
     RecordedTokens,
+    unpack_answers,
+    unpack_contents,
     unpack_group,
     unpack_tokens,
 )
-from areal_sc.records.script_spans import script_spans
-from areal_sc.records.spans import RecordedSpan, spans_of, unpack_spans
+from areal_sc.records.spans import RecordedSpan, script_spans, spans_of, unpack_spans
 from areal_sc.records.trained_rows import (
     TrainedRow,
     TrainedTokens,
@@ -44,7 +45,7 @@ from areal_sc.records.trained_rows import (
     unpack_trained_tokens,
 )
 from areal_sc.run.run_files import RunFiles
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as
 
 logger = logging.getLogger(__name__)
 

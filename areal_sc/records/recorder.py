@@ -28,13 +28,14 @@ from msgspec.structs import replace
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
 from areal_sc.records.blocks import block
-from areal_sc.records.evaluated_answers import PlayedAnswer, pack_answers
 from areal_sc.records.record_files import RecordStore, Series
 from areal_sc.records.recorded_calls import pack_calls
 from areal_sc.records.recorded_rows import (
+    PlayedAnswer,
     PlayedRow,
     RecordedGroup,
     numbers_of,
+    pack_answers,
     pack_group,
     pack_tokens,
 )

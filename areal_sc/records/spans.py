@@ -1,17 +1,20 @@
 """Spans: what a process of a run did, and how long.
 
 Some thousand of them are a block, column by column.
+What the script did when is told by `metrics.jsonl`, of which `script_spans` makes them.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from msgspec import Struct
+
+from areal_sc.records.metrics import STEP_PARTS
 
 NO_VERSION: Final = -1
 LOST: Final = "lost records"
@@ -132,4 +135,50 @@ def spans_of(columns: SpanColumns, process: str) -> Iterator[RecordedSpan]:
             first_version=first,
             last_version=last,
             num_tokens=num_tokens,
+        )
+
+
+SCRIPT: Final = "script"
+"""The process that runs the training loop."""
+
+
+def script_spans(record: Mapping[str, Any]) -> list[RecordedSpan]:
+    """The spans of a record of the file.
+
+    Those of a step are `wait`, `train` and `sync`, one after the other from its begin on, with the
+    version that it made; at the end of `sync` this version was published. An evaluation or another
+    event is one moment.
+
+    Raises: ValueError: it lacks something.
+    """
+    try:
+        return list(_spans_of(record))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"expected a record of a run's metrics, but {error!r}") from error
+
+
+def _spans_of(record: Mapping[str, Any]) -> Iterator[RecordedSpan]:
+    ended = float(record["time"])
+    if record["kind"] == "step":
+        step, began = int(record["step"]), ended - record["step_time_s"]
+        for part in STEP_PARTS:
+            took_s = float(record[f"{part}_s"])
+            yield RecordedSpan(
+                process=SCRIPT,
+                kind=part,
+                began=began,
+                took_s=took_s,
+                about=str(step),
+                first_version=step,
+                last_version=step,
+            )
+            began += took_s
+    elif record["kind"] == "evaluation":
+        about = f"{record['name']}, step {record['step']}"
+        yield RecordedSpan(process=SCRIPT, kind="evaluation", began=ended, took_s=0.0, about=about)
+    else:
+        about = ", ".join(str(it) for it in record.get("workers", ()))
+        about = about or str(record.get("step", ""))
+        yield RecordedSpan(
+            process=SCRIPT, kind=str(record["name"]), began=ended, took_s=0.0, about=about
         )

@@ -1,9 +1,12 @@
-"""What a reward is: a function, or several, and what a function says about itself. No torch."""
+"""What a reward is: a function, or several, and what is known of one without a call. No torch."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from areal_sc.system.sandbox.program import Ended, Limits, Program
@@ -13,6 +16,8 @@ RewardFunction = Callable[..., float | Awaitable[float]]
 
 An async one with a parameter `run_code` gets a `RunCode`, and may return a `Score` with parts.
 """
+
+_Reward = TypeVar("_Reward", bound=RewardFunction)
 
 Reward: TypeAlias = RewardFunction | Mapping[str, RewardFunction | tuple[RewardFunction, float]]
 """One function; or several by name, each alone (weight 1) or with its weight.
@@ -35,8 +40,6 @@ for its length: rewards that differ in it alone have no signal."""
 
 DECLARATION = "areal_sc_declaration"
 """Attribute of a reward function that holds its `RewardDeclaration`."""
-
-_Reward = TypeVar("_Reward", bound=RewardFunction)
 
 
 class RunCode(Protocol):
@@ -168,3 +171,41 @@ class Score(float):
     def metrics(self) -> dict[str, float]:
         """The parts under the names that they have among a run's metrics: `reward/NAME`."""
         return {f"{PART_PREFIX}{name}": value for name, value in self.parts.items()}
+
+
+def is_async(reward: Any) -> bool:
+    """Whether it runs on the event loop."""
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
+        getattr(type(reward), "__call__", None)  # noqa: B004  # the method, not callable()
+    )
+
+
+def runs_code(reward: Any) -> bool:
+    """Whether it has a parameter for the worker's sandbox."""
+    try:
+        return RUN_CODE in inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # of a builtin, which does not tell
+        return False
+
+
+def may_run_code(value: Any) -> bool:
+    """Whether a value is a reward that asks for the sandbox, or has such a one among several."""
+    if isinstance(value, Mapping):
+        return any(map(may_run_code, value.values()))
+    function = value[0] if isinstance(value, tuple) and value else value
+    return callable(function) and runs_code(function)
+
+
+def name_of(reward: Any, part: str = "") -> str:
+    """The name by which messages call a reward. Args: part: its name among several."""
+    name = str(getattr(reward, "__qualname__", type(reward).__qualname__))
+    return name if part in ("", name) else f"{part} ({name})"
+
+
+def place_of_definition(reward: Any) -> str:
+    """Where a reward is defined, "" if Python does not know."""
+    function = reward if inspect.isroutine(reward) else type(reward).__call__
+    with suppress(ValueError):  # it wraps itself
+        function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""

@@ -8,8 +8,7 @@ from typing import Any
 
 from areal_sc.errors import NeverWorks, RewardError
 from areal_sc.rejection import RejectionKind
-from areal_sc.rewards.base import RUN_CODE, RunCode, Score
-from areal_sc.rewards.functions import place_of_definition, runs_code
+from areal_sc.rewards.base import RUN_CODE, RunCode, Score, place_of_definition, runs_code
 from areal_sc.rewards.process import failure_of
 from areal_sc.rewards.scores import finite_score
 from areal_sc.sources.values import from_wire

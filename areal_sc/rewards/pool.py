@@ -37,8 +37,10 @@ from areal_sc.rewards.base import (
     RewardFunction,
     RunCode,
     Score,
+    is_async,
+    name_of,
+    place_of_definition,
 )
-from areal_sc.rewards.functions import is_async, name_of, place_of_definition
 from areal_sc.rewards.on_loop import score_on_loop, took_too_long
 from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, to_wire

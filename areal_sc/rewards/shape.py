@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_sc.rewards.answer_text import without_reasoning
-from areal_sc.rewards.base import DECLARATION, RewardFunction
+from areal_sc.rewards.base import DECLARATION, RewardFunction, is_async
 from areal_sc.rewards.code.answer import code_blocks
-from areal_sc.rewards.functions import is_async
 from areal_sc.sources.reference import Referable
 
 

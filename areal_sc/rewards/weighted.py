@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from areal_sc.errors import WorkflowError
-from areal_sc.rewards.base import RUN_CODE, Reward, RewardFunction
-from areal_sc.rewards.functions import is_async, runs_code
+from areal_sc.rewards.base import RUN_CODE, Reward, RewardFunction, is_async, runs_code
 
 _EXPECTED = (
     "a function, or several by name, each alone or with its weight: "

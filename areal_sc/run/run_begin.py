@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from areal_sc.errors import RunFolderError
 from areal_sc.run.run_marker import SHA256, digest_of
-from areal_sc.system.durable import write_atomic
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as, write_atomic
 
 SETTINGS: Final = "settings"
 MAX_HASHED_BYTES: Final = 64 << 20

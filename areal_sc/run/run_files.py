@@ -19,7 +19,7 @@ keys.json        the keys of the run, as long as it lives; its owner's alone
 agents.json      where agents outside find the run, and their key, as long as it lives; its
                  owner's alone: see `AgentsFile`
 agents/          where its agents can be reached: see `agent_files`
-.jobs            what it has in SLURM: see `schedulers.slurm.jobs_file`
+.jobs            what it has in SLURM: see `schedulers.slurm.jobs`
 .join            where its script takes in agents of other machines
 .joined          those of them that do not see the folder, and so have no file in `agents/`
 .nonce           who reads it shares the folder: see `nodes.node_folder`
@@ -28,7 +28,7 @@ previous/<n>/    what an earlier start left that had no snapshot to go on from
 rollout_workers  how many there are, once their number has changed
 tracker_id       names the run for trackers; it keeps it when it is resumed
 .lineage         number of the newest history of weights
-.pause, .scale   what a person at a shell wants of the run: see `wishes`
+.pause, .scale   what a person at a shell wants of the run: see `run_status`
 .lock, .term     which process runs in the folder: see `run_owner`
 
 On a node that does not see it another folder stands in for it, with `.join`, `sources/`, `logs/`,

@@ -29,9 +29,8 @@ from areal_sc.run.run_begin import SETTINGS, RunBegin
 from areal_sc.run.run_files import RunFiles
 from areal_sc.run.run_marker import COPY, MARKER, RunMarker
 from areal_sc.run.run_owner import LOCK, TERM, Owner, RunTerm, take_folder
-from areal_sc.system.durable import delete_unfinished, remove, set_aside, write_atomic
+from areal_sc.system.durable import delete_unfinished, os_errors_as, remove, set_aside, write_atomic
 from areal_sc.system.file_lock import HeldLock, is_locked, take_lock
-from areal_sc.system.os_errors import os_errors_as
 
 FORMAT_VERSION = 5
 """Format of what a run resumes from. It is raised when an older areal_sc could not read it."""

@@ -31,9 +31,11 @@ from areal_sc.run.run_status import (
     RoleStatus,
     RunEnd,
     RunStatus,
+    RunWishes,
     ScaleAnswer,
+    ScaleWish,
+    drop_scale,
 )
-from areal_sc.run.wishes import RunWishes, ScaleWish, drop_scale
 from areal_sc.system.durable import own_file
 from areal_sc.system.json_lines import to_json
 from areal_sc.system.process import machine_id

@@ -17,8 +17,7 @@ from areal_sc.errors import RunFolderError
 from areal_sc.quantities import short_duration
 from areal_sc.run.agent_files import AgentFile, living_agents
 from areal_sc.run.run_folder import RunFolder, check_is_run
-from areal_sc.run.run_status import PAUSE_END, SCRIPT, RoleStatus, RunStatus, read_status
-from areal_sc.run.wishes import PauseWish
+from areal_sc.run.run_status import PAUSE_END, SCRIPT, PauseWish, RoleStatus, RunStatus, read_status
 from areal_sc.system.process import (
     GONE,
     STOP_SIGNALS,

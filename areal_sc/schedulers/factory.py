@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Final, NoReturn
 
-from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.config.slurm_settings import SchedulerType, own_scheduler
 from areal_sc.errors import ArealError, ConfigError, SchedulerSilent
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import RunTerm

@@ -27,9 +27,9 @@ from areal_sc.log import setup_logging
 from areal_sc.run.named_paths import find_named_path
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping import calls, names
-from areal_sc.shipping.sent_records import ReceivedRecords
 from areal_sc.shipping.trees import Trees
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.shipping.worker_side import ReceivedRecords
+from areal_sc.system.durable import os_errors_as
 from areal_sc.system.process import (
     allow_open_files,
     leave_signals_to_script,

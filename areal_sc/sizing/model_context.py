@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from areal_sc.config.further_models import FURTHER_MODELS
-from areal_sc.config.schema import ActorConfig, GRPOConfig, RolloutConfig
+from areal_sc.config.schema import FURTHER_MODELS, ActorConfig, GRPOConfig, RolloutConfig
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model
 from areal_sc.sizing.model_folder import ModelShape, read_model_shape

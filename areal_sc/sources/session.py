@@ -25,8 +25,7 @@ from typing import Any, Final
 import cloudpickle
 
 from areal_sc.errors import RunFolderError, WorkflowError
-from areal_sc.system.durable import replace_file
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as, replace_file
 
 SESSION: Final = "__main__"
 """Module name of what has no file."""

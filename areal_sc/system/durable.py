@@ -8,6 +8,7 @@
 The first two write beside the target, bring everything to the disk, and rename. A folder cannot
 take the name of another one in a single step, so for a moment the former one has another name;
 whoever looks for it calls `recover_folder` first. Locks on files are in `file_lock`.
+What the operating system refuses becomes an error of this package by `os_errors_as`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO
+
+from areal_sc.errors import ArealError
 
 _OWNER_ONLY = 0o700
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
@@ -204,3 +207,12 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def os_errors_as(kind: type[ArealError], what: str) -> Iterator[None]:
+    """An OSError within is raised as `kind`; `what` says what cannot be done."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}") from error

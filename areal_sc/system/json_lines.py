@@ -9,8 +9,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from areal_sc.errors import RunFolderError
-from areal_sc.system.durable import append_or_undo, own_file
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import append_or_undo, os_errors_as, own_file
 
 T = TypeVar("T")
 

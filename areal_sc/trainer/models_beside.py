@@ -16,9 +16,8 @@ from statistics import fmean
 
 from areal_sc.algorithms.named_advantage import critic_fields, explained_variance, kl_of_row
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.config.further_models import FURTHER_MODELS, further_models
 from areal_sc.config.ppo_settings import GAE, PPOConfig
-from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.schema import FURTHER_MODELS, GRPOConfig, further_models
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.base import BASE_LOGPROBS, SCORES
 from areal_sc.engines.handles import make_model

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from areal_sc.errors import WorkerError
-from areal_sc.fleet.events import FleetEvent, UnitLeft, UnitLost, UnitServes
+from areal_sc.fleet.worker_life import FleetEvent, UnitLeft, UnitLost, UnitServes
 from areal_sc.quantities import short_duration
 
 SAME_EVENT_S: Final = 5.0

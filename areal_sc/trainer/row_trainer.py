@@ -1,4 +1,4 @@
-"""RowTrainer: a run that trains on rows of a data set; nothing is generated.
+"""Runs that train on rows of a data set, in which nothing is generated: SFT, reward models, DPO.
 
     before any worker starts    the rows are tokenized; what is wrong with one is told
     for each step               update_rows                    trains, version += 1    train_s
@@ -6,25 +6,34 @@
 
 The rows of a step follow from its number and the seed. So a run that was killed goes on with the
 same ones.
+
+DPO asks its reference once, before training: what it says of a pair is two numbers, which stay in
+`reference.json` of the run folder. So no second model is in memory while one is trained.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.config.schema import ModelHead
+import msgspec
+
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss
+from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.controller.background import Standstill
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.rejections import RejectionCounts, RolloutState
+from areal_sc.controller.starting import start
 from areal_sc.controller.train.train_controller import TrainController
-from areal_sc.demonstrations.rows import EncodedRows, Item
+from areal_sc.demonstrations.rows import EncodedRows, Item, encode_demonstrations, encode_pairs
 from areal_sc.demonstrations.turns import TurnEncoder
+from areal_sc.engines.base import SCORES
 from areal_sc.engines.handles import make_actor
 from areal_sc.errors import StepLost
 from areal_sc.hub import local_model
@@ -272,3 +281,186 @@ def pair_metrics(
 def _softplus(x: float) -> float:
     """log(1 + e^x), also where e^x is infinite."""
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+class SFTTrainer(RowTrainer):
+    """Trains one model on what an assistant has answered; see docs/sft.md."""
+
+    def fit(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int,
+        held_out: Iterable[Mapping[str, Any]] | None = None,
+        use_chat_template: bool = True,
+        last_turn_only: bool = False,
+    ) -> Summary:
+        """Trains for `total_steps` steps and leaves the model in `<run_dir>/model`.
+
+        Args:
+            rows: with `messages`, or `prompt` and `completion`.
+            batch_size: rows a step; every row is taken once before one is taken again.
+            held_out: rows whose loss the evaluations measure.
+            use_chat_template: False: rows of plain texts, for a base model.
+            last_turn_only: of `messages`, only the last turn of the assistant is trained.
+        Raises: WorkflowError: a row is none of these, or the chat template does not tell where the
+            assistant's turns are; before any worker is started.
+        """
+        encode = partial(encode_demonstrations, last_turn_only=last_turn_only)
+        with self.opened():
+            training, judged = self._encoded(
+                rows, held_out, encode, use_chat_template=use_chat_template
+            )
+
+            def judge(actor: TrainController) -> Mapping[str, float]:
+                num_tokens = sum(sum(item["loss_mask"]) for item in judged)
+                total = sum(logprob for (logprob,) in scores(actor, judged))
+                return {"loss": -total / num_tokens, "num_rows": len(judged)}
+
+            return self._train(training, batch_size, CROSS_ENTROPY, judged, judge)
+
+
+class RewardModelTrainer(RowTrainer):
+    """Trains one model with a value head; see docs/reward-model.md."""
+
+    head = ModelHead.value
+
+    def fit(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int,
+        label_smoothing: float = 0.0,
+        held_out: Iterable[Mapping[str, Any]] | None = None,
+        use_chat_template: bool = True,
+    ) -> Summary:
+        """Trains for `total_steps` steps and leaves the model in `<run_dir>/model`.
+
+        Args:
+            rows: with `chosen` and `rejected`, and `prompt` unless these begin alike.
+            batch_size: pairs a step; every pair is taken once before one is taken again.
+            label_smoothing: share of labels that may be wrong.
+            held_out: pairs that the evaluations measure: their loss, the share that is ordered
+                right (`accuracy`) and the mean margin.
+            use_chat_template: False: rows of plain texts, for a base model.
+        Raises: WorkflowError: a row is no pair, or the chat template does not tell where its
+            answers are; ConfigError: label_smoothing is impossible. Both before any worker is
+            started.
+        """
+        loss = NamedLoss("bradley_terry", {"label_smoothing": label_smoothing})
+        loss.check()
+        with self.opened():
+            training, held = self._encoded(
+                rows, held_out, encode_pairs, use_chat_template=use_chat_template
+            )
+
+            def judge(model: TrainController) -> Mapping[str, float]:
+                margins = [chosen - rejected for chosen, rejected in scores(model, held, SCORES)]
+                return pair_metrics(margins, label_smoothing)
+
+            return self._train(training, batch_size, loss, held, judge)
+
+
+class _Reference(msgspec.Struct, frozen=True):
+    """What the reference said.
+
+    Attributes:
+        digest: of the pairs and of the reference's name.
+        logprobs: of the chosen and the rejected answer of each pair, in nats.
+    """
+
+    digest: str
+    logprobs: list[tuple[float, float]]
+
+
+class DPOTrainer(RowTrainer):
+    """Trains one model on pairs of which one answer is preferred; see docs/dpo.md."""
+
+    def fit(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        of_margin: str = "sigmoid",
+        of_row: str = "sum",
+        cross_entropy: float = 0.0,
+        held_out: Iterable[Mapping[str, Any]] | None = None,
+        reference: ActorConfig | None = None,
+        use_chat_template: bool = True,
+    ) -> Summary:
+        """Trains for `total_steps` steps and leaves the model in `<run_dir>/model`.
+
+        Args:
+            rows: with `chosen` and `rejected`, and `prompt` unless these begin alike.
+            batch_size: pairs a step; every pair is taken once before one is taken again.
+            beta, label_smoothing, of_margin, of_row, cross_entropy: see `algorithms.pairs.dpo`.
+            held_out: pairs that the evaluations measure: their loss without a cross entropy, the
+                share that is ordered right (`accuracy`) and the mean margin.
+            reference: None: the model that training begins with.
+            use_chat_template: False: rows of plain texts, for a base model.
+        Raises: WorkflowError: a row is no pair, or the chat template does not tell where its
+            answers are; ConfigError: a setting of the loss is impossible. Both before any worker
+            is started.
+        """
+        settings = {
+            "beta": beta,
+            "label_smoothing": label_smoothing,
+            "of_margin": of_margin,
+            "of_row": of_row,
+            "cross_entropy": cross_entropy,
+        }
+        loss = NamedLoss("dpo", settings)
+        loss.check()
+        with self.opened():
+            training, held = self._encoded(
+                rows, held_out, encode_pairs, use_chat_template=use_chat_template
+            )
+            pairs = [*training, *held]
+            if not self.config.dry_run:
+                pairs = self._with_reference(pairs, reference or self.config.actor)
+            num_training = len(training)
+            judged = pairs[num_training:]
+
+            def judge(actor: TrainController) -> Mapping[str, float]:
+                margins = []
+                for (chosen, rejected), pair in zip(scores(actor, judged), judged, strict=True):
+                    gained = _gain(pair["chosen"], chosen, of_row)
+                    margins.append(beta * (gained - _gain(pair["rejected"], rejected, of_row)))
+                return pair_metrics(margins, label_smoothing, of_margin=of_margin, beta=beta)
+
+            return self._train(pairs[:num_training], batch_size, loss, judged, judge)
+
+    def _with_reference(self, pairs: Sequence[Item], config: ActorConfig) -> list[Item]:
+        """The pairs with `reference_logprob` in both answers."""
+        path = self.folder.path / "reference.json"
+        adapter = [config.lora.path] if config.has_adapter and config.lora.path else []
+        named = msgspec.json.encode([config.path, config.seed, pairs, *adapter])
+        digest = hashlib.blake2b(named, digest_size=16).hexdigest()
+        known: _Reference | None = None
+        try:
+            known = msgspec.json.decode(path.read_bytes(), type=_Reference)
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.MsgspecError) as error:
+            self.display.warning(f"{path} cannot be read, the reference is asked again: {error}")
+        if known is None or known.digest != digest:
+            frozen = make_actor(replace(config, is_frozen=True))
+            model = TrainController(frozen, self.scheduler, role="reference")
+            with self.display.phase("reference"), start(model):
+                known = _Reference(digest, [(c, r) for c, r in scores(model, pairs)])
+            self.folder.write_atomic(path, msgspec.json.encode(known))
+        return [
+            {
+                name: {**pair[name], "reference_logprob": logprob}
+                for name, logprob in zip(("chosen", "rejected"), logprobs, strict=True)
+            }
+            for pair, logprobs in zip(pairs, known.logprobs, strict=True)
+        ]
+
+
+def _gain(answer: Item, logprob: float, of_row: str) -> float:
+    """log pi / pi_ref of an answer, or its mean over the tokens; `logprob` is that of pi."""
+    gain: float = logprob - answer["reference_logprob"]
+    return gain / sum(answer["loss_mask"]) if of_row == "mean" else gain

@@ -33,7 +33,7 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.starting import TakenOver, start
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
-from areal_sc.fleet.events import FleetEvent, PauseWished, Scaled
+from areal_sc.fleet.worker_life import FleetEvent, PauseWished, Scaled
 from areal_sc.log import Screen
 from areal_sc.preflight.checks import check_models
 from areal_sc.preflight.machine_limits import check_disk, check_named_memory
@@ -45,15 +45,15 @@ from areal_sc.records.trackers.background import BackgroundTracker
 from areal_sc.records.trackers.base import RunDescription, Tracker
 from areal_sc.records.trackers.kinds import make_tracker
 from areal_sc.run.run_folder import Opening, RunFolder
+from areal_sc.run.run_status import PauseWish, told_pause
 from areal_sc.run.run_status import Phase as StatusPhase
-from areal_sc.run.wishes import PauseWish, told_pause
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.system.process import process_age_s, refuse_in_worker, refuse_several_starts
 from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
 from areal_sc.trainer.display import Display, ShownPhase, make_display
-from areal_sc.trainer.failure import Terminated, log_of_run
+from areal_sc.trainer.failure import Terminated, log_of_run, stop_wishes
 from areal_sc.trainer.learning_rules import LearningHealth
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.snapshots import (
@@ -63,7 +63,6 @@ from areal_sc.trainer.snapshots import (
     load_latest_snapshot,
 )
 from areal_sc.trainer.steps import BareStep, Step, count_from, rejections_in
-from areal_sc.trainer.stopping import stop_wishes
 
 logger = logging.getLogger(__name__)
 

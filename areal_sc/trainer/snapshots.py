@@ -18,8 +18,7 @@ from typing import Protocol
 import msgspec
 
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.config.further_models import further_models
-from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.schema import GRPOConfig, further_models
 from areal_sc.controller.background import Standstill
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.ledger.ledger_records import LedgerState
@@ -32,8 +31,7 @@ from areal_sc.records.metrics_log import History
 from areal_sc.run.run_begin import RunBegin, content_of
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.disk import Disk
-from areal_sc.system.durable import remove
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as, remove
 
 logger = logging.getLogger(__name__)
 

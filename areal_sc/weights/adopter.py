@@ -36,7 +36,7 @@ from areal_sc.weights.changes import apply_all
 from areal_sc.weights.published import ShardReference, WeightsReference
 from areal_sc.weights.rank_weights import cancel_broadcast, own_devices
 from areal_sc.workers.base import Worker
-from areal_sc.workers.descriptions import NO_POLICY
+from areal_sc.workers.calls import NO_POLICY
 
 logger = logging.getLogger(__name__)
 

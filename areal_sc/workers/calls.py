@@ -276,6 +276,33 @@ class EpisodesReport(Struct, frozen=True, array_like=True):
     new_causes: tuple[Rejection, ...] = ()
 
 
+NO_POLICY: Final = (-1, -1)
+"""The policy of a rollout worker that has given its weights up; no other has this name."""
+
+
+class EndedRun(Struct, frozen=True, array_like=True):
+    """A run whose reply the worker keeps, and the shards of its rows."""
+
+    run: GroupAttempt
+    shards: tuple[str, ...]
+
+
+class RolloutDescription(Struct, frozen=True, array_like=True):
+    """What a rollout worker holds and does.
+
+    Attributes:
+        policy: lineage and version of its weights; None: those that its engine was built with.
+        going: runs of groups that go on.
+        ended: those whose replies are kept.
+        shards: all that are in its store.
+    """
+
+    policy: tuple[int, int] | None
+    going: tuple[GroupAttempt, ...]
+    ended: tuple[EndedRun, ...]
+    shards: tuple[HeldShard, ...]
+
+
 INITIALIZE_ENGINE = Method("initialize_engine", NoneType, NoneType)
 """Once; a repeat waits for the first one."""
 RUN_GROUP = Method("run_group", RunGroup, GroupReply)
@@ -288,3 +315,5 @@ EPISODES = Method("episodes", NoneType, EpisodesReport)
 RUN_EVALUATION = Method("run_evaluation", RunEvaluation, EvaluationReply)
 PAUSE = Method("pause", NoneType, NoneType)
 RESUME = Method("resume", NoneType, NoneType)
+DESCRIBE_ROLLOUT = Method("describe_rollout", tuple[int, ...], RolloutDescription)
+"""What it tells a controller that takes it over; the argument is that of `ADOPTED_SHARDS`."""

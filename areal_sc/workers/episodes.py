@@ -23,8 +23,7 @@ from areal_sc.errors import ConfigError, NeverWorks, PromptTooLong, WorkerError,
 from areal_sc.records.recorder import Recorder
 from areal_sc.records.spans import NO_VERSION, RecordedSpan
 from areal_sc.rejection import Rejection
-from areal_sc.rewards.base import IS_SHAPING, Reward, RewardFunction, Score
-from areal_sc.rewards.functions import name_of
+from areal_sc.rewards.base import IS_SHAPING, Reward, RewardFunction, Score, name_of
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.system.sandbox.program import Ended, Limits, Program

@@ -15,8 +15,7 @@ import numpy as np
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import ConfigError, NeverWorks, RewardError, WorkflowError
 from areal_sc.rejection import Rejection, RejectionKind
-from areal_sc.rewards.base import RewardFunction, Score
-from areal_sc.rewards.functions import name_of, place_of_definition
+from areal_sc.rewards.base import RewardFunction, Score, name_of, place_of_definition
 from areal_sc.rewards.on_loop import took_too_long
 from areal_sc.rewards.process import failure_of
 from areal_sc.rewards.scores import scores_of_group

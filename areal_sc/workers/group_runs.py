@@ -19,8 +19,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from areal_sc.system.waiting import cancel_all
-from areal_sc.workers.calls import GroupAttempt, GroupReply
-from areal_sc.workers.descriptions import EndedRun
+from areal_sc.workers.calls import EndedRun, GroupAttempt, GroupReply
 
 MAX_REPLIES_WITHOUT_ROWS: Final = 256
 """Most replies without rows, of a few KB each: far more than end between two words of a

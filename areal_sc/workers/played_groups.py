@@ -6,8 +6,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from areal_sc.records.evaluated_answers import EvaluatedAnswer, PlayedAnswer
-from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
+from areal_sc.records.recorded_rows import (
+    EvaluatedAnswer,
+    PlayedAnswer,
+    RecordedGroup,
+    RecordedRejection,
+)
 from areal_sc.records.recorder import PlayedGroup
 from areal_sc.records.samples import shortened
 from areal_sc.rejection import Rejection

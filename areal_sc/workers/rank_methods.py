@@ -189,6 +189,30 @@ class Load(Change, frozen=True, array_like=True):
     place: SnapshotPlace
 
 
+class RankDescription(Struct, frozen=True, array_like=True):
+    """Where a rank stands.
+
+    Attributes:
+        position: None: it has not joined the others yet.
+        world_size: of the ranks that it has joined.
+        broken: why its weights are between two versions; "" if they are not.
+        operations: those that it has done, or was asked for, at its version and the one before.
+        num_computed: times that it was asked to compute a field of rows.
+        is_computing: some of these calls go on.
+        in_memory: versions of this lineage whose snapshots in memory are whole.
+    """
+
+    lineage: int
+    version: int
+    position: RankPosition | None = None
+    world_size: int = 0
+    broken: str = ""
+    operations: tuple[Operation, ...] = ()
+    num_computed: int = 0
+    is_computing: bool = False
+    in_memory: tuple[int, ...] = ()
+
+
 CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
 INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition, writes=True)
 """It reads the model and tries it, which takes the longer the larger the model is."""
@@ -213,3 +237,5 @@ FINISH_WRITE = Method("finish_write", Change, NoneType, writes=True)
 """Replies when what the operation took is on the disk."""
 LOAD_SNAPSHOT = Method("load_snapshot", Load, NoneType, ships=True)
 """Goes to the state of the operation's version, in its lineage."""
+DESCRIBE_RANK = Method("describe_rank", NoneType, RankDescription)
+"""What it tells a controller that takes it over."""

@@ -50,7 +50,7 @@ from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe
 from areal_sc.weights.adopter import Adopter
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
-from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
+from areal_sc.workers.calls import DESCRIBE_ROLLOUT, RolloutDescription
 from areal_sc.workers.episodes import Episodes, WorkerEpisodeEngine
 from areal_sc.workers.evaluated import (
     EvaluatedEpisode,

@@ -11,8 +11,8 @@ from areal_sc.weights.rank_weights import RankWeights
 from areal_sc.workers import calls, rank_methods, rank_updates
 from areal_sc.workers.base import Worker
 from areal_sc.workers.begun_writes import BegunWrites
-from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.rank import Rank
+from areal_sc.workers.rank_methods import DESCRIBE_RANK, RankDescription
 
 
 class TrainWorker(Rank):

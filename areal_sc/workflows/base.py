@@ -13,10 +13,9 @@ from typing import Any, Protocol
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.errors import WorkflowError
-from areal_sc.rewards.base import RUN_CODE, Reward, Score
+from areal_sc.rewards.base import RUN_CODE, Reward, Score, is_async, may_run_code, name_of
 from areal_sc.rewards.base import RewardFunction as RewardFunction
 from areal_sc.rewards.base import declare_reward as declare_reward
-from areal_sc.rewards.functions import is_async, may_run_code, name_of
 from areal_sc.sources.prompts import Prompts as Prompts
 from areal_sc.sources.reference import Referable
 from areal_sc.system.sandbox.program import Ended, Limits, Program

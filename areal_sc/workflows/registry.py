@@ -38,8 +38,7 @@ from areal_sc.sources.reference_paths import (
     named_files,
 )
 from areal_sc.sources.row_file import GROWING, PromptSource, RowWriter, WrittenRows, num_rows_of
-from areal_sc.system.durable import write_atomic
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as, write_atomic
 from areal_sc.workflows.base import Workflow
 
 T = TypeVar("T")

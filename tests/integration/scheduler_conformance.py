@@ -23,10 +23,9 @@ from waiting import until
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import WorkerLost, WorkerStartError
-from areal_sc.fleet.events import Wished
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.fleet.worker_life import Died, LifeEvent
+from areal_sc.fleet.worker_life import Died, LifeEvent, Wished
 from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run.agent_files import living_agents
 from areal_sc.run.run_folder import RunFolder

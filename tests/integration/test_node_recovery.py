@@ -18,10 +18,9 @@ from waiting import until
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.errors import RunFolderError, WorkerError, WorkerStartError
-from areal_sc.fleet.events import FleetEvent, RunFailed, UnitSilent
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.fleet.worker_life import Died
+from areal_sc.fleet.worker_life import Died, FleetEvent, RunFailed, UnitSilent
 from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.local import LocalScheduler

@@ -28,9 +28,15 @@ from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.errors import CommandError
 from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_status import RoleStatus, RunStatus, read_status
+from areal_sc.run.run_status import (
+    PauseWish,
+    RoleStatus,
+    RunStatus,
+    read_status,
+    take_back,
+    write_wish,
+)
 from areal_sc.run.verdict import State, Verdict, steps_of, verdict
-from areal_sc.run.wishes import PauseWish, take_back, write_wish
 
 LOOP = SCRIPTS / "own_loop.py"
 PAUSED_AT = 2

@@ -42,7 +42,7 @@ from areal_sc.records.spans import RecordedSpan
 from areal_sc.run.named_paths import Contents, name_path
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.files_beside import FilesBeside
-from areal_sc.shipping import sent_records
+from areal_sc.shipping import worker_side
 from areal_sc.shipping.calls import (
     END_FILE,
     PIECE_BYTES,
@@ -55,10 +55,8 @@ from areal_sc.shipping.calls import (
     WrittenPiece,
 )
 from areal_sc.shipping.client import ScriptFiles
-from areal_sc.shipping.node_cache import NodeCache
-from areal_sc.shipping.node_side import FolderInPlace
-from areal_sc.shipping.sent_records import ReceivedRecords
-from areal_sc.shipping.worker_side import ShippedFiles
+from areal_sc.shipping.node_side import FolderInPlace, NodeCache
+from areal_sc.shipping.worker_side import ReceivedRecords, ShippedFiles
 from areal_sc.sources import session
 from areal_sc.sources.prompts import JsonlPrompts
 from areal_sc.sources.reference import ObjectReference, resolve
@@ -639,7 +637,7 @@ async def test_records_go_on_where_another_process_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What they come from is not held up meanwhile, and the files keep to their limit."""
-    monkeypatch.setattr(sent_records, "ANSWER_LIMIT_S", NO_SERVICE_S)
+    monkeypatch.setattr(worker_side, "ANSWER_LIMIT_S", NO_SERVICE_S)
     store = shipped.record_store("train/0", MEBI)
     with closing(record(store, range(1, 3))) as recorder:
         recorder.find_open = lambda until: [RecordedSpan(process="", kind="x", began=1.0, took_s=0)]

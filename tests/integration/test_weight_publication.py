@@ -27,7 +27,7 @@ from areal_sc import (
     make_generator,
 )
 from areal_sc import start as start_controllers
-from areal_sc.config.sharing import join_sections
+from areal_sc.config.fields import join_sections
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.weights.channel import CollectiveChannel
 from areal_sc.weights.methods import LEAVE_WEIGHT_GROUP, WEIGHT_RANKS, WeightRanks

@@ -392,7 +392,7 @@ class FaultyScript(TrainingRun):
         state = await self.rollout.state_async()
         self._check_newest()
         try:
-            finish = await self.actor._writes.snapshot()
+            finish = await self.actor.ranks.begin_snapshot()
             self._check_newest()
         except CheckpointError:
             return  # a warning, and the run goes on without this one

@@ -21,7 +21,7 @@ from areal_sc.controller.rollout.kept_episodes import KEPT, KeptEpisodes
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.training_groups import TrainingGroups
-from areal_sc.controller.train.memory_snapshots import MemorySnapshots
+from areal_sc.controller.train.rank_state import MemorySnapshots
 from areal_sc.controller.worker_store import WorkerStore
 from areal_sc.errors import ArealError, WorkerLost
 from areal_sc.fleet.node_workers import NodeWorkers

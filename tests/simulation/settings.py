@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from simulation.behavior import Behavior
 
-from areal_sc.config.parallel_settings import ParallelConfig, Placement
+from areal_sc.config.parallel_settings import AutoscaleConfig, ParallelConfig, Placement
 from areal_sc.config.ppo_settings import PPOConfig
-from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.schema import (
     ENDLESS_VERSIONS,
     ActorConfig,

@@ -17,9 +17,8 @@ from areal_sc.transport.rpc.method import A, R, Served
 from areal_sc.weights import methods
 from areal_sc.weights.published import BucketLayout, WeightGroup
 from areal_sc.workers import calls, rank_methods
-from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.operations import Operation, Operations
-from areal_sc.workers.rank_methods import SnapshotPlace
+from areal_sc.workers.rank_methods import DESCRIBE_RANK, RankDescription, SnapshotPlace
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster

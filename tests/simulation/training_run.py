@@ -28,7 +28,7 @@ from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import WeightUpdateMethod
-from areal_sc.controller import common
+from areal_sc.controller import shared_card
 from areal_sc.controller.base import Controller
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
@@ -65,7 +65,7 @@ class TrainingRun(RunBooks):
     def make_controllers(self) -> None:
         """Those of one start of the script, which is a process of its own."""
         settings, cluster = self.settings, self.cluster
-        common._of_schedulers.pop(cluster, None)
+        shared_card._of_schedulers.pop(cluster, None)
         self.runtime = runtime = Runtime(cluster.transport(), cluster.new_id, self.disk)
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), cluster, runtime=runtime)

@@ -29,7 +29,7 @@ from areal_sc.transport.rpc.newest_term import NewestTerm
 from areal_sc.weights import methods
 from areal_sc.weights.published import ShardReference, WeightsReference
 from areal_sc.workers import calls
-from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, NO_POLICY, RolloutDescription
+from areal_sc.workers.calls import DESCRIBE_ROLLOUT, NO_POLICY, RolloutDescription
 from areal_sc.workers.group_runs import GroupRuns
 
 if TYPE_CHECKING:

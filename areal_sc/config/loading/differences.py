@@ -14,7 +14,6 @@ from areal_sc.config.fields import (
     schema_fields,
     shared_settings,
 )
-from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.loading.removed_settings import (
     FORMER_DEFAULTS,
     REMOVED,
@@ -22,7 +21,7 @@ from areal_sc.config.loading.removed_settings import (
     actors,
     moved_to,
 )
-from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.schema import FURTHER_MODELS, GRPOConfig
 from areal_sc.config.server_settings import ServerProgramConfig, ServersConfig
 from areal_sc.errors import RunFolderError
 

@@ -28,18 +28,20 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from areal_sc.config.fields import (
     IN_CODE,
+    check_shared,
     has_place,
     is_choice,
     is_free_form,
     is_section,
+    join_sections,
     known_keys,
     schema_fields,
     shared_settings,
+    take_shared,
     value_at,
 )
 from areal_sc.config.loading import explain
 from areal_sc.config.loading.presets import ALGORITHM, preset_path
-from areal_sc.config.sharing import check_shared, join_sections, take_shared
 from areal_sc.errors import ConfigError
 
 T = TypeVar("T")

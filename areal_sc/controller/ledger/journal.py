@@ -53,10 +53,10 @@ import msgspec
 from areal_sc.controller.ledger.ledger import Ledger, replay
 from areal_sc.controller.ledger.ledger_records import LedgerState, Publish, Record, Trained
 from areal_sc.errors import JournalDamaged, LedgerError, RunFolderError, WaitTimeout
-from areal_sc.fleet.bounded import bounded
-from areal_sc.fleet.events import RunFailed
+from areal_sc.fleet.worker_life import RunFailed
 from areal_sc.system.disk import AppendedFile, Disk
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as
+from areal_sc.system.waiting import bounded
 
 FORMAT_VERSION = 1
 

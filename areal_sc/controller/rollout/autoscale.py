@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from areal_sc.config.scale_settings import AutoscaleConfig
+from areal_sc.config.parallel_settings import AutoscaleConfig
 
 SETTLE_STEPS: Final = 4
 """After a change groups of before are still trained, and admission finds its new lead."""

@@ -24,14 +24,12 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import Controller, blocking
-from areal_sc.controller.common import common_of
 from areal_sc.controller.events import BatchFormed, RoomFreed, RowsLost, StepEvent
 from areal_sc.controller.ledger.group import RolloutSource, check_fields, check_first_rows
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState, Split
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet, Keep, Known
-from areal_sc.controller.rollout.groups import GroupTools
-from areal_sc.controller.rollout.outside_groups import OutsideGroups, RegisteredSet
+from areal_sc.controller.rollout.groups import GroupTools, OutsideGroups, RegisteredSet
 from areal_sc.controller.rollout.progress import ProgressWatch
 from areal_sc.controller.rollout.rejections import INITIAL_STATE, Rejections, RolloutState
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
@@ -39,23 +37,21 @@ from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.run_address import RunAddress
 from areal_sc.controller.rollout.scaling import Scaling
 from areal_sc.controller.rollout.training_groups import TrainingGroups
-from areal_sc.controller.shared_card import Side
+from areal_sc.controller.shared_card import Side, common_of
 from areal_sc.controller.step_life import StepLife
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import RunFolderError, WorkerError
-from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.hub import cached_model
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_status import RoleStatus
-from areal_sc.run.wishes import RunWishes
+from areal_sc.run.run_status import RoleStatus, RunWishes
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sizing.routed_experts import routes_field
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.system.durable import write_atomic
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as, write_atomic
 from areal_sc.system.sandbox.opening import check_sandbox
 from areal_sc.token_fields import NO_FIELDS, FieldBytes
 from areal_sc.weights.channel import YieldMemory

@@ -24,8 +24,7 @@ from areal_sc.controller.rollout.worker_set import NO_VERSION, RolloutWorkerStat
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.workers import calls
-from areal_sc.workers.calls import GroupAttempt
-from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
+from areal_sc.workers.calls import DESCRIBE_ROLLOUT, GroupAttempt, RolloutDescription
 
 logger = logging.getLogger(__name__)
 

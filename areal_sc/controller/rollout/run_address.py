@@ -28,14 +28,13 @@ from areal_sc.agents.routes import AgentsAt, RouterStart, RouterStarted, Routes
 from areal_sc.controller.events import StepEvent
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.errors import ArealError, ConfigError, RunFolderError, WorkerStartError
-from areal_sc.fleet.events import FleetEvent, UnitLeft, UnitLost, UnitServes
 from areal_sc.fleet.member import Member
+from areal_sc.fleet.worker_life import FleetEvent, UnitLeft, UnitLost, UnitServes
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import ProcessBeside
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.system.deaths import Deaths
-from areal_sc.system.durable import replace_file
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as, replace_file
 from areal_sc.system.waiting import first_of
 from areal_sc.transport.sockets.interface import EVERYWHERE, bracketed
 from areal_sc.workers.calls import AGENTS_AT

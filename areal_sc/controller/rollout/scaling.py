@@ -33,15 +33,14 @@ from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.rollout.worker_set import RolloutWorkerState
 from areal_sc.errors import ArealError, ConfigError, RunFolderError, SchedulerSilent
-from areal_sc.fleet.bounded import bounded
-from areal_sc.fleet.events import RunFailed, Scaled
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
-from areal_sc.fleet.worker_life import Wanted
+from areal_sc.fleet.worker_life import RunFailed, Scaled, Wanted
 from areal_sc.nodes.spec import ROLLOUT_ROLE, WorkerOrder
-from areal_sc.run.wishes import ScaleWish
+from areal_sc.run.run_status import ScaleWish
 from areal_sc.system.disk import Disk
-from areal_sc.system.os_errors import os_errors_as
+from areal_sc.system.durable import os_errors_as
+from areal_sc.system.waiting import bounded
 
 logger = logging.getLogger(__name__)
 

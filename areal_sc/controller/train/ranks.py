@@ -8,6 +8,10 @@ consumes     calls of the controller, each as a body that may be repeated; death
 waits for    the ranks; during a recovery all calls wait for its end
 unblocked by the ranks' replies, and `Recovery`, which ends each attempt somehow
 
+Snapshots and exports are written beside training, once each rank has copied its state. A write that
+a death interrupts in the step that follows is begun again by the ranks that are started in place of
+the dead; in a later step it fails.
+
 A death ends every body that runs: part of it may have been done by the life before. What a body
 asks of the ranks are operations, so a repeat does nothing twice.
 """
@@ -16,21 +20,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig
-from areal_sc.controller.common import NeedsRun
 from areal_sc.controller.ledger.ledger_records import Split
-from areal_sc.controller.shared_card import SharedCard, Side
+from areal_sc.controller.shared_card import NeedsRun, SharedCard, Side
 from areal_sc.controller.step_life import StepLife
-from areal_sc.controller.train.computed_fields import ComputedFields
-from areal_sc.controller.train.memory_snapshots import MemorySnapshots
-from areal_sc.controller.train.rank_layout import RankLayout, meet, try_loss
-from areal_sc.controller.train.rank_state import Asked, RankState, StartingPoint
-from areal_sc.controller.train.rank_takeover import FoundRanks
+from areal_sc.controller.train.rank_layout import FoundRanks, RankLayout, meet, try_loss
+from areal_sc.controller.train.rank_state import Asked, MemorySnapshots, RankState, StartingPoint
+from areal_sc.controller.worker_store import ComputedFields
 from areal_sc.errors import (
     ROWS_GONE,
     ArealError,
@@ -38,15 +40,18 @@ from areal_sc.errors import (
     StaleCall,
     StoreFull,
     TransportError,
+    WaitTimeout,
     WorkerError,
     WorkerLost,
     WorkerStartError,
 )
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.worker_life import Progressed
+from areal_sc.ids import random_id
 from areal_sc.metadata import RowMetadata
 from areal_sc.run.run_status import RoleStatus
-from areal_sc.system.waiting import first_of
+from areal_sc.system.durable import commit_folder
+from areal_sc.system.waiting import bounded, first_of
 from areal_sc.weights.channel import Channel, WeightsReader
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.calls import SLEEP
@@ -56,6 +61,7 @@ from areal_sc.workers.rank_methods import SnapshotPlace
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Finish = Callable[[], Coroutine[Any, Any, None]]
 
 LOSS_NOTICE_S: Final = 2.0
 """Time that is given to notice the death of another rank, which would explain an error."""
@@ -325,6 +331,57 @@ class Ranks:
             if not self.state.is_updating:
                 self.step.undo()
             raise
+
+    async def begin_snapshot(self) -> Finish:
+        """Returns when every rank has copied its state; the rest is written by what it returns."""
+        _, finish = await self._begin_write(self.operation(Kind.snapshot))
+        return finish
+
+    async def begin_export(self, target: Path) -> Finish:
+        """The same of a model, which replaces `target`, maybe on another file system."""
+        operation = self.operation(Kind.export, digest(str(target)))
+        exported, finish_write = await self._begin_write(operation)
+
+        async def finish() -> None:
+            await finish_write()
+            try:
+                moved = asyncio.to_thread(commit_folder, Path(exported), target)
+                limit_s = self.fleet.config.transport.write_timeout_s
+                await bounded(moved, limit_s, f"the disk of {target}", "transport.write_timeout_s")
+            except (OSError, WaitTimeout) as error:
+                raise CheckpointError(f"cannot write {target}: {error}") from error
+
+        return finish
+
+    async def _begin_write(self, operation: Operation) -> tuple[str, Finish]:
+        """The folder that is written to, and what waits for the end."""
+        shares = [rank_methods.Write(operation, random_id())] * self.layout.num_shares
+        self.state.note(write := Asked(rank_methods.BEGIN_WRITE, shares))
+        try:
+            written: str = (await self.ask(write))[0]
+        except BaseException:
+            self.state.drop(write)
+            raise
+
+        async def finish() -> None:
+            wanted = rank_methods.Change(operation)
+            try:
+                # a write that hangs is not begun again: the disk does not answer
+                await self.repeated(
+                    lambda: self.fleet.call_all(rank_methods.FINISH_WRITE, wanted),
+                    repeats_hangs=False,
+                    needs_card=False,
+                )
+            except WorkerLost as error:
+                raise CheckpointError(f"{operation}: {error}") from error
+            except StaleCall as error:
+                raise CheckpointError(
+                    f"{operation}: train workers died while it was written, in a later step"
+                ) from error
+            finally:
+                self.state.drop(write)
+
+        return written, finish
 
     def undo_step(self) -> None:
         """The rows of the step that goes on are gone: the ranks are where it began, or go there.

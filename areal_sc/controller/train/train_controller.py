@@ -26,13 +26,11 @@ from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, is_tried, l
 from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.base import Controller, blocking
-from areal_sc.controller.common import common_of
 from areal_sc.controller.ledger.journal import ledger_on_disk
-from areal_sc.controller.shared_card import Side
+from areal_sc.controller.shared_card import Side, common_of
 from areal_sc.controller.train.model_place import PlaceFile
+from areal_sc.controller.train.rank_layout import FoundRanks, find_ranks
 from areal_sc.controller.train.rank_state import StartingPoint
-from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
-from areal_sc.controller.train.rank_writes import RankWrites
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_step import (
     POLICY_ADVANCES,
@@ -43,8 +41,8 @@ from areal_sc.controller.train.train_step import (
 from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ROWS_GONE, ConfigError
-from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import FleetEvent, RunFailed, UnitLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.run.run_folder import RunFolder
@@ -98,7 +96,6 @@ class TrainController(Controller):
             self._common.card,
         )
         self._tell_more = self.ranks.tell
-        self._writes = RankWrites(self.ranks)
         self.found: FoundRanks | None = None
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
@@ -360,11 +357,11 @@ class TrainController(Controller):
         Raises: CheckpointError: the disk is full, say, or other files are in `folder`; it is left
             as it was.
         """
-        await (await self._writes.export(check_replaceable(folder)))()
+        await (await self.ranks.begin_export(check_replaceable(folder)))()
 
     def begin_save_hf(self, folder: str | Path) -> Future[None]:
         """`save_hf` beside training: returns once the ranks have copied their weights."""
-        return self._submit(self._run(self._writes.export(check_replaceable(folder)))())
+        return self._submit(self._run(self.ranks.begin_export(check_replaceable(folder)))())
 
     def begin_snapshot(self) -> Future[None]:
         """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
@@ -374,7 +371,7 @@ class TrainController(Controller):
 
         Raises: CheckpointError: earlier snapshots are left as they were.
         """
-        return self._submit(self._run(self._writes.snapshot())())
+        return self._submit(self._run(self.ranks.begin_snapshot())())
 
     async def begin_anew(self) -> None:
         """Ranks that an earlier start has left go back to the initial model."""

@@ -35,7 +35,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from areal_sc.config.ray_settings import RayConfig
+from areal_sc.config.slurm_settings import RayConfig
 from areal_sc.schedulers.ray.actors import (
     AgentActor,
     Keeper,

@@ -29,8 +29,8 @@ from typing import Any, Final
 
 from msgspec import json
 
-from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.schema import SchedulerConfig
+from areal_sc.config.slurm_settings import RayConfig
 from areal_sc.errors import ConfigError, SchedulerSilent
 from areal_sc.log import log_tail
 from areal_sc.schedulers.agent_process import agent_environment, start_beside, wait_or_kill

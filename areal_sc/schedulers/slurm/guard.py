@@ -26,7 +26,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import Owner
 from areal_sc.schedulers.agent_process import agent_environment, start_beside
 from areal_sc.schedulers.slurm import commands
-from areal_sc.schedulers.slurm.jobs_file import JobsFile
+from areal_sc.schedulers.slurm.jobs import JobsFile
 from areal_sc.system.process import leave_signals_to_script, name_process
 from areal_sc.system.waiting import polled
 

@@ -46,8 +46,7 @@ from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.open_run import OpenRun
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.guard import JobsGuard
-from areal_sc.schedulers.slurm.jobs import Job, Jobs, log_of
-from areal_sc.schedulers.slurm.jobs_file import LentRecord, digest_of
+from areal_sc.schedulers.slurm.jobs import Job, Jobs, LentRecord, digest_of, log_of
 from areal_sc.schedulers.slurm.lent_node import (
     LentNode,
     Renewal,

@@ -19,7 +19,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_calls import FoundAgent, find_agents, tell_to_end
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.commands import end_jobs, found_job
-from areal_sc.schedulers.slurm.jobs_file import JobRecord, JobsFile, RunJobs
+from areal_sc.schedulers.slurm.jobs import JobRecord, JobsFile, RunJobs
 from areal_sc.transport.security.keys import RunKeys
 
 GRACE_S: Final = 10.0

@@ -18,9 +18,8 @@ from msgspec import Struct
 from areal_sc.errors import CommandError, RunFolderError
 from areal_sc.records.samples import Place, Sample
 from areal_sc.rejection import Rejection
-from areal_sc.system.durable import write_atomic
+from areal_sc.system.durable import os_errors_as, write_atomic
 from areal_sc.system.json_lines import read_json_lines, to_json
-from areal_sc.system.os_errors import os_errors_as
 from areal_sc.workers.calls import EvaluatedText, EvaluationReply
 
 ANSWERS: Final = "answers.jsonl"

@@ -19,8 +19,8 @@ from integration.slurm.test_scheduler_conformance import ORPHANS_S, started
 from waiting import until
 
 from areal_sc import make_scheduler
-from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.schema import SchedulerConfig
+from areal_sc.config.slurm_settings import RayConfig
 from areal_sc.errors import ConfigError
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.join_server import JoinServer

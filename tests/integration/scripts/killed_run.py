@@ -17,14 +17,13 @@ from tiny_run import letter_prompts, partial
 
 from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, Trajectory, load_config, run_script
 from areal_sc.controller.ledger.journal import Journal
-from areal_sc.controller.rollout.outside_groups import OutsideGroups
+from areal_sc.controller.rollout.groups import OutsideGroups
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.workers.calls import RUN_GROUP
-from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
-from areal_sc.workers.rank_methods import COMPUTE, UPDATE
+from areal_sc.workers.rank_methods import COMPUTE, DESCRIBE_RANK, UPDATE, RankDescription
 from areal_sc.workflows.base import EpisodeEngine
 
 SENT_AFTER_S: Final = 0.05

@@ -32,7 +32,7 @@ from areal_sc import (
     make_scheduler,
 )
 from areal_sc import start as start_controllers
-from areal_sc.config.sharing import join_sections
+from areal_sc.config.fields import join_sections
 from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.engines.servers.engine import ServerEngine
 

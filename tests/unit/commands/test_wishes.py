@@ -17,26 +17,24 @@ from builders import OPENS_RUN, running_python
 from areal_sc import __main__ as program
 from areal_sc.commands import pause, resume, scale, wishing
 from areal_sc.errors import CommandError, RunFolderError, WaitTimeout
-from areal_sc.run import wishes
+from areal_sc.run import run_status
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import (
     PAUSE_END,
     SCRIPT,
     HeardWishes,
+    PauseWish,
     RoleStatus,
     RunStatus,
-    ScaleAnswer,
-    Wait,
-)
-from areal_sc.run.verdict import State, verdict
-from areal_sc.run.wishes import (
-    PauseWish,
     RunWishes,
+    ScaleAnswer,
     ScaleWish,
+    Wait,
     drop_scale,
     take_back,
     write_wish,
 )
+from areal_sc.run.verdict import State, verdict
 from areal_sc.system.process import machine_id
 
 PAUSE, SCALE = PauseWish(1000.0, "me"), ScaleWish(3, "a1", "me")
@@ -173,7 +171,7 @@ def test_a_wish_that_comes_while_another_is_dropped_stays(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer = ScaleWish(4, "b2", "me")
-    read = wishes._read
+    read = run_status._read
 
     def written_meanwhile(path: Path, kind: Any) -> Any:
         found = read(path, kind)
@@ -183,7 +181,7 @@ def test_a_wish_that_comes_while_another_is_dropped_stays(
     for dropped in (SCALE, ScaleWish(5, "c3", "me")):
         write_wish(folder.scale_path, SCALE)
         with monkeypatch.context() as patch:
-            patch.setattr(wishes, "_read", written_meanwhile)
+            patch.setattr(run_status, "_read", written_meanwhile)
             drop_scale(folder, dropped)
         assert RunWishes().renewed(folder, pytest.fail).scale == newer
         assert [it for it in folder.path.glob(".scale*") if it != folder.scale_path] == []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from areal_sc.config.fields import join_sections
 from areal_sc.config.follow_settings import EvaluationConfig, TrackerKind
 from areal_sc.config.loading.plain import from_plain, to_plain
 from areal_sc.config.schema import (
@@ -22,7 +23,6 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
     WeightUpdateMethod,
 )
-from areal_sc.config.sharing import join_sections
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.checks import check_config
 from areal_sc.preflight.load import load_config

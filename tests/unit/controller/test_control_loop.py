@@ -24,8 +24,8 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.starting import start
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError, PeerLost, WorkerLost
-from areal_sc.fleet.events import FleetEvent
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import FleetEvent
 from areal_sc.nodes.spec import NodeFacts
 from areal_sc.schedulers.base import Node
 

@@ -49,7 +49,7 @@ async def test_what_is_left_trains_each_row_once(
     async with run.started():
         await steps_up_to(run, 2)
         state = await run.rollout.state_async()
-        await (await run.actor._writes.snapshot())()
+        await (await run.actor.ranks.begin_snapshot())()
         await steps_up_to(run, 4)
         await go_back(run, 2, state)
         await steps_up_to(run, 5)
@@ -112,7 +112,7 @@ async def test_a_snapshot_may_be_long_on_its_way_to_nodes_that_share_no_folder()
     async with run.started():
         await steps_up_to(run, 2)
         state = await run.rollout.state_async()
-        await (await run.actor._writes.snapshot())()
+        await (await run.actor.ranks.begin_snapshot())()
         for workers in run.actor.fleet.nodes:
             workers.node.facts = replace(workers.node.facts, shares_folder=False)
         transport, behavior = run.cluster.config.transport, run.cluster.behavior

@@ -15,8 +15,7 @@ from waiting import until
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.controller.background import Standstill
 from areal_sc.errors import StepLost, WorkerLost
-from areal_sc.run.run_status import PAUSE_END, SCRIPT
-from areal_sc.run.wishes import PauseWish, RunWishes, ScaleWish
+from areal_sc.run.run_status import PAUSE_END, SCRIPT, PauseWish, RunWishes, ScaleWish
 
 PAUSE = RunWishes(pause=PauseWish(since=0.0, by="a test"))
 SHORT = {"group_timeout_s": 60.0, "weight_step_timeout_s": 10.0}

@@ -10,7 +10,7 @@ from simulation.virtual_loop import in_virtual_time
 
 from areal_sc.controller.control_loop import PausableLoop
 from areal_sc.errors import WaitTimeout
-from areal_sc.fleet.bounded import bounded
+from areal_sc.system.waiting import bounded
 
 
 async def ends_after(seconds: float) -> str:

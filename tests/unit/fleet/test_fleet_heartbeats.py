@@ -20,12 +20,11 @@ from simulation.workers import SimulatedWorker
 
 from areal_sc.config.schema import Device
 from areal_sc.errors import NodeLost, WorkerLost, WorkerStartError
-from areal_sc.fleet.events import Wished
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.fleet.worker_life import Died, LifeEvent
+from areal_sc.fleet.worker_life import Died, LifeEvent, Wished
 from areal_sc.nodes.spec import WATCH, News, Watch, WorkerOrder
 from areal_sc.workers.calls import PING, STATS
 

@@ -17,11 +17,10 @@ from waiting import until
 
 from areal_sc.config.schema import Device
 from areal_sc.errors import NodeLost, PeerLost, WorkerError, WorkerLost, WorkerStartError
-from areal_sc.fleet.events import FleetEvent, RunFailed
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.fleet.worker_life import Progressed
+from areal_sc.fleet.worker_life import FleetEvent, Progressed, RunFailed
 from areal_sc.nodes.spec import NodeFacts, WorkerOrder
 from areal_sc.schedulers.base import Node
 from areal_sc.workers.calls import PING

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from areal_sc.config.schema import Device
 from areal_sc.errors import WorkerLost, WorkerStartError
-from areal_sc.fleet.events import UnitLeft, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.worker_life import (
     Built,
     Closed,
@@ -33,6 +32,10 @@ from areal_sc.fleet.worker_life import (
     StartFailed,
     StartUnit,
     Stay,
+    UnitLeft,
+    UnitLost,
+    UnitServes,
+    UnitSilent,
     Wanted,
 )
 from areal_sc.nodes.spec import WorkerOrder

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from areal_sc.nodes.left_files import delete_left_files
+from areal_sc.nodes.worker_processes import delete_left_files
 from areal_sc.transport.shards.memory_folder import SHARED_MEMORY
 
 USER = """

@@ -23,8 +23,7 @@ from waiting import until
 from areal_sc.__main__ import main
 from areal_sc.errors import ArealError
 from areal_sc.page import row_index
-from areal_sc.page.access import Access
-from areal_sc.page.answers import answer
+from areal_sc.page.access import Access, answer
 from areal_sc.page.followed_run import FollowedRun
 from areal_sc.page.row_search import recorded_query
 from areal_sc.page.server import STATIC, PageServer

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from areal_sc.config.fields import join_sections
 from areal_sc.config.loading.loader import typed
 from areal_sc.config.schema import (
     ActorConfig,
@@ -22,7 +23,6 @@ from areal_sc.config.schema import (
     OverBound,
     RolloutConfig,
 )
-from areal_sc.config.sharing import join_sections
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
 

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.further_models import further_model, further_models
 from areal_sc.config.lora_settings import LoraConfig
-from areal_sc.config.schema import ActorConfig, CriticConfig, GRPOConfig, ModelHead
+from areal_sc.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    GRPOConfig,
+    ModelHead,
+    further_model,
+    further_models,
+)
 from areal_sc.engines.handles import make_model
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.preflight.checks import check_models

@@ -12,8 +12,7 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.engines.servers.sglang import handle as sglang_handle
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.dry_run import placed_lines
-from areal_sc.preflight.placement import check_turns, placement_lines, settle_placement
-from areal_sc.preflight.plan import plan
+from areal_sc.preflight.plan import check_turns, placement_lines, plan, settle_placement
 from areal_sc.sizing.machine import Machine
 
 Load = Callable[..., GRPOConfig]

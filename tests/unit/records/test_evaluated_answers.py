@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from recorded_groups import answered, recorder_of, trajectory
 
-from areal_sc.records.evaluated_answers import (
+from areal_sc.records.reading import evaluated_answers, rows
+from areal_sc.records.record_files import Series, record_files
+from areal_sc.records.recorded_calls import RecordedCall, RecordedMessage
+from areal_sc.records.recorded_rows import (
     PlayedAnswer,
+    RecordedRejection,
     pack_answers,
     unpack_answers,
     unpack_contents,
 )
-from areal_sc.records.reading import evaluated_answers, rows
-from areal_sc.records.record_files import Series, record_files
-from areal_sc.records.recorded_calls import RecordedCall, RecordedMessage
-from areal_sc.records.recorded_rows import RecordedRejection
 
 REJECTION = RecordedRejection("timeout", "too long", 1)
 

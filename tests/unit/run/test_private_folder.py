@@ -12,7 +12,7 @@ from areal_sc.log import _LogFile
 from areal_sc.run.private_folder import make_private
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.schedulers.agent_process import StartedAgent
-from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.shipping.node_side import NodeCache
 from areal_sc.system.disk import Disk
 from areal_sc.system.json_lines import JsonLines
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from areal_sc import make_scheduler
-from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.schema import SchedulerConfig
+from areal_sc.config.slurm_settings import RayConfig
 from areal_sc.errors import ConfigError
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.open_run import settings_of_agents

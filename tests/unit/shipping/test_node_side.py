@@ -18,7 +18,7 @@ from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.node_folder import NodeFolder, sees_folder
 from areal_sc.nodes.spec import Launch, Shipped, Welcome, WorkerOrder
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.shipping import node_cache, node_side
+from areal_sc.shipping import node_side
 from areal_sc.shipping.node_side import FolderInPlace
 from areal_sc.system.file_lock import take_lock
 from areal_sc.transport.security.keys import RunKeys
@@ -87,8 +87,8 @@ def test_what_killed_agents_left_goes_and_what_living_ones_have_stays(
     left = Path(living.config.run_dir).with_name("killed-0")
     (left / "logs").mkdir(parents=True)
     trees = tmp_path / "node" / f"areal_sc-{os.geteuid()}" / "trees"
-    old_s = 2 * node_cache.KEEP_S
-    for name, age_s in (("old", old_s), ("used", old_s), ("new", node_cache.KEEP_S / 2)):
+    old_s = 2 * node_side.KEEP_S
+    for name, age_s in (("old", old_s), ("used", old_s), ("new", node_side.KEEP_S / 2)):
         (trees / name).mkdir()
         os.utime(trees / name, (0, time.time() - age_s))
     use = take_lock(trees / ".used.use", fcntl.LOCK_SH)

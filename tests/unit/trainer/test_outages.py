@@ -10,7 +10,7 @@ from pathlib import Path
 from unit.trainer.conftest import shown
 
 from areal_sc.errors import WorkerError, WorkerLost
-from areal_sc.fleet.events import UnitLost, UnitServes
+from areal_sc.fleet.worker_life import UnitLost, UnitServes
 from areal_sc.records.metrics_log import History
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.run import Run

@@ -12,7 +12,7 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import in_virtual_time, run_virtual
 from waiting import until
 
-from areal_sc.config.scale_settings import AutoscaleConfig
+from areal_sc.config.parallel_settings import AutoscaleConfig
 from areal_sc.controller.rollout.scaling import LOOK_S
 from areal_sc.errors import ConfigError, NodeLost, WorkerStartError
 from areal_sc.schedulers.base import Node

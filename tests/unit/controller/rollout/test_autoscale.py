@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_sc.config.scale_settings import AutoscaleConfig
+from areal_sc.config.parallel_settings import AutoscaleConfig
 from areal_sc.controller.rollout.autoscale import (
     FIRST_PATIENCE,
     SETTLE_STEPS,

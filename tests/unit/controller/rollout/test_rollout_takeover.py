@@ -32,12 +32,14 @@ from areal_sc.metadata import (
 from areal_sc.run.run_owner import RunTerm
 from areal_sc.workers.calls import (
     ADOPTED_SHARDS,
+    DESCRIBE_ROLLOUT,
     GIVE_UP_GROUP,
+    EndedRun,
     FinishedEpisode,
     GroupAttempt,
     HeldShard,
+    RolloutDescription,
 )
-from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, EndedRun, RolloutDescription
 
 LINEAGE = 3
 

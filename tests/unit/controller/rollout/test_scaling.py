@@ -17,7 +17,7 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import in_virtual_time, run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
-from areal_sc.config.scale_settings import AutoscaleConfig
+from areal_sc.config.parallel_settings import AutoscaleConfig
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
 from areal_sc.controller.rollout.scaling import LOOK_S
 from areal_sc.errors import ConfigError, CrashLoop

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.controller.train.rank_takeover import find_ranks, misfit
+from areal_sc.controller.train.rank_layout import find_ranks, misfit
 from areal_sc.engines.base import RankPosition
-from areal_sc.workers.descriptions import RankDescription
 from areal_sc.workers.operations import Kind, Operation
+from areal_sc.workers.rank_methods import RankDescription
 
 UPDATE = Operation(2, 5, Kind.update, "0", "rows")
 SEAL = Operation(2, 5, Kind.publish, "6")

@@ -17,8 +17,7 @@ from areal_sc.errors import ConfigError
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.slurm import commands, jobs
 from areal_sc.schedulers.slurm.commands import JobState
-from areal_sc.schedulers.slurm.jobs import Job, Jobs
-from areal_sc.schedulers.slurm.jobs_file import JobRecord, JobsFile, RunJobs
+from areal_sc.schedulers.slurm.jobs import Job, JobRecord, Jobs, JobsFile, RunJobs
 
 FORGOTTEN = JobState("COMPLETED", reason=commands.FORGOTTEN)
 

@@ -15,7 +15,7 @@ from areal_sc.errors import ConfigError, SchedulerSilent
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.slurm import commands, taken_jobs
 from areal_sc.schedulers.slurm.commands import HOPELESS_REASONS, JobState
-from areal_sc.schedulers.slurm.jobs_file import JobRecord, RunJobs
+from areal_sc.schedulers.slurm.jobs import JobRecord, RunJobs
 from areal_sc.schedulers.slurm.taken_jobs import find_earlier
 from areal_sc.transport.security.keys import RunKeys
 

@@ -15,7 +15,7 @@ from areal_sc.errors import ConfigError, RunFolderError, SchedulerSilent
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import TERM, Owner
 from areal_sc.schedulers.slurm import commands, guard
-from areal_sc.schedulers.slurm.jobs_file import JobRecord, JobsFile, RunJobs
+from areal_sc.schedulers.slurm.jobs import JobRecord, JobsFile, RunJobs
 
 GONE = Owner(3, "login1", 7, 100, 1000.0)
 
