@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.controller.rollout.run_address import RunAddress
-from areal_sc.fleet.events import UnitLeft, UnitServes
+from areal_sc.fleet.worker_life import UnitLeft, UnitServes
 
 
 def test_a_worker_is_not_lost_that_has_the_name_of_one_that_left() -> None:
