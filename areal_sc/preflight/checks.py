@@ -126,12 +126,22 @@ def check_models(config: GRPOConfig) -> None:
         if model.has_adapter and model.lora.path:
             check_adapter(model.lora)
         _check_tokenizer(role, model, config.actor)
-    if teacher := further_models(config).get("teacher"):
-        told = first_int(read_model_config(local_model(teacher.path)) or {}, "vocab_size")
-        if told and told < (top_k := loss_of(config.actor.ppo).top_k):
+    teacher, top_k = further_models(config).get("teacher"), loss_of(config.actor.ppo).top_k
+    if teacher and top_k:
+        told, most = (
+            first_int(read_model_config(local_model(path)) or {}, "vocab_size") or 0
+            for path in (teacher.path, config.actor.path)
+        )
+        if 0 < told < top_k:
             raise ConfigError(
                 f"actor.ppo.loss_settings.top_k: expected at most {told}, the tokens of "
                 f"teacher.path={teacher.path}, got {top_k}"
+            )
+        if 0 < most < told:
+            raise ConfigError(
+                f"teacher.path={teacher.path} gives {told} tokens a probability, and "
+                f"actor.path={config.actor.path} {most}: its most probable ones may be others; "
+                "take a teacher with as many, or actor.ppo.loss=reverse_kl"
             )
     if scorer := further_models(config).get("reward_model"):
         stored = read_stored_shapes(local_model(scorer.path))

@@ -171,6 +171,19 @@ def test_a_teacher_with_fewer_tokens_than_the_loss_reads_is_refused(
         check_models(load(*given, "actor.ppo.loss_settings.top_k=40"))
 
 
+def test_a_teacher_whose_output_layer_is_larger_is_refused(
+    load: Callable[..., GRPOConfig], tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    """As padding makes it: its most probable tokens may be none of the policy's."""
+    teacher = shutil.copytree(tiny_model_folder, tmp_path / "teacher")
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
+    given = f"teacher.path={teacher}"
+    check_models(load("actor.algorithm=distillation", given))
+    with pytest.raises(ConfigError, match=r"gives 64 tokens a probability, and actor\.path=.* 39:"):
+        check_models(load("actor.algorithm=distillation_top_k", given))
+
+
 def test_the_plan_has_room_for_the_tokens_of_a_teacher(
     load: Callable[..., GRPOConfig], tiny_model_folder: Path
 ) -> None:
