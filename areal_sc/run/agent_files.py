@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -101,8 +102,11 @@ def living_agents(run_dir: Path) -> list[AgentFile]:
 
     Raises: RunFolderError: the file of one is damaged. OSError: they cannot be read.
     """
-    files = (run_dir / AGENTS).glob("[!.]*.json")
-    found = [_read(path) for path in files if is_locked(path)]
+    found = list[AgentFile]()
+    for path in (run_dir / AGENTS).glob("[!.]*.json"):
+        if is_locked(path):
+            with suppress(FileNotFoundError):  # it has ended meanwhile
+                found.append(_read(path))
     return sorted(found, key=lambda agent: agent.start_ticks, reverse=True)
 
 
