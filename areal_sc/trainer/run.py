@@ -53,7 +53,7 @@ from areal_sc.system.process import process_age_s, refuse_in_worker, refuse_seve
 from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
 from areal_sc.trainer.display import Display, ShownPhase, make_display
-from areal_sc.trainer.failure import Terminated, log_of_run, stop_wishes
+from areal_sc.trainer.failure import Terminated, log_of_run
 from areal_sc.trainer.learning_rules import LearningHealth
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.snapshots import (
@@ -63,6 +63,7 @@ from areal_sc.trainer.snapshots import (
     load_latest_snapshot,
 )
 from areal_sc.trainer.steps import BareStep, Step, count_from, rejections_in
+from areal_sc.trainer.stopping import stop_wishes
 
 logger = logging.getLogger(__name__)
 

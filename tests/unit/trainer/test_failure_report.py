@@ -319,7 +319,7 @@ def test_a_warning_of_a_cluster_does_nothing_where_nothing_is_trained() -> None:
 HANG_UP = """
 import signal, sys, time
 from areal_sc.trainer.failure import Terminated, run_script
-from areal_sc.trainer.failure import stop_wishes
+from areal_sc.trainer.stopping import stop_wishes
 
 def main(argv):
     if argv == ["ignored"]:

@@ -16,7 +16,8 @@ from areal_sc.fleet.worker_life import Wished
 from areal_sc.nodes.spec import Wish
 from areal_sc.system import interrupts
 from areal_sc.system.process import SNAPSHOT_SIGNALS, STOP_SIGNALS, name_of_stop
-from areal_sc.trainer.failure import StopWish, Terminated, stop_wishes
+from areal_sc.trainer.failure import Terminated
+from areal_sc.trainer.stopping import StopWish, stop_wishes
 
 LIMIT_S = 60.0
 
