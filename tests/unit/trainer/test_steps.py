@@ -46,7 +46,7 @@ def sides(stats: list[dict[str, float]]) -> tuple[Any, Any]:
         rejections=Rejections(RolloutConfig(rejection_window=9, max_rejection_rate=1.0)),
         groups=SimpleNamespace(admission=SimpleNamespace(lead=1.0, slack=None), episodes_again={}),
         num_workers=2,
-        config=SimpleNamespace(max_staleness=4),
+        config=SimpleNamespace(staleness_bound=4),
         num_bytes=0,
         num_restarts=0,
         batch_metrics={},
