@@ -100,7 +100,7 @@ def words_of(text: str) -> list[str]:
 
 
 @cache
-def library() -> BM25:
+def corpus() -> BM25:
     """The passages, indexed once in each worker."""
     return BM25(
         [
@@ -128,7 +128,7 @@ class Search(TaggedTurns):
         return INSTRUCTION.format(question=question)
 
     async def use(self, asked: str) -> str:
-        return " ".join(library().best(asked, self.num_passages)) or "nothing"
+        return " ".join(corpus().best(asked, self.num_passages)) or "nothing"
 
 
 def main(argv: list[str]) -> None:

@@ -356,7 +356,7 @@ async def test_a_search_finds_what_the_question_asks_for(letters: Any) -> None:
     for unasked in (["Ada"], ["<search>x</search>"] * 3, [f"<answer>{name}</answer>"]):
         trajectory = await episode_of(recipe.Search(), row, unasked, letters)
         assert trajectory.reward == 0.0
-    assert recipe.library().best("nobody has these words", 1) == []
+    assert recipe.corpus().best("nobody has these words", 1) == []
 
 
 async def test_a_tool_of_an_mcp_server_answers_what_the_model_writes(

@@ -99,9 +99,14 @@ class TrainController(Controller):
         self.found: FoundRanks | None = None
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
-        replays = self.config.routing_replay
-        own = self.ranks, self.config.ppo, self._loss, self._sources, self.place
-        self._step = TrainStep(*own, replays_routes=replays)
+        self._step = TrainStep(
+            self.ranks,
+            self.config.ppo,
+            self._loss,
+            self._sources,
+            self.place,
+            replays_routes=self.config.routing_replay,
+        )
 
     @property
     def version(self) -> int:
