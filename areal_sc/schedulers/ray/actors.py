@@ -14,6 +14,7 @@ Ray is unpickled by Ray: so it is asked by a process of its own (`bridge`), neve
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
@@ -32,12 +33,15 @@ from areal_sc.log import log_tail
 from areal_sc.nodes.joining import STARTER_VARIABLE
 from areal_sc.schedulers.agent_process import start_beside
 from areal_sc.system.process import END_SIGNAL, exit_text, heard_from
+from areal_sc.system.waiting import polled
 from areal_sc.transport.shards.memory_folder import folder_on_node
 
 KEY_LIMIT_S: Final = 60.0
 """In so long an agent's process has imported what it needs, and tells its key."""
 LINGER_S: Final = 5.0
 """An actor whose agent has ended is there for so long to say how."""
+KILL_LIMIT_S: Final = 5.0
+"""Ray has taken note of a killed actor in milliseconds."""
 SILENT_S: Final = 10.0
 """The script's process that asks Ray calls far more often, and is started again in less."""
 _LOOK_S: Final = 0.1
@@ -161,9 +165,14 @@ def groups_of(prefix: str) -> dict[str, dict[str, Any]]:
 
 
 def kill(name: str) -> None:
-    """The actor of that name, if there is one, is dead for Ray when this returns."""
+    """The actor of that name, if there is one, is dead for Ray when this returns.
+
+    `ray.kill` does not wait for an answer: its message is lost where this process ends at once.
+    """
     with suppress(ValueError):
         ray.kill(ray.get_actor(name), no_restart=True)
+        if not polled(lambda: name not in list_named_actors(), KILL_LIMIT_S, _LOOK_S):
+            logging.warning("Ray still names %s, %g s after it was killed", name, KILL_LIMIT_S)
 
 
 def release(prefix: str) -> None:
