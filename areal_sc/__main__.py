@@ -14,7 +14,7 @@ from areal_sc.trainer.failure import run_script
 
 COMMANDS: Final = (
     *("new", "status", "page", "samples", "curve", "evaluate", "export", "plan", "ledger"),
-    *("pause", "resume", "scale", "stop"),
+    *("pause", "resume", "scale", "stop", "serve"),
 )
 
 

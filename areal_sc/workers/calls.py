@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from areal_sc.agents.routes import AgentsAt
+from areal_sc.config.schema import GenerationConfig
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 from areal_sc.rejection import Rejection
 from areal_sc.transport.plane_stats import PlaneStats
@@ -186,6 +187,27 @@ class GroupReply(Struct, frozen=True, array_like=True):
     goes_on: bool = False
 
 
+class Generate(Struct, frozen=True, array_like=True):
+    """A completion that belongs to no episode.
+
+    Attributes:
+        prefix_group: requests of one group share their prompt's prefill; "": of none.
+    """
+
+    input_ids: list[int]
+    sampling: GenerationConfig
+    prefix_group: str = ""
+
+
+class Generated(Struct, frozen=True, array_like=True):
+    """What the model wrote. Attributes: those of `engines.base.Completion`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+
+
 class RunEvaluation(Struct, frozen=True, array_like=True):
     """One episode that is not trained.
 
@@ -313,6 +335,7 @@ AGENTS_AT = Method("agents_at", NoneType, AgentsAt)
 """Where the sessions of the worker are served to the process that has the run's address."""
 EPISODES = Method("episodes", NoneType, EpisodesReport)
 RUN_EVALUATION = Method("run_evaluation", RunEvaluation, EvaluationReply)
+GENERATE = Method("generate", Generate, Generated)
 PAUSE = Method("pause", NoneType, NoneType)
 RESUME = Method("resume", NoneType, NoneType)
 DESCRIBE_ROLLOUT = Method("describe_rollout", tuple[int, ...], RolloutDescription)

@@ -16,6 +16,7 @@ from typing import Self
 from msgspec import Struct
 from msgspec.structs import replace
 
+from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.engines.base import RankPosition
 from areal_sc.metadata import BatchMetadata
 from areal_sc.token_fields import TOP_LOGPROBS, TOP_TOKENS
@@ -110,10 +111,12 @@ class ScoreRows(RankCall, frozen=True, array_like=True):
     Attributes:
         output: `logprobs`: a row's is the sum over its trained tokens, in nats; `scores`, of a
             model with a value head: that of its last trained token.
+        per_token: in place of that, one a token, [T]; 0 where it is not trained.
     """
 
     rows: Demonstrations
     output: str = "logprobs"
+    per_token: bool = False
 
 
 class TryLoss(RankCall, frozen=True, array_like=True):
@@ -133,11 +136,13 @@ class Update(Change, frozen=True, array_like=True):
         loss: number of the registered loss.
         rows: of this rank's share.
         advances: it makes the next version by itself.
+        optimizer: of this update alone; None: that of the model.
     """
 
     loss: int
     rows: Rows
     advances: bool
+    optimizer: OptimizerConfig | None = None
 
     @property
     def batches(self) -> tuple[BatchMetadata, ...]:
@@ -219,7 +224,7 @@ INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition, writes
 COMPUTE = Method("compute", Compute, SealedShard)
 """The head of each model group seals the field of its rows."""
 SCORE = Method("score", ScoreRows, tuple[tuple[float, ...], ...])
-"""One number a demonstration; two a pair, of chosen and rejected."""
+"""One number a demonstration; two a pair, of chosen and rejected; or one a token."""
 SCORE_BATCH = Method("score_batch", Compute, tuple[float, ...])
 """A number a row, the sum of the field over its trained tokens, which stays where it is; of
 `scores`, which a model has with a value head, the one behind the last trained token."""

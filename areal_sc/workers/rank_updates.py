@@ -69,11 +69,13 @@ async def _values_of(rank: Rank, output: str | int) -> Callable[[PackedRows], to
 
 
 async def score(rank: Rank, args: rank_methods.ScoreRows) -> tuple[tuple[float, ...], ...]:
-    """The score of each row or, of a pair, of the chosen and the rejected one."""
+    """The score of each row or, of a pair, of the chosen and the rejected one; or of its tokens."""
     with _computing(rank):
         rows = await _read(rank, args.rows)
         values = await rank.compute(lambda: rank.engine.forward(rows, args.output))
     assert rows.metadata is not None, "_read gives each row its group"
+    if args.per_token:
+        return tuple(tuple(of_row.tolist()) for of_row in values.split(list(rows.lengths)))
     found: dict[int, tuple[float, ...]] = {}
     for row, total in zip(rows.metadata, _of_rows(rows, values, args.output), strict=True):
         found[row.group_id] = (*found.get(row.group_id, ()), total)
@@ -126,7 +128,12 @@ async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
         def compute() -> dict[str, float]:
             version = operation.version
             metrics = rank.engine.update(
-                minibatches, loss, step=version, min_token_version=oldest, trace=trace
+                minibatches,
+                loss,
+                step=version,
+                min_token_version=oldest,
+                trace=trace,
+                optimizer=args.optimizer,
             )
             for it in () if trace is None else trace.rows():
                 row = TrainedRow(
@@ -171,7 +178,8 @@ async def _loss(rank: Rank, number: int) -> NamedLoss:
 
 
 async def _read(rank: Rank, wanted: rank_methods.Demonstrations) -> PackedRows:
-    """Rows of a dataset, with `input_ids` and `loss_mask`.
+    """Rows of a dataset, with `input_ids` and `loss_mask`; further lists of numbers, one a token,
+    are float32 fields of theirs.
 
     A pair is two rows of one group, of which the chosen one has the reward 1, the other one 0. Each
     trained token of a row with `reference_logprob` has its mean as `reference_logprobs`.
@@ -190,6 +198,10 @@ async def _read(rank: Rank, wanted: rank_methods.Demonstrations) -> PackedRows:
         "input_ids": packed([item["input_ids"] for item in items], torch.int32),
         "loss_mask": packed([item["loss_mask"] for item in items], torch.bool),
     }
+    further = {name for item in items for name, it in item.items() if isinstance(it, list | tuple)}
+    for name in sorted(further - fields.keys()):
+        values = [torch.tensor(item[name], dtype=torch.float32) for item in items]
+        fields[name] = torch.cat(values)
     if items and all("reference_logprob" in item for item in items):
         means = [
             torch.as_tensor(item["loss_mask"])

@@ -147,6 +147,7 @@ class RolloutWorker(Worker):
             calls.AGENTS_AT.served_by(lambda _: self._agents.reachable(self._interface)),
             calls.EPISODES.served_by(lambda _: self._all_episodes.report()),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
+            calls.GENERATE.served_by(self.generate),
             *self._weights.served(),
             calls.SLEEP.served_by(self.sleep),
             calls.PAUSE.served_by(self.pause),
@@ -334,6 +335,12 @@ class RolloutWorker(Worker):
             self.recorder.add_answer(it)
         text = evaluated_text(seen, self.engine.tokenizer) if wanted.keeps_text else None
         return await evaluation_reply(rows, seen, text, self._rewards)
+
+    async def generate(self, wanted: calls.Generate) -> calls.Generated:
+        it = await self.engine.generate(
+            wanted.input_ids, wanted.sampling, prefix_group=wanted.prefix_group or None
+        )
+        return calls.Generated(it.token_ids, it.logprobs, it.versions, it.finish_reason)
 
     async def sweep(self, sweep: calls.Sweep) -> int:
         last_sequence = await super().sweep(sweep)

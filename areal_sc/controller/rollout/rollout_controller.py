@@ -20,7 +20,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import Controller, blocking
@@ -383,6 +383,20 @@ class RolloutController(Controller):
         """
         self._check_loop()
         await self._scaling.scale(num_workers, "as the script has asked for")
+
+    def begin_generate(
+        self, input_ids: Sequence[int], sampling: GenerationConfig, *, prefix_group: str = ""
+    ) -> Future[calls.Generated]:
+        """One completion of the present policy version, which belongs to no episode.
+
+        Args:
+            sampling: how; temperature 0 is greedy.
+            prefix_group: calls of one group share their prompt's prefill.
+        Returns: a future, which fails with WorkerLost where several workers died of it, and with
+            WorkflowError where the engine does not take the prompt.
+        """
+        wanted = calls.Generate(list(input_ids), sampling, prefix_group)
+        return self._submit(self._workers.generate(wanted, self.version))
 
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""

@@ -19,6 +19,7 @@ deaths       a worker that is lost, or of no use any more, is left out of everyt
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 REPORT_TIMEOUT_S: Final = 5.0
 """A worker whose event loop turns tells at once what its episodes do."""
 
+DEATHS_OF_A_CALL: Final = 3
+"""A completion that so many workers have died of is given up."""
 ROWS_AWAITED_S: Final = 60.0
 """A lost worker's next life tells in time which rows are left, or they are generated again: its
 machine may be gone, and another one in place of it be waited for."""
@@ -344,9 +347,35 @@ class RolloutWorkers:
         self, state: RolloutWorkerState, episode: calls.RunEvaluation
     ) -> calls.EvaluationReply:
         """Plays an episode that is no run of a group; raises as `call`."""
+        return await self._own_call(state, calls.RUN_EVALUATION, episode)
+
+    async def generate(self, wanted: calls.Generate, version: int) -> calls.Generated:
+        """What a worker with this policy version, or a later one, writes.
+
+        Raises: WorkerLost: `DEATHS_OF_A_CALL` workers died of it. WorkflowError: the engine does
+            not take the prompt.
+        """
+
+        def usable() -> list[RolloutWorkerState]:
+            staying = (it for it in self._states if it.life.is_up and not it.life.is_leaving)
+            return [it for it in staying if it.version >= version]
+
+        for number in itertools.count(1):
+            what = f"a rollout worker with version {version}"
+            await self.background.wait_until(lambda: bool(usable()), what)
+            try:
+                state = min(usable(), key=lambda it: it.num_calls)
+                return await self._own_call(state, calls.GENERATE, wanted)
+            except WorkerLost:
+                if number == DEATHS_OF_A_CALL:
+                    raise
+        raise AssertionError("numbers do not end")
+
+    async def _own_call(self, state: RolloutWorkerState, method: Method[A, R], args: A) -> R:
+        """A call that is no run of a group."""
         state.num_calls += 1
         try:
-            return await self.call(state, calls.RUN_EVALUATION, episode, self._group_limit_s)
+            return await self.call(state, method, args, self._group_limit_s)
         finally:
             state.num_calls -= 1
 

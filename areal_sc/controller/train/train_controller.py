@@ -24,6 +24,7 @@ from pathlib import Path
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, is_tried, loss_of
 from areal_sc.algorithms.token_function import TokenFunction
+from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.ledger.journal import ledger_on_disk
@@ -292,9 +293,21 @@ class TrainController(Controller):
         return await self.update_rows_async(prompts, indices, CROSS_ENTROPY, advances=advances)
 
     async def update_rows_async(
-        self, rows: PromptSource, indices: Sequence[int], loss: NamedLoss, *, advances: bool = True
+        self,
+        rows: PromptSource,
+        indices: Sequence[int],
+        loss: NamedLoss,
+        *,
+        advances: bool = True,
+        optimizer: OptimizerConfig | None = None,
     ) -> dict[str, float]:
-        """`sft_update` by any loss; an item may also be a pair of such, `chosen` and `rejected`."""
+        """`sft_update` by any loss; an item may also be a pair of such, `chosen` and `rejected`.
+
+        Further lists of an item, one number a token, are fields that the loss reads.
+
+        Args:
+            optimizer: AdamW's settings for this update; None: those of `actor.optimizer`.
+        """
         self._check_trains()
         if advances and (self.ranks.reader or (self.role == TRAIN_ROLE and self._common.needs)):
             raise ConfigError(POLICY_ADVANCES)
@@ -302,7 +315,9 @@ class TrainController(Controller):
             await self.standstill.hold(self._check_lives)
         named = await self._step.readable(rows, indices)
         shares = self._step.named(*named)
-        return await self._step.update(shares, loss, list(named), (), (), advances=advances)
+        return await self._step.update(
+            shares, loss, list(named), (), (), advances=advances, optimizer=optimizer
+        )
 
     def _check_trains(self) -> None:
         """Raises: ConfigError: the model only computes."""
@@ -319,10 +334,19 @@ class TrainController(Controller):
         self.ranks.step.check()
 
     async def score_rows_async(
-        self, rows: PromptSource, indices: Sequence[int], output: str = "logprobs"
+        self,
+        rows: PromptSource,
+        indices: Sequence[int],
+        output: str = "logprobs",
+        *,
+        per_token: bool = False,
     ) -> list[tuple[float, ...]]:
-        """One number of each row, two of a pair: what `rank_methods.ScoreRows` says of `output`."""
-        return await self._step.score(rows, indices, output)
+        """One number of each row, two of a pair: what `rank_methods.ScoreRows` says of `output`.
+
+        Args:
+            per_token: each row's has one a token, [T]; rows are no pairs.
+        """
+        return await self._step.score(rows, indices, output, per_token=per_token)
 
     async def score_async(self, batch: BatchMetadata, output: str | TokenFunction) -> list[float]:
         """A number of each row of a batch, for its reward: see `BatchMetadata.add_rewards`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import chain, islice
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from areal_sc.algorithms.advantages import AdvantageRows
 from areal_sc.algorithms.named_advantage import advantage_of, weight_spread
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.token_function import TokenFunction
+from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.config.ppo_settings import GAE, ClipCenter, PPOConfig
 from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.step_life import StepState
@@ -333,11 +335,11 @@ class TrainStep:
         ]
 
     async def score(
-        self, rows: PromptSource, indices: Sequence[int], output: str
+        self, rows: PromptSource, indices: Sequence[int], output: str, *, per_token: bool
     ) -> list[tuple[float, ...]]:
         """What `rank_methods.SCORE` says of each of these rows, in their order."""
         shares = self.named(*await self.readable(rows, indices))
-        wanted = [rank_methods.ScoreRows(share, output) for share in shares]
+        wanted = [rank_methods.ScoreRows(share, output, per_token) for share in shares]
         replies = await self._ranks.ask(Asked(rank_methods.SCORE, wanted))
         scores = dict[int, tuple[float, ...]]()
         for share, reply in zip(shares, replies, strict=True):
@@ -353,6 +355,7 @@ class TrainStep:
         split: Split,
         *,
         advances: bool,
+        optimizer: OptimizerConfig | None = None,
     ) -> dict[str, float]:
         """Metrics of the update, which every rank makes once.
 
@@ -361,10 +364,14 @@ class TrainStep:
             trained: the rows, where they are those of a batch.
             split: which of them are in which share.
             advances: the ranks are at the next version then.
+            optimizer: its settings; None: those of the model.
         """
         named, number = await self._number_of(loss), self._ranks.step.num_updates
-        operation = self._ranks.operation(Kind.update, str(number), [content, named])
-        updates = [rank_methods.Update(operation, named, rows, advances) for rows in shares]
+        decisive = [content, named, *([] if optimizer is None else [asdict(optimizer)])]
+        operation = self._ranks.operation(Kind.update, str(number), decisive)
+        updates = [
+            rank_methods.Update(operation, named, rows, advances, optimizer) for rows in shares
+        ]
         asked = Asked(rank_methods.UPDATE, updates)
 
         async def advance() -> None:

@@ -21,6 +21,7 @@ from torch.nn import attention
 
 from areal_sc.algorithms.losses import Metric
 from areal_sc.algorithms.packing import padded_size
+from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.config.schema import ActorConfig, Dtype, ModelHead
 from areal_sc.engines.base import BASE_LOGPROBS, RankPosition
 from areal_sc.engines.fsdp.cuts import CutParts
@@ -268,8 +269,8 @@ class FSDPEngine(RankEngine):
         self._model.forget_gradients()
         super().load_state(folder, name)
 
-    def _take_step(self, step: int, *, is_void: bool) -> float:
-        return self._optimizer.update(step, is_void=is_void)
+    def _take_step(self, step: int, optimizer: OptimizerConfig, *, is_void: bool) -> float:
+        return self._optimizer.update(step, optimizer, is_void=is_void)
 
     def _own_metrics(self) -> dict[str, float]:
         scale = self._optimizer.loss_scale

@@ -69,19 +69,15 @@ class ShardedAdamW:
         held = {name: shard for name, shard in self._shards.items() if shard.numel()}
         is_weight = {name: len(parts.cuts[name].shape) > 1 for name in held}
         groups: list[dict[str, Any]] = [
-            {"params": [shard for name, shard in held.items() if is_weight[name]]},
             {
-                "params": [shard for name, shard in held.items() if not is_weight[name]],
-                "weight_decay": 0.0,
-            },
+                "params": [shard for name, shard in held.items() if is_weight[name] is decays],
+                "decays": decays,
+            }
+            for decays in (True, False)
         ]
         self._adamw = torch.optim.AdamW(
             groups,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
+            fused=True,  # all else is set at each step
         )
         for shard in self._shards.values():  # as AdamW would at its first step
             self._adamw.state[shard] = {
@@ -98,10 +94,13 @@ class ShardedAdamW:
         for state in self._adamw.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def update(self, step: int, *, is_void: bool = False) -> float:
+    def update(
+        self, step: int, config: OptimizerConfig | None = None, *, is_void: bool = False
+    ) -> float:
         """Clips the accumulated gradients and takes one step; the gradients are gone afterwards.
 
         Args:
+            config: of this step; None: as given.
             is_void: this rank's gradients do not count: the norm is NaN on all ranks.
         Returns: the global gradient norm before clipping, of the loss itself. Where it is not
             finite, no step is taken, so that the weights survive; nor where it is 0, so that
@@ -112,10 +111,14 @@ class ShardedAdamW:
             self._shards[name].grad = None if gradient is None else local_part(gradient)
             parameter.grad = None
         self._add_up_partial_gradients()
-        norm = self._clip(is_void=is_void)
+        config = config or self.config
+        norm = self._clip(config.max_grad_norm, is_void=is_void)
         if norm != 0 and math.isfinite(norm):
             for settings in self._adamw.param_groups:
-                settings["lr"] = learning_rate(self.config, step)
+                settings["lr"] = learning_rate(config, step)
+                settings["betas"] = config.beta1, config.beta2
+                settings["eps"] = config.eps
+                settings["weight_decay"] = config.weight_decay if settings["decays"] else 0.0
             self._adamw.step()
             self.num_updates += 1
         if self.loss_scale is not None:
@@ -149,9 +152,9 @@ class ShardedAdamW:
                 own = flat.view(-1, shard.numel())[_number_of(boxes, self._tensor.rank)]
                 shard.grad.copy_(own.view_as(shard))
 
-    def _clip(self, *, is_void: bool) -> float:
+    def _clip(self, limit: float, *, is_void: bool) -> float:
         """Takes the scale of the loss off all gradients, and shortens them so that their global
-        norm is at most `max_grad_norm` (0: never)."""
+        norm is at most `limit` (0: never)."""
         held = {
             name: shard.grad
             for name, shard in self._shards.items()
@@ -167,7 +170,6 @@ class ShardedAdamW:
             squares.fill_(math.nan)
         factor = 1.0 if self.loss_scale is None else 1 / self.loss_scale.value
         norm = math.sqrt(float(self._world.sum(squares))) * factor
-        limit = self.config.max_grad_norm
         if limit > 0 and norm > limit:
             factor *= limit / norm
         if gradients and factor != 1 and math.isfinite(norm):

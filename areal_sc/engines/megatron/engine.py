@@ -30,6 +30,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.config.schema import ActorConfig, Dtype
 from areal_sc.engines.base import RankPosition
 from areal_sc.engines.likely_rows import likely_rows, plain_logprobs
@@ -262,10 +263,10 @@ class MegatronEngine(RankEngine):
         self._optimizer.clear_gradients()
         self._run(batch, loss.of, forward_only=False)
 
-    def _take_step(self, step: int, *, is_void: bool) -> float:
+    def _take_step(self, step: int, optimizer: OptimizerConfig, *, is_void: bool) -> float:
         if bool(self.world.max(torch.tensor(is_void, dtype=torch.uint8))):
             return math.nan
-        return self._optimizer.update(step)
+        return self._optimizer.update(step, optimizer)
 
     def _run(self, batch: PlannedBatch, loss_of: LossOf, *, forward_only: bool) -> None:
         """All micro-batches through the stages, and back; `loss_of` is asked by the last one."""

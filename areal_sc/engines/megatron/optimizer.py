@@ -98,9 +98,10 @@ class DistributedAdamW:
             stage.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def update(self, step: int) -> float:
+    def update(self, step: int, config: OptimizerConfig) -> float:
         """One step at the learning rate of training step `step`, of gradients that are added up.
 
+        Args: config: of this step.
         Returns: the global gradient norm before clipping. Where it is not finite, no step is
             taken, so that the weights survive; nor where it is 0, so that neither momentum nor
             decay moves them.
@@ -110,11 +111,12 @@ class DistributedAdamW:
         if norm == 0 or not math.isfinite(norm):
             return norm
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, step)
-            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+            group["lr"] = learning_rate(config, step)
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
         for part in self._parts:
-            if self.config.max_grad_norm > 0 and (held := part.get_parameters()):
-                clip_grad_by_total_norm_fp32(held, self.config.max_grad_norm, norm)
+            if config.max_grad_norm > 0 and (held := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(held, config.max_grad_norm, norm)
         self._optimizer.step_with_ready_grads()
         self._num_updates += 1
         return norm

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from areal_sc.algorithms.losses import Loss
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.shared_prefixes import Forest
+from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.base import SCORES, RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
@@ -186,10 +187,11 @@ class RankEngine(ABC):
         """
 
     @abstractmethod
-    def _take_step(self, step: int, *, is_void: bool) -> float:
+    def _take_step(self, step: int, optimizer: OptimizerConfig, *, is_void: bool) -> float:
         """One optimizer update at the learning rate of the training step.
 
         Args:
+            optimizer: its settings.
             is_void: this rank's gradients are not those of the loss: no rank takes the step.
         Returns: the norm of the gradients before clipping; not finite, or 0: nothing has changed.
         """
@@ -268,6 +270,7 @@ class RankEngine(ABC):
         step: int,
         min_token_version: int | None = None,
         trace: UpdateTrace | None = None,
+        optimizer: OptimizerConfig | None = None,
     ) -> dict[str, float]:
         """One optimizer update a minibatch; none where nothing is learned, as its gradient is 0.
 
@@ -279,6 +282,7 @@ class RankEngine(ABC):
             loss: its name and settings, or the function itself. Where it is known to be zero
                 without an advantage, rows none of whose tokens has one go through no forward; they
                 count in the denominators all the same.
+            optimizer: settings of these updates; None: those of the model.
         Returns: see `UpdateMetrics.summary`; and `num_computed_tokens`, those of all ranks that
             went through the model, each token that rows share once; `shared_token_share`, the
             share of these rows' tokens that were computed with another row.
@@ -291,6 +295,7 @@ class RankEngine(ABC):
         if self.config.is_frozen:
             raise ConfigError("actor.is_frozen: a model that is frozen is not trained")
         compute_loss = loss.load() if isinstance(loss, NamedLoss) else loss
+        optimizer = optimizer or self.config.optimizer
         minibatches = [with_token_advantages(rows) for rows in minibatches]
         if isinstance(loss, NamedLoss) and "staleness" in (loss.fields or ()):
             minibatches = [with_staleness(rows, step) for rows in minibatches]
@@ -325,7 +330,7 @@ class RankEngine(ABC):
                 trace.begin(index, batch.rows)
             asked = replace(batch, numbers=numbers, is_behind=is_behind)
             self._add_gradients(asked, of_minibatch)
-            norm = self._take_step(step, is_void=metrics.failure is not None)
+            norm = self._take_step(step, optimizer, is_void=metrics.failure is not None)
             if not math.isfinite(norm):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
             metrics.gradient_norms.append(norm)
@@ -342,7 +347,7 @@ class RankEngine(ABC):
             is_counted=self.counts_metrics,
             num_tokens=num_tokens,
             num_loss_tokens=sum(counts.tokens for _, counts in counted),
-            lr=learning_rate(self.config.optimizer, step),
+            lr=learning_rate(optimizer, step),
         )
         if MISMATCH in summary and self.logprob_noise is not None:
             summary[MISMATCH_NOISE] = self.logprob_noise

@@ -1,0 +1,44 @@
+"""`serve --config FILE.yaml`: trains and samples a model for clients of the Tinker API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from importlib.util import find_spec
+from typing import Final
+
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.errors import CommandError
+from areal_sc.preflight.load import load_config
+
+KEY_FILE: Final = "serve.key"
+
+COMMAND: Final = dict(
+    help="train and sample a model for clients of the Tinker API",
+    usage="python -m areal_sc serve --config FILE.yaml [--port N] [key=value ...]",
+    description="Starts the trainer and the generators of the settings, and answers the official "
+    "client of the Tinker API, `tinker`, on this machine. RUN_DIR/serve.key holds the key that "
+    "clients need. Ctrl-C ends it. docs/serve.md says what is served.",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces one setting")
+    parser.add_argument("--config", metavar="FILE.yaml", required=True, help="settings of a run")
+    parser.add_argument("--port", type=int, default=8321, metavar="N", help="default: 8321")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises: CommandError: the package `tinker` is missing, or the port is taken. ConfigError,
+    ModelError, WorkerError: what a run raises."""
+    if find_spec("tinker") is None:
+        raise CommandError("serve needs the package tinker: pip install 'areal-sc[serve]'")
+    from areal_sc.serving.serve import serve
+
+    config = load_config(["--config", arguments.config, *arguments.overrides], GRPOConfig)
+    try:
+        asyncio.run(serve(config, arguments.port, KEY_FILE, sys.stdout))
+    except OSError as error:
+        raise CommandError(f"--port {arguments.port}: {error.strerror}") from error

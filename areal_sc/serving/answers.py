@@ -1,0 +1,74 @@
+"""Answers of requests, by their ids: a repeated request gets the answer of the first one.
+
+consumes     requests, each with an id that its client makes again when it asks again
+waits for    the work of each; a client that asks for the answer, for as long as it likes
+unblocked by the end of the work, whoever asks for it by then
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from areal_sc.errors import ArealError
+from areal_sc.serving.wire import Answer, Refused, failure_of
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT: Final = 20_000
+"""Requests whose answers are kept; the oldest answers go first."""
+MAX_KEPT_BYTES: Final = 1 << 30
+
+
+class Answers:
+    """The work of requests, and what came of it."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[Answer]] = {}
+        self._num_bytes = 0
+
+    def begin(self, request_id: str, work: Coroutine[Any, Any, Answer]) -> None:
+        """Begins the work, unless a request of this id has begun it."""
+        if request_id in self._tasks:
+            work.close()
+            return
+        self._tasks[request_id] = asyncio.create_task(self._done(work), name=request_id)
+        self._forget_oldest()
+
+    async def wait_for(self, request_id: str, limit_s: float) -> Answer | None:
+        """The answer; None: it is not there yet.
+
+        Raises: Refused: 404: nobody has asked for it, or that is long ago.
+        """
+        if (task := self._tasks.get(request_id)) is None:
+            raise Refused(f"request {request_id:.200} is not known, or was answered long ago", 404)
+        done, _ = await asyncio.wait([task], timeout=limit_s)
+        return task.result() if done else None
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tasks
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _done(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        try:
+            answer = await work
+        except Refused as refused:
+            answer = failure_of(str(refused), is_users=True)
+        except ArealError as error:
+            logger.exception("a request has failed")
+            answer = failure_of(f"{type(error).__name__}: {error}", is_users=False)
+        self._num_bytes += len(answer.body)
+        return answer
+
+    def _forget_oldest(self) -> None:
+        while len(self._tasks) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
+            oldest = next((name for name, task in self._tasks.items() if task.done()), None)
+            if oldest is None:
+                return
+            self._num_bytes -= len(self._tasks.pop(oldest).result().body)

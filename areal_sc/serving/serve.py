@@ -1,0 +1,58 @@
+"""A run whose steps are those that clients of the Tinker API ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TextIO
+
+from aiohttp import web
+from transformers import AutoConfig
+
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.train.train_controller import TrainController
+from areal_sc.engines.handles import make_actor, make_generator
+from areal_sc.serving.served_model import ServedModel
+from areal_sc.serving.server import TinkerServer, key_of
+from areal_sc.serving.wire import Limits
+from areal_sc.trainer.run import Run
+
+HOST = "127.0.0.1"
+
+
+async def serve(config: GRPOConfig, port: int, key_file: str, output: TextIO) -> None:
+    """Serves until it is cancelled.
+
+    Args: key_file: its name in the run folder.
+    Raises: OSError: the port is taken.
+    """
+    with Run(config) as run:
+        actor = TrainController(make_actor(run.config.actor), run.scheduler)
+        rollout = RolloutController(make_generator(run.config.rollout), run.scheduler)
+        with run.training(actor, rollout):
+            folder = run.folder.path
+            model = ServedModel(actor, rollout, limits_of(run.config), folder / "models")
+            server = TinkerServer(model, key_of(folder / key_file))
+            runner = web.AppRunner(server.application(), access_log=None)
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, HOST, port).start()
+                bound = runner.addresses[0][1]
+                print(
+                    f"serving {Path(model.name).name} at http://{HOST}:{bound}; the key is in "
+                    f"{folder / key_file}",
+                    file=output,
+                    flush=True,
+                )
+                await asyncio.Event().wait()
+            finally:
+                await runner.cleanup()
+                await server.close()
+
+
+def limits_of(config: GRPOConfig) -> Limits:
+    """What the model and the settings allow."""
+    own = AutoConfig.from_pretrained(config.actor.path).get_text_config()
+    room = own.max_position_embeddings, config.rollout.max_context_tokens
+    return Limits(own.vocab_size, min(*room, config.actor.max_tokens_per_micro_batch))

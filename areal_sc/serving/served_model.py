@@ -1,0 +1,348 @@
+"""The model that clients train and sample through the Tinker API, on the controllers of a run.
+
+    forward_backward   rows go to a file of the run folder; the ranks say what the model makes of
+                       them, so the client has its log-probabilities
+    optim_step         one update on all rows since the step before: their gradients, and the step,
+                       are one operation, which the ranks make once whatever dies
+    save_weights_...   publishes the weights: the next policy version, which rollout workers adopt
+    asample            any rollout worker that has the version
+
+So no gradient waits between two calls, which a death could take along; each row goes forward once
+more. Requests of a model are served in the order of their numbers.
+
+consumes     requests, checked
+waits for    the ranks and rollout workers; for the request before; to publish, for samples
+unblocked by them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tinker import types
+from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
+
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.config.optimizer_settings import OptimizerConfig
+from areal_sc.controller.rollout.rejections import INITIAL_STATE
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.train.train_controller import TrainController
+from areal_sc.serving.wire import (
+    Answer,
+    Limits,
+    Refused,
+    json_of,
+    pass_of,
+    pass_output,
+    sample_output,
+    sampling_of,
+)
+from areal_sc.workers.calls import Generated
+
+_LOSS: Final = "areal_sc.serving.losses:summed"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class GivenRows:
+    """Rows of clients by number, which workers read from a file of the run folder."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, dict[str, list[Any]]] = {}
+        self._num_given = 0
+
+    def __len__(self) -> int:
+        return sys.maxsize  # further ones come
+
+    def __getitem__(self, index: int) -> dict[str, list[Any]]:
+        return self._held[index]
+
+    def give(self, rows: Sequence[dict[str, list[Any]]]) -> range:
+        """Their numbers."""
+        numbers = range(self._num_given, self._num_given + len(rows))
+        self._held.update(zip(numbers, rows, strict=True))
+        self._num_given += len(rows)
+        return numbers
+
+    def forget(self) -> None:
+        """The rows are trained: they stay in the file."""
+        self._held.clear()
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The weights that a client samples from.
+
+    Attributes:
+        number: of the model that was trained, from 0; the weights of an earlier one are gone.
+        version: of the policy.
+    """
+
+    number: int
+    version: int
+
+
+class InOrder:
+    """Lets requests begin in the order of their numbers, one after the other."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def turn(self, number: int) -> AsyncIterator[None]:
+        """Raises: Refused: a request of that number was served."""
+        async with self._changed:
+            if number < self._next:
+                raise Refused(f"seq_id: expected {self._next} or above, got {number}")
+            await self._changed.wait_for(lambda: self._next == number)
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._next += 1
+                self._changed.notify_all()
+
+
+class ServedModel:
+    """One base model, and the model that one client at a time trains from it.
+
+    Attributes:
+        name: of the base model.
+        model_id: of the trained model; "": there is none.
+        limits: of rows and prompts.
+    """
+
+    def __init__(
+        self, actor: TrainController, rollout: RolloutController, limits: Limits, folder: Path
+    ) -> None:
+        self.name = actor.config.path
+        self.model_id = ""
+        self.limits = limits
+        self._actor = actor
+        self._rollout = rollout
+        self._folder = folder
+        self._number = 0  # of the models that were trained
+        self._begin()
+        self._samplers: dict[str, Sampler] = {}  # by the id of a session, or a path
+        self._num_samples = 0  # that go on
+        self._changed = asyncio.Condition()
+        self._is_publishing = False
+
+    def _begin(self) -> None:
+        self._rows = GivenRows()
+        self._asked: list[int] = []  # rows of the next step
+        self._loss: NamedLoss | None = None  # of the next step
+        self._order = InOrder(first=1)
+
+    @property
+    def lora_rank(self) -> int:
+        return self._actor.config.lora.rank
+
+    def check_base(self, name: str | None) -> None:
+        """Raises: Refused: another model is wanted than the one that is served."""
+        if name not in (self.name, Path(self.name).name):
+            raise Refused(f"base_model: expected {Path(self.name).name}, got {name!r:.200}", 404)
+
+    def check_id(self, model_id: str) -> None:
+        """Raises: Refused: it is not the model that is trained."""
+        if not self.model_id or model_id != self.model_id:
+            raise Refused(f"model_id: there is no model {model_id!r:.200}, or no more", 404)
+
+    async def create(self, model_id: str, asked: types.CreateModelRequest) -> Answer:
+        """A new model begins with the weights of the base model."""
+        self.check_base(asked.base_model)
+        rank = asked.lora_config.rank if asked.lora_config else 0
+        if rank != self.lora_rank:
+            what = "LoRA of that rank" if self.lora_rank else "all parameters"
+            raise Refused(
+                f"lora_config.rank: expected {self.lora_rank}, since this server trains {what}, "
+                f"got {rank}"
+            )
+        if not isinstance(asked.optimizer_config, types.AdamOptimizerConfig):
+            raise Refused("optimizer_config: expected adamw")
+        if self.model_id:
+            raise Refused(
+                f"this server trains one model at a time, and {self.model_id} is trained; "
+                "unload it first"
+            )
+        self.model_id = model_id
+        if self._number or self._actor.version:
+            async with self._publication():
+                await asyncio.to_thread(self._go_back)
+        self._number += 1
+        self._begin()
+        return json_of(types.CreateModelResponse(model_id=model_id))
+
+    def _go_back(self) -> None:
+        self._actor.load_snapshot(0)
+        self._rollout.go_back(INITIAL_STATE)
+        self._actor.share_weights(self._rollout)
+
+    async def unload(self) -> Answer:
+        model_id, self.model_id = self.model_id, ""
+        return json_of(types.UnloadModelResponse(model_id=model_id, type="unload_model"))
+
+    async def run_pass(self, wanted: ForwardBackwardRequest) -> Answer:
+        """A forward pass; its rows are trained on by the next step, if it is also a backward one.
+
+        Raises: Refused: earlier ones of this step have another loss.
+        """
+        async with self._order.turn(wanted.seq_id):
+            asked = await asyncio.to_thread(pass_of, wanted, self.limits)
+            loss = NamedLoss(_LOSS, {"name": asked.loss, **asked.settings})
+            if asked.is_backward and self._loss not in (None, loss):
+                raise Refused("loss_fn: one step has one loss, and the same loss_fn_config")
+            numbers = self._rows.give(asked.rows)
+            logprobs = await asyncio.to_thread(
+                self._actor.score_rows, self._rows, numbers, per_token=True
+            )
+            if asked.is_backward:
+                self._loss = loss
+                self._asked += numbers
+            return pass_output(asked, logprobs)
+
+    async def take_step(self, asked: types.OptimStepRequest) -> Answer:
+        """Raises: Refused: there is nothing to learn from, or a setting is wrong."""
+        async with self._order.turn(asked.seq_id or 0):
+            optimizer = _optimizer_of(asked.optim_params)
+            if self._loss is None:
+                raise Refused("optim_step: no forward_backward came before it")
+            metrics = await asyncio.to_thread(
+                self._actor.update_rows,
+                self._rows,
+                self._asked,
+                self._loss,
+                advances=False,
+                optimizer=optimizer,
+            )
+            self._asked, self._loss = [], None
+            self._rows.forget()
+            told = {name: metrics[name] for name in ("grad_norm", "lr") if name in metrics}
+            return json_of(types.OptimStepResponse(metrics=told))
+
+    async def save_for_sampler(
+        self, asked: types.SaveWeightsForSamplerRequest, session: str
+    ) -> Answer:
+        """Publishes the weights. Samplers of earlier ones end."""
+        async with self._order.turn(asked.seq_id or 0):
+            if asked.path is not None:
+                _check_name(asked.path)
+            async with self._publication():
+                await asyncio.to_thread(self._actor.publish_weights, self._rollout)
+            sampler = Sampler(self._number, self._actor.version)
+            if asked.path is None:
+                self._samplers[session] = sampler
+                answer = types.SaveWeightsForSamplerResponseInternal(sampling_session_id=session)
+            else:
+                path = f"tinker://{self.model_id}/sampler_weights/{asked.path}"
+                self._samplers[path] = sampler
+                answer = types.SaveWeightsForSamplerResponseInternal(path=path)
+            return json_of(answer)
+
+    async def save(self, asked: types.SaveWeightsRequest) -> Answer:
+        """Writes a folder that `transformers` loads."""
+        async with self._order.turn(asked.seq_id or 0):
+            name = _check_name(asked.path or f"step-{asked.seq_id}")
+            folder = self._folder / self.model_id.replace(":", "-") / name
+            if folder.exists() and not asked.overwrite:
+                raise Refused(f"path: {name} was saved already; overwrite=True replaces it")
+            await asyncio.to_thread(self._actor.save_hf, folder)
+            path = f"tinker://{self.model_id}/weights/{name}"
+            return json_of(types.SaveWeightsResponse(path=path, type="save_weights"))
+
+    def open_sampler(self, session: str, asked: types.CreateSamplingSessionRequest) -> None:
+        """Raises: Refused: there are no such weights."""
+        if asked.model_path is None:
+            self.check_base(asked.base_model)
+            self._samplers[session] = Sampler(self._number, 0)
+        elif (sampler := self._samplers.get(asked.model_path)) is not None:
+            self._samplers[session] = sampler
+        else:
+            raise Refused(f"model_path: there are no weights {asked.model_path!r:.200}", 404)
+        self._check_present(self._samplers[session])
+
+    def has_sampler(self, session: str) -> bool:
+        return session in self._samplers
+
+    async def sample(self, asked: types.SampleRequest) -> Answer:
+        """Raises: Refused: what it asks for is not served."""
+        prompt, sampling = sampling_of(asked, self.limits, self._rollout.engine.config.generation)
+        sampler = self._samplers[asked.sampling_session_id or ""]
+        async with self._sampling():
+            self._check_present(sampler)
+            group = f"{asked.sampling_session_id}:{asked.seq_id}"
+            futures = [
+                self._rollout.begin_generate(prompt, sampling, prefix_group=group)
+                for _ in range(asked.num_samples)
+            ]
+            found: list[Generated] = await asyncio.gather(*map(asyncio.wrap_future, futures))
+            return sample_output(found)
+
+    def _check_present(self, sampler: Sampler) -> None:
+        if sampler != Sampler(self._number, self._rollout.version):
+            raise Refused(
+                "these weights are served no more: newer ones were saved for sampling, or another "
+                "model was begun; a server has one set of weights for sampling"
+            )
+
+    @asynccontextmanager
+    async def _sampling(self) -> AsyncIterator[None]:
+        """Weights do not change meanwhile."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_publishing)
+            self._num_samples += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._num_samples -= 1
+                self._changed.notify_all()
+
+    @asynccontextmanager
+    async def _publication(self) -> AsyncIterator[None]:
+        """No sample goes on meanwhile."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_publishing)
+            self._is_publishing = True
+            await self._changed.wait_for(lambda: self._num_samples == 0)
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._is_publishing = False
+                self._changed.notify_all()
+
+
+def _check_name(name: str) -> str:
+    """Raises: Refused: it is no plain name."""
+    if _NAME.fullmatch(name) is None:
+        raise Refused(f"path: expected a name of letters, digits, '.', '_', '-', got {name!r:.120}")
+    return name
+
+
+def _optimizer_of(asked: Any) -> OptimizerConfig:
+    """Raises: Refused: it is no AdamW, or a number is out of its range."""
+    if not isinstance(asked, types.AdamParams):
+        raise Refused("optim_params: expected adamw")
+    its = asked.model_dump()
+    low = {"learning_rate": 0, "beta1": 0, "beta2": 0, "weight_decay": 0, "grad_clip_norm": 0}
+    for name, value in its.items():
+        is_below = value < low[name] if name in low else value <= 0
+        if not math.isfinite(value) or is_below or (name in ("beta1", "beta2") and value >= 1):
+            raise Refused(f"adam_params.{name}: got {value}")
+    return OptimizerConfig(
+        lr=asked.learning_rate,
+        beta1=asked.beta1,
+        beta2=asked.beta2,
+        eps=asked.eps,
+        weight_decay=asked.weight_decay,
+        max_grad_norm=asked.grad_clip_norm,
+    )
