@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
+from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.config.schema import ModelHead
 
 if TYPE_CHECKING:
@@ -275,6 +276,7 @@ class TrainEngine(Protocol):
         step: int,
         min_token_version: int | None = None,
         trace: UpdateTrace | None = None,
+        optimizer: OptimizerConfig | None = None,
     ) -> dict[str, float]:
         """One optimizer update a minibatch; returns the same numbers on every rank.
 

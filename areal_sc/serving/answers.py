@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from typing import Final
 
 from areal_sc.errors import ArealError
+from areal_sc.serving.journal import Answered, ServeJournal
 from areal_sc.serving.wire import Answer, Refused, failure_of
 
 logger = logging.getLogger(__name__)
@@ -22,20 +23,42 @@ MAX_KEPT: Final = 20_000
 MAX_KEPT_BYTES: Final = 1 << 30
 
 
-class Answers:
-    """The work of requests, and what came of it."""
+Work = Callable[[Answer | None], Awaitable[Answer]]
+"""What a request asks for. It gets the answer that an earlier server has given, if there is one,
+and then only does what this server has to know."""
 
-    def __init__(self) -> None:
+
+class Answers:
+    """The work of requests, and what came of it.
+
+    Args:
+        journal: gets each answer.
+        known: answers of an earlier server, by the ids of the requests.
+    """
+
+    def __init__(self, journal: ServeJournal, known: dict[str, Answer]) -> None:
+        self._journal = journal
+        self._known = known
         self._tasks: dict[str, asyncio.Task[Answer]] = {}
+        self._settling: list[asyncio.Task[Answer]] = []
         self._num_bytes = 0
 
-    def begin(self, request_id: str, work: Coroutine[Any, Any, Answer]) -> None:
+    def begin(self, request_id: str, work: Work) -> None:
         """Begins the work, unless a request of this id has begun it."""
         if request_id in self._tasks:
-            work.close()
             return
-        self._tasks[request_id] = asyncio.create_task(self._done(work), name=request_id)
+        known = self._known.get(request_id)
+        done = asyncio.create_task(self._done(request_id, work, known), name=request_id)
+        self._tasks[request_id] = done
+        if known is not None:
+            self._settling.append(done)
         self._forget_oldest()
+
+    async def settle(self) -> None:
+        """Waits for the requests that an earlier server has answered."""
+        if self._settling:
+            await asyncio.wait(self._settling)
+        self._settling.clear()
 
     async def wait_for(self, request_id: str, limit_s: float) -> Answer | None:
         """The answer; None: it is not there yet.
@@ -47,22 +70,24 @@ class Answers:
         done, _ = await asyncio.wait([task], timeout=limit_s)
         return task.result() if done else None
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._tasks
-
     async def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _done(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+    async def _done(self, request_id: str, work: Work, known: Answer | None) -> Answer:
         try:
-            answer = await work
+            answer = await work(known)
         except Refused as refused:
             answer = failure_of(str(refused), is_users=True)
         except ArealError as error:
             logger.exception("a request has failed")
             answer = failure_of(f"{type(error).__name__}: {error}", is_users=False)
+        if known is not None:
+            answer = known
+        else:
+            told = answer.body, answer.content_type, answer.is_failure
+            self._journal.write(Answered(request_id, *told))
         self._num_bytes += len(answer.body)
         return answer
 

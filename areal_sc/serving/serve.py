@@ -13,6 +13,7 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
+from areal_sc.serving.journal import ServeJournal
 from areal_sc.serving.served_model import ServedModel
 from areal_sc.serving.server import TinkerServer, key_of
 from areal_sc.serving.wire import Limits
@@ -32,8 +33,14 @@ async def serve(config: GRPOConfig, port: int, key_file: str, output: TextIO) ->
         rollout = RolloutController(make_generator(run.config.rollout), run.scheduler)
         with run.training(actor, rollout):
             folder = run.folder.path
-            model = ServedModel(actor, rollout, limits_of(run.config), folder / "models")
-            server = TinkerServer(model, key_of(folder / key_file))
+            path = folder / "serve.journal"
+            is_new = not path.exists()
+            journal = ServeJournal(path)
+            model = ServedModel(
+                actor, rollout, limits_of(run.config), run.folder, is_initial=is_new
+            )
+            server = TinkerServer(model, key_of(folder / key_file), journal)
+            await server.go_on()
             runner = web.AppRunner(server.application(), access_log=None)
             await runner.setup()
             try:
@@ -49,6 +56,7 @@ async def serve(config: GRPOConfig, port: int, key_file: str, output: TextIO) ->
             finally:
                 await runner.cleanup()
                 await server.close()
+                journal.close()
 
 
 def limits_of(config: GRPOConfig) -> Limits:

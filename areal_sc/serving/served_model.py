@@ -20,8 +20,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,8 @@ from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.controller.rollout.rejections import INITIAL_STATE
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.wire import (
     Answer,
     Limits,
@@ -45,35 +46,12 @@ from areal_sc.serving.wire import (
     sample_output,
     sampling_of,
 )
+from areal_sc.sources.row_file import GROWING
 from areal_sc.workers.calls import Generated
 
 _LOSS: Final = "areal_sc.serving.losses:summed"
+_LOOK_S: Final = 0.5
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-class GivenRows:
-    """Rows of clients by number, which workers read from a file of the run folder."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, dict[str, list[Any]]] = {}
-        self._num_given = 0
-
-    def __len__(self) -> int:
-        return sys.maxsize  # further ones come
-
-    def __getitem__(self, index: int) -> dict[str, list[Any]]:
-        return self._held[index]
-
-    def give(self, rows: Sequence[dict[str, list[Any]]]) -> range:
-        """Their numbers."""
-        numbers = range(self._num_given, self._num_given + len(rows))
-        self._held.update(zip(numbers, rows, strict=True))
-        self._num_given += len(rows)
-        return numbers
-
-    def forget(self) -> None:
-        """The rows are trained: they stay in the file."""
-        self._held.clear()
 
 
 @dataclass(frozen=True)
@@ -121,26 +99,39 @@ class ServedModel:
     """
 
     def __init__(
-        self, actor: TrainController, rollout: RolloutController, limits: Limits, folder: Path
+        self,
+        actor: TrainController,
+        rollout: RolloutController,
+        limits: Limits,
+        folder: RunFolder,
+        *,
+        is_initial: bool,
     ) -> None:
         self.name = actor.config.path
         self.model_id = ""
         self.limits = limits
         self._actor = actor
         self._rollout = rollout
-        self._folder = folder
+        self._models = folder.path / "models"
+        self._sources = folder.sources
+        self._is_initial = is_initial
         self._number = 0  # of the models that were trained
-        self._begin()
         self._samplers: dict[str, Sampler] = {}  # by the id of a session, or a path
         self._num_samples = 0  # that go on
         self._changed = asyncio.Condition()
         self._is_publishing = False
 
+    @property
+    def _file_name(self) -> str:
+        return self.model_id.replace(":", "-")
+
     def _begin(self) -> None:
-        self._rows = GivenRows()
+        self._rows = GivenRows(self._sources / f"{GROWING}{self._file_name}.jsonl")
         self._asked: list[int] = []  # rows of the next step
         self._loss: NamedLoss | None = None  # of the next step
         self._order = InOrder(first=1)
+        self._version = 0  # that the requests until now have come to
+        self._saved: set[str] = set()
 
     @property
     def lora_rank(self) -> int:
@@ -156,7 +147,17 @@ class ServedModel:
         if not self.model_id or model_id != self.model_id:
             raise Refused(f"model_id: there is no model {model_id!r:.200}, or no more", 404)
 
-    async def create(self, model_id: str, asked: types.CreateModelRequest) -> Answer:
+    async def wait_until_free(self, is_silent: Callable[[str], bool]) -> None:
+        """Waits until no model is trained, or its client has gone.
+
+        Args: is_silent: whether the client of that model has.
+        """
+        while self.model_id and not is_silent(self.model_id):  # noqa: ASYNC110 # silence is no event
+            await asyncio.sleep(_LOOK_S)
+
+    async def create(
+        self, model_id: str, asked: types.CreateModelRequest, known: Answer | None
+    ) -> Answer:
         """A new model begins with the weights of the base model."""
         self.check_base(asked.base_model)
         rank = asked.lora_config.rank if asked.lora_config else 0
@@ -168,15 +169,11 @@ class ServedModel:
             )
         if not isinstance(asked.optimizer_config, types.AdamOptimizerConfig):
             raise Refused("optimizer_config: expected adamw")
-        if self.model_id:
-            raise Refused(
-                f"this server trains one model at a time, and {self.model_id} is trained; "
-                "unload it first"
-            )
         self.model_id = model_id
-        if self._number or self._actor.version:
+        if known is None and not self._is_initial:
             async with self._publication():
                 await asyncio.to_thread(self._go_back)
+        self._is_initial = False
         self._number += 1
         self._begin()
         return json_of(types.CreateModelResponse(model_id=model_id))
@@ -186,11 +183,11 @@ class ServedModel:
         self._rollout.go_back(INITIAL_STATE)
         self._actor.share_weights(self._rollout)
 
-    async def unload(self) -> Answer:
+    async def unload(self, _: Answer | None) -> Answer:
         model_id, self.model_id = self.model_id, ""
         return json_of(types.UnloadModelResponse(model_id=model_id, type="unload_model"))
 
-    async def run_pass(self, wanted: ForwardBackwardRequest) -> Answer:
+    async def run_pass(self, wanted: ForwardBackwardRequest, known: Answer | None) -> Answer:
         """A forward pass; its rows are trained on by the next step, if it is also a backward one.
 
         Raises: Refused: earlier ones of this step have another loss.
@@ -200,44 +197,49 @@ class ServedModel:
             loss = NamedLoss(_LOSS, {"name": asked.loss, **asked.settings})
             if asked.is_backward and self._loss not in (None, loss):
                 raise Refused("loss_fn: one step has one loss, and the same loss_fn_config")
-            numbers = self._rows.give(asked.rows)
-            logprobs = await asyncio.to_thread(
-                self._actor.score_rows, self._rows, numbers, per_token=True
-            )
-            if asked.is_backward:
+            numbers = await asyncio.to_thread(self._rows.give, asked.rows)
+            if known is None:
+                logprobs = await asyncio.to_thread(
+                    self._actor.score_rows, self._rows, numbers, per_token=True
+                )
+                known = pass_output(asked, logprobs)
+            if asked.is_backward and not known.is_failure:
                 self._loss = loss
                 self._asked += numbers
-            return pass_output(asked, logprobs)
+            return known
 
-    async def take_step(self, asked: types.OptimStepRequest) -> Answer:
+    async def take_step(self, asked: types.OptimStepRequest, known: Answer | None) -> Answer:
         """Raises: Refused: there is nothing to learn from, or a setting is wrong."""
         async with self._order.turn(asked.seq_id or 0):
             optimizer = _optimizer_of(asked.optim_params)
             if self._loss is None:
                 raise Refused("optim_step: no forward_backward came before it")
-            metrics = await asyncio.to_thread(
-                self._actor.update_rows,
-                self._rows,
-                self._asked,
-                self._loss,
-                advances=False,
-                optimizer=optimizer,
-            )
+            metrics = dict[str, float]()
+            if not self._is_past:
+                metrics = await asyncio.to_thread(
+                    self._actor.update_rows,
+                    self._rows,
+                    self._asked,
+                    self._loss,
+                    advances=False,
+                    optimizer=optimizer,
+                )
             self._asked, self._loss = [], None
-            self._rows.forget()
-            told = {name: metrics[name] for name in ("grad_norm", "lr") if name in metrics}
+            told = {name: it for name, it in metrics.items() if name in ("grad_norm", "lr")}
             return json_of(types.OptimStepResponse(metrics=told))
 
     async def save_for_sampler(
-        self, asked: types.SaveWeightsForSamplerRequest, session: str
+        self, asked: types.SaveWeightsForSamplerRequest, session: str, _: Answer | None
     ) -> Answer:
         """Publishes the weights. Samplers of earlier ones end."""
         async with self._order.turn(asked.seq_id or 0):
             if asked.path is not None:
                 _check_name(asked.path)
-            async with self._publication():
-                await asyncio.to_thread(self._actor.publish_weights, self._rollout)
-            sampler = Sampler(self._number, self._actor.version)
+            if not self._is_past:
+                async with self._publication():
+                    await asyncio.to_thread(self._actor.publish_weights, self._rollout)
+            self._version += 1
+            sampler = Sampler(self._number, self._version)
             if asked.path is None:
                 self._samplers[session] = sampler
                 answer = types.SaveWeightsForSamplerResponseInternal(sampling_session_id=session)
@@ -247,14 +249,24 @@ class ServedModel:
                 answer = types.SaveWeightsForSamplerResponseInternal(path=path)
             return json_of(answer)
 
-    async def save(self, asked: types.SaveWeightsRequest) -> Answer:
+    @property
+    def _is_past(self) -> bool:
+        """Whether the ranks have done what comes next: they outlived the server that asked them.
+
+        Updates behind the newest version are asked for again: the ranks know those they have made.
+        """
+        return self._version < self._actor.version
+
+    async def save(self, asked: types.SaveWeightsRequest, known: Answer | None) -> Answer:
         """Writes a folder that `transformers` loads."""
         async with self._order.turn(asked.seq_id or 0):
             name = _check_name(asked.path or f"step-{asked.seq_id}")
-            folder = self._folder / self.model_id.replace(":", "-") / name
-            if folder.exists() and not asked.overwrite:
+            folder = self._models / self._file_name / name
+            if name in self._saved and not asked.overwrite:
                 raise Refused(f"path: {name} was saved already; overwrite=True replaces it")
-            await asyncio.to_thread(self._actor.save_hf, folder)
+            self._saved.add(name)
+            if known is None:
+                await asyncio.to_thread(self._actor.save_hf, folder)
             path = f"tinker://{self.model_id}/weights/{name}"
             return json_of(types.SaveWeightsResponse(path=path, type="save_weights"))
 
@@ -269,11 +281,15 @@ class ServedModel:
             raise Refused(f"model_path: there are no weights {asked.model_path!r:.200}", 404)
         self._check_present(self._samplers[session])
 
-    def has_sampler(self, session: str) -> bool:
-        return session in self._samplers
+    def check_sampler(self, session: str) -> None:
+        """Raises: Refused: there is no such session."""
+        if session not in self._samplers:
+            raise Refused(f"there is no sampling session {session!r:.200}", 404)
 
-    async def sample(self, asked: types.SampleRequest) -> Answer:
+    async def sample(self, asked: types.SampleRequest, known: Answer | None) -> Answer:
         """Raises: Refused: what it asks for is not served."""
+        if known is not None:
+            return known
         prompt, sampling = sampling_of(asked, self.limits, self._rollout.engine.config.generation)
         sampler = self._samplers[asked.sampling_session_id or ""]
         async with self._sampling():

@@ -4,11 +4,13 @@
     retrieve_future    its answer, or after some seconds that it is still worked on
 
 Requests name what they are by numbers of their client (`seq_id`), so one that is repeated is the
-same one. A session whose client is silent gives its model up when another one wants to train.
+same one, also after the server was killed: see `journal`. A session whose client is silent gives
+its model up when another one wants to train.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import time
@@ -16,18 +18,20 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
+import pydantic
 from aiohttp import web
 from tinker import types
-from tinker.types.load_weights_request import LoadWeightsRequest
-from tinker.types.save_weights_external_request import SaveWeightsExternalRequest
 from tinker.types.try_again_response import TryAgainResponse
 
-from areal_sc.serving.answers import Answers
+from areal_sc.serving.answers import Answers, Work
+from areal_sc.serving.journal import Answered, Asked, ServeJournal
 from areal_sc.serving.served_model import ServedModel
 from areal_sc.serving.wire import Answer, Refused, json_of, read_json, read_pass
 from areal_sc.system.durable import replace_file
+
+B = TypeVar("B", bound=pydantic.BaseModel)
 
 MAX_BODY_BYTES: Final = 64 << 20
 KEY_PREFIX: Final = "tml-"
@@ -37,8 +41,8 @@ SILENT_S: Final = 120.0
 """A client tells every few seconds that it lives."""
 _API: Final = "/api/v1"
 _MAX_ROWS_A_PASS: Final = 1024
-
-Body = Callable[[web.Request], Awaitable[Answer]]
+_IN_ORDER: Final = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler")
+"""Requests that wait for those with smaller numbers."""
 
 
 def key_of(path: Path) -> str:
@@ -57,76 +61,117 @@ class TinkerServer:
     Args:
         model: is theirs one after the other.
         key: of all of them.
+        journal: what an earlier server was asked for.
     """
 
-    def __init__(self, model: ServedModel, key: str) -> None:
+    def __init__(self, model: ServedModel, key: str, journal: ServeJournal) -> None:
         self._model = model
-        self._key = key
-        self._answers = Answers()
+        self._key = key.encode()
+        self._journal = journal
+        self._found = journal.records()
+        answered = (it for it in self._found if isinstance(it, Answered))
+        known = {it.request_id: Answer(it.body, it.content_type, it.is_failure) for it in answered}
+        self._answers = Answers(journal, known)
         self._heard_s: dict[str, float] = {}  # of each session
+        self._plain: dict[str, Callable[[bytes], Answer]] = {
+            "client/config": self._config,
+            "client/dynamic_config": lambda _: json_of(types.ClientDynamicConfigResponse()),
+            "telemetry": lambda _: json_of(types.TelemetryResponse(status="accepted")),  # dropped
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "get_info": self._info,
+        }
+        self._kept: dict[str, Callable[[bytes], Answer]] = {
+            "create_model": self._create_model,
+            "unload_model": self._unload,
+            "forward_backward": self._pass,
+            "optim_step": partial(self._train, types.OptimStepRequest, model.take_step),
+            "save_weights": partial(self._train, types.SaveWeightsRequest, model.save),
+            "save_weights_for_sampler": self._save_for_sampler,
+            "create_sampling_session": self._create_sampler,
+            "asample": self._sample,
+        }
+
+    async def go_on(self) -> None:
+        """Begins what an earlier server has left undone, and knows what it has done."""
+        for record in self._found:
+            if not isinstance(record, Asked):
+                continue
+            is_apart = record.name not in _IN_ORDER
+            if is_apart:
+                await self._answers.settle()
+            with suppress(Refused):  # of a sampler, say, whose weights are gone
+                self._kept[record.name](record.body)
+            if is_apart:
+                await self._answers.settle()
+        self._found.clear()
 
     def application(self) -> web.Application:
         """All that is served."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        for name, serve in {
-            "client/config": self._config,
-            "client/dynamic_config": self._dynamic_config,
-            "create_session": self._create_session,
-            "session_heartbeat": self._heartbeat,
-            "telemetry": self._telemetry,
-            "create_model": self._create_model,
-            "unload_model": self._unload,
-            "get_info": self._info,
-            "forward_backward": self._pass,
-            "optim_step": self._step,
-            "save_weights": self._save,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "load_weights": partial(self._refuse, LoadWeightsRequest),
-            "save_weights_external": partial(self._refuse, SaveWeightsExternalRequest),
-            "create_sampling_session": self._create_sampler,
-            "asample": self._sample,
-            "retrieve_future": self._retrieve,
-        }.items():
-            app.router.add_post(f"{_API}/{name}", partial(self._answered, serve))
-        for name, serve in {
-            "healthz": self._health,
+        for name, serve in self._plain.items():
+            app.router.add_post(f"{_API}/{name}", self._answering(partial(_of_body, serve)))
+        for name in self._kept:
+            app.router.add_post(f"{_API}/{name}", self._answering(partial(self._keep, name)))
+        app.router.add_post(f"{_API}/retrieve_future", self._answering(self._retrieve))
+        for path, look in {
+            "healthz": _health,
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler}": self._sampler,
         }.items():
-            app.router.add_get(f"{_API}/{name}", partial(self._answered, serve))
-        app.router.add_route("*", "/{path:.*}", partial(self._answered, _unknown))
+            app.router.add_get(f"{_API}/{path}", self._answering(look))
+        app.router.add_route("*", "/{path:.*}", self._answering(_refuse))
         return app
 
     async def close(self) -> None:
         await self._answers.close()
 
-    async def _answered(self, serve: Body, request: web.Request) -> web.Response:
-        try:
-            given = request.headers.get("X-API-Key", "")
-            if not hmac.compare_digest(given.encode(), self._key.encode()):
-                raise Refused("X-API-Key: this is not the key of this server", 401)
-            answer = await serve(request)
-        except Refused as refused:
-            told = {"error": str(refused), "message": str(refused)}
-            return web.json_response(told, status=refused.status)
-        return web.Response(body=answer.body, content_type=answer.content_type)
+    def _answering(
+        self, serve: Callable[[web.Request], Awaitable[Answer]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            try:
+                given = request.headers.get("X-API-Key", "").encode()
+                if not hmac.compare_digest(given, self._key):
+                    raise Refused("X-API-Key: this is not the key of this server", 401)
+                answer = await serve(request)
+            except Refused as refused:
+                told = {"error": str(refused), "message": str(refused)}
+                return web.json_response(told, status=refused.status)
+            return web.Response(body=answer.body, content_type=answer.content_type)
 
-    async def _config(self, _: web.Request) -> Answer:
+        return handle
+
+    async def _keep(self, name: str, request: web.Request) -> Answer:
+        """A request that a later server has to know, too."""
+        body = await request.read()
+        answer = self._kept[name](body)  # raises, if it is no request
+        self._journal.write(Asked(name, body))
+        return answer
+
+    async def _retrieve(self, request: web.Request) -> Answer:
+        asked = read_json(await request.read(), types.FutureRetrieveRequest)
+        answer = await self._answers.wait_for(asked.request_id, POLL_S)
+        if answer is None:
+            return json_of(TryAgainResponse(request_id=asked.request_id, queue_state="active"))
+        return answer
+
+    def _begun(
+        self, request_id: str, work: Work, model_id: str | None = None, ids: list[str] | None = None
+    ) -> Answer:
+        self._answers.begin(request_id, work)
+        return json_of(
+            types.UntypedAPIFuture(
+                request_id=request_id, model_id=model_id, sample_sequence_ids=ids
+            )
+        )
+
+    def _config(self, _: bytes) -> Answer:
         return json_of(
             types.ClientConfigResponse(
                 fwdbwd_max_chunk_len=_MAX_ROWS_A_PASS, use_pyqwest_transport=False
             )
         )
-
-    async def _dynamic_config(self, _: web.Request) -> Answer:
-        return json_of(types.ClientDynamicConfigResponse())
-
-    async def _health(self, _: web.Request) -> Answer:
-        return json_of(types.HealthResponse(status="ok"))
-
-    async def _telemetry(self, _: web.Request) -> Answer:
-        """Nothing of it is kept."""
-        return json_of(types.TelemetryResponse(status="accepted"))
 
     async def _capabilities(self, _: web.Request) -> Answer:
         served = types.SupportedModel(
@@ -137,38 +182,50 @@ class TinkerServer:
         )
         return json_of(types.GetServerCapabilitiesResponse(supported_models=[served]))
 
-    async def _create_session(self, request: web.Request) -> Answer:
-        read_json(await request.read(), types.CreateSessionRequest)
-        session = secrets.token_hex(8)
-        self._heard_s[session] = time.monotonic()
-        return json_of(types.CreateSessionResponse(session_id=session))
+    def _create_session(self, body: bytes) -> Answer:
+        read_json(body, types.CreateSessionRequest)
+        token = secrets.token_hex(8)
+        return json_of(types.CreateSessionResponse(session_id=f"{token}-{self._seal(token)}"))
 
-    async def _heartbeat(self, request: web.Request) -> Answer:
-        asked = read_json(await request.read(), types.SessionHeartbeatRequest)
-        self._check_session(asked.session_id)
+    def _seal(self, token: str) -> str:
+        """So a later server knows that a session is one of its own."""
+        return hmac.new(self._key, token.encode(), hashlib.sha256).hexdigest()[:16]
+
+    def _heartbeat(self, body: bytes) -> Answer:
+        self._hear(read_json(body, types.SessionHeartbeatRequest).session_id)
         return json_of(types.SessionHeartbeatResponse())
 
-    def _check_session(self, session: str) -> None:
-        if session not in self._heard_s:
+    def _hear(self, session: str) -> None:
+        """Raises: Refused: there is no such session."""
+        token, _, seal = session.partition("-")
+        if not hmac.compare_digest(seal.encode(), self._seal(token).encode()):
             raise Refused(f"session_id: there is no session {session!r:.200}", 404)
         self._heard_s[session] = time.monotonic()
 
-    async def _create_model(self, request: web.Request) -> Answer:
-        asked = read_json(await request.read(), types.CreateModelRequest)
-        self._check_session(asked.session_id)
-        model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
-        owner = self._model.model_id.partition(":")[0]
-        if time.monotonic() > self._heard_s.get(owner, 0.0) + SILENT_S:
-            self._model.model_id = ""
-        return self._begun(f"{model_id}:0", lambda: self._model.create(model_id, asked), model_id)
+    def _is_silent(self, model_id: str) -> bool:
+        session = model_id.partition(":")[0]
+        return time.monotonic() > self._heard_s.setdefault(session, time.monotonic()) + SILENT_S
 
-    async def _unload(self, request: web.Request) -> Answer:
-        asked = read_json(await request.read(), types.UnloadModelRequest)
+    def _create_model(self, body: bytes) -> Answer:
+        asked = read_json(body, types.CreateModelRequest)
+        self._hear(asked.session_id)
+        model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
+
+        async def create(known: Answer | None) -> Answer:
+            if known is None:
+                await self._model.wait_until_free(self._is_silent)
+                self._journal.begin_anew(Asked("create_model", body))
+            return await self._model.create(model_id, asked, known)
+
+        return self._begun(f"{model_id}:0", create, model_id)
+
+    def _unload(self, body: bytes) -> Answer:
+        asked = read_json(body, types.UnloadModelRequest)
         self._model.check_id(asked.model_id)
         return self._begun(f"{asked.model_id}:unload", self._model.unload, asked.model_id)
 
-    async def _info(self, request: web.Request) -> Answer:
-        asked = read_json(await request.read(), types.GetInfoRequest)
+    def _info(self, body: bytes) -> Answer:
+        asked = read_json(body, types.GetInfoRequest)
         self._model.check_id(asked.model_id)
         rank, name = self._model.lora_rank, Path(self._model.name).name
         return json_of(
@@ -181,86 +238,56 @@ class TinkerServer:
             )
         )
 
-    async def _pass(self, request: web.Request) -> Answer:
-        asked = read_pass(await request.read())
-        self._model.check_id(asked.model_id)
-        request_id = f"{asked.model_id}:{asked.seq_id}"
-        return self._begun(request_id, lambda: self._model.run_pass(asked), asked.model_id)
+    def _pass(self, body: bytes) -> Answer:
+        asked = read_pass(body)
+        return self._in_order(asked, partial(self._model.run_pass, asked))
 
-    async def _step(self, request: web.Request) -> Answer:
-        asked = read_json(await request.read(), types.OptimStepRequest)
-        self._model.check_id(asked.model_id)
-        request_id = f"{asked.model_id}:{asked.seq_id}"
-        return self._begun(request_id, lambda: self._model.take_step(asked), asked.model_id)
+    def _train(
+        self, kind: type[B], work: Callable[[Any, Answer | None], Awaitable[Answer]], body: bytes
+    ) -> Answer:
+        asked = read_json(body, kind)
+        return self._in_order(asked, partial(work, asked))
 
-    async def _save(self, request: web.Request) -> Answer:
-        asked = read_json(await request.read(), types.SaveWeightsRequest)
-        self._model.check_id(asked.model_id)
-        request_id = f"{asked.model_id}:{asked.seq_id}"
-        return self._begun(request_id, lambda: self._model.save(asked), asked.model_id)
-
-    async def _save_for_sampler(self, request: web.Request) -> Answer:
-        asked = read_json(await request.read(), types.SaveWeightsForSamplerRequest)
-        self._model.check_id(asked.model_id)
+    def _save_for_sampler(self, body: bytes) -> Answer:
+        asked = read_json(body, types.SaveWeightsForSamplerRequest)
         owner = asked.model_id.partition(":")[0]
         session = f"{owner}:sample:{asked.sampling_session_seq_id}"
-        request_id = f"{asked.model_id}:{asked.seq_id}"
-        return self._begun(
-            request_id, lambda: self._model.save_for_sampler(asked, session), asked.model_id
-        )
+        return self._in_order(asked, partial(self._model.save_for_sampler, asked, session))
 
-    async def _create_sampler(self, request: web.Request) -> Answer:
-        asked = read_json(await request.read(), types.CreateSamplingSessionRequest)
-        self._check_session(asked.session_id)
+    def _in_order(self, asked: Any, work: Work) -> Answer:
+        self._model.check_id(asked.model_id)
+        if not asked.seq_id:
+            raise Refused("seq_id: expected a number above 0")
+        return self._begun(f"{asked.model_id}:{asked.seq_id}", work, asked.model_id)
+
+    def _create_sampler(self, body: bytes) -> Answer:
+        asked = read_json(body, types.CreateSamplingSessionRequest)
+        self._hear(asked.session_id)
         session = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         self._model.open_sampler(session, asked)
         return json_of(types.CreateSamplingSessionResponse(sampling_session_id=session))
 
     async def _sampler(self, request: web.Request) -> Answer:
         session = request.match_info["sampler"]
-        self._check_sampler(session)
+        self._model.check_sampler(session)
         base = Path(self._model.name).name
         return json_of(types.GetSamplerResponse(sampler_id=session, base_model=base))
 
-    def _check_sampler(self, session: str | None) -> None:
-        if session is None or not self._model.has_sampler(session):
-            raise Refused(f"there is no sampling session {session!r:.200}", 404)
-
-    async def _sample(self, request: web.Request) -> Answer:
-        asked = read_json(await request.read(), types.SampleRequest)
-        self._check_sampler(asked.sampling_session_id)
+    def _sample(self, body: bytes) -> Answer:
+        asked = read_json(body, types.SampleRequest)
+        self._model.check_sampler(asked.sampling_session_id or "")
         request_id = f"{asked.sampling_session_id}:{asked.seq_id}"
-        ids = [f"{request_id}:{number}" for number in range(asked.num_samples)]
-        return self._begun(request_id, lambda: self._model.sample(asked), ids=ids)
-
-    async def _refuse(
-        self, kind: type[LoadWeightsRequest | SaveWeightsExternalRequest], request: web.Request
-    ) -> Answer:
-        read_json(await request.read(), kind)
-        raise Refused(f"{request.path} is not served", 404)
-
-    def _begun(
-        self,
-        request_id: str,
-        work: Callable[[], Awaitable[Answer]],
-        model_id: str | None = None,
-        ids: list[str] | None = None,
-    ) -> Answer:
-        if request_id not in self._answers:
-            self._answers.begin(request_id, work())
-        return json_of(
-            types.UntypedAPIFuture(
-                request_id=request_id, model_id=model_id, sample_sequence_ids=ids
-            )
-        )
-
-    async def _retrieve(self, request: web.Request) -> Answer:
-        asked = read_json(await request.read(), types.FutureRetrieveRequest)
-        answer = await self._answers.wait_for(asked.request_id, POLL_S)
-        if answer is None:
-            return json_of(TryAgainResponse(request_id=asked.request_id, queue_state="active"))
-        return answer
+        ids = [f"{request_id}:{number}" for number in range(min(asked.num_samples, 1024))]
+        return self._begun(request_id, partial(self._model.sample, asked), ids=ids)
 
 
-async def _unknown(request: web.Request) -> Answer:
+async def _of_body(serve: Callable[[bytes], Answer], request: web.Request) -> Answer:
+    return serve(await request.read())
+
+
+async def _health(_: web.Request) -> Answer:
+    return json_of(types.HealthResponse(status="ok"))
+
+
+async def _refuse(request: web.Request) -> Answer:
     raise Refused(f"{request.method} {request.path:.200} is not served", 404)

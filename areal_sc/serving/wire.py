@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import pydantic
 import torch
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
@@ -47,6 +47,7 @@ class Answer:
 
     body: bytes
     content_type: str = JSON
+    is_failure: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def read_json(body: bytes, kind: type[B]) -> B:
 def read_pass(body: bytes) -> pb.ForwardBackwardRequest:
     """Raises: Refused: 422: it is no such body."""
     try:
-        return pb.ForwardBackwardRequest.FromString(body)
+        return pb.ForwardBackwardRequest.FromString(body)  # type: ignore[no-any-return]
     except DecodeError as error:
         raise Refused(f"the body is no ForwardBackwardRequest: {error}", 422) from error
 
@@ -278,6 +279,5 @@ def json_of(body: pydantic.BaseModel) -> Answer:
 def failure_of(why: str, *, is_users: bool) -> Answer:
     """What a client is told in place of a result; the SDK raises `RequestFailedError`."""
     kinds = types.RequestErrorCategory
-    return json_of(
-        types.RequestFailedResponse(error=why, category=kinds.User if is_users else kinds.Server)
-    )
+    told = types.RequestFailedResponse(error=why, category=kinds.User if is_users else kinds.Server)
+    return replace(json_of(told), is_failure=True)

@@ -75,7 +75,7 @@ async def score(rank: Rank, args: rank_methods.ScoreRows) -> tuple[tuple[float, 
         values = await rank.compute(lambda: rank.engine.forward(rows, args.output))
     assert rows.metadata is not None, "_read gives each row its group"
     if args.per_token:
-        return tuple(tuple(of_row.tolist()) for of_row in values.split(list(rows.lengths)))
+        return tuple(tuple(of_row.tolist()) for of_row in torch.split(values, list(rows.lengths)))
     found: dict[int, tuple[float, ...]] = {}
     for row, total in zip(rows.metadata, _of_rows(rows, values, args.output), strict=True):
         found[row.group_id] = (*found.get(row.group_id, ()), total)
