@@ -33,12 +33,8 @@ async def serve(config: GRPOConfig, port: int, key_file: str, output: TextIO) ->
         rollout = RolloutController(make_generator(run.config.rollout), run.scheduler)
         with run.training(actor, rollout):
             folder = run.folder.path
-            path = folder / "serve.journal"
-            is_new = not path.exists()
-            journal = ServeJournal(path)
-            model = ServedModel(
-                actor, rollout, limits_of(run.config), run.folder, is_initial=is_new
-            )
+            journal = ServeJournal(folder / "serve.journal")
+            model = ServedModel(actor, rollout, limits_of(run.config), run.folder)
             server = TinkerServer(model, key_of(folder / key_file), journal)
             await server.go_on()
             runner = web.AppRunner(server.application(), access_log=None)

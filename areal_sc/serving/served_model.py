@@ -104,8 +104,6 @@ class ServedModel:
         rollout: RolloutController,
         limits: Limits,
         folder: RunFolder,
-        *,
-        is_initial: bool,
     ) -> None:
         self.name = actor.config.path
         self.model_id = ""
@@ -114,7 +112,6 @@ class ServedModel:
         self._rollout = rollout
         self._models = folder.path / "models"
         self._sources = folder.sources
-        self._is_initial = is_initial
         self._number = 0  # of the models that were trained
         self._samplers: dict[str, Sampler] = {}  # by the id of a session, or a path
         self._num_samples = 0  # that go on
@@ -170,10 +167,9 @@ class ServedModel:
         if not isinstance(asked.optimizer_config, types.AdamOptimizerConfig):
             raise Refused("optimizer_config: expected adamw")
         self.model_id = model_id
-        if known is None and not self._is_initial:
+        if known is None:
             async with self._publication():
                 await asyncio.to_thread(self._go_back)
-        self._is_initial = False
         self._number += 1
         self._begin()
         return json_of(types.CreateModelResponse(model_id=model_id))
