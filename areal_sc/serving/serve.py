@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TextIO
+from typing import Final, TextIO
 
 from aiohttp import web
 from transformers import AutoConfig
@@ -19,14 +19,15 @@ from areal_sc.serving.server import TinkerServer, key_of
 from areal_sc.serving.wire import Limits
 from areal_sc.trainer.run import Run
 
-HOST = "127.0.0.1"
+HOST: Final = "127.0.0.1"
+_LOOK_S: Final = 0.5
 
 
 async def serve(config: GRPOConfig, port: int, key_file: str, output: TextIO) -> None:
     """Serves until it is cancelled.
 
     Args: key_file: its name in the run folder.
-    Raises: OSError: the port is taken.
+    Raises: OSError: the port is taken. WorkerError: a worker was given up.
     """
     with Run(config) as run:
         actor = TrainController(make_actor(run.config.actor), run.scheduler)
@@ -48,7 +49,9 @@ async def serve(config: GRPOConfig, port: int, key_file: str, output: TextIO) ->
                     file=output,
                     flush=True,
                 )
-                await asyncio.Event().wait()
+                while (lost := actor.worker_lost or rollout.worker_lost) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+                raise lost
             finally:
                 await runner.cleanup()
                 await server.close()

@@ -225,7 +225,7 @@ class ServedModel:
             return json_of(types.OptimStepResponse(metrics=told))
 
     async def save_for_sampler(
-        self, asked: types.SaveWeightsForSamplerRequest, session: str, _: Answer | None
+        self, asked: types.SaveWeightsForSamplerRequest, _: Answer | None
     ) -> Answer:
         """Publishes the weights. Samplers of earlier ones end."""
         async with self._order.turn(asked.seq_id or 0):
@@ -237,6 +237,8 @@ class ServedModel:
             self._version += 1
             sampler = Sampler(self._number, self._version)
             if asked.path is None:
+                owner = self.model_id.partition(":")[0]
+                session = f"{owner}:sample:{asked.sampling_session_seq_id}"
                 self._samplers[session] = sampler
                 answer = types.SaveWeightsForSamplerResponseInternal(sampling_session_id=session)
             else:
@@ -265,6 +267,11 @@ class ServedModel:
                 await asyncio.to_thread(self._actor.save_hf, folder)
             path = f"tinker://{self.model_id}/weights/{name}"
             return json_of(types.SaveWeightsResponse(path=path, type="save_weights"))
+
+    async def refuse(self, seq_id: int, why: str, _: Answer | None) -> Answer:
+        """What cannot be read has its turn, too."""
+        async with self._order.turn(seq_id):
+            raise Refused(why)
 
     def open_sampler(self, session: str, asked: types.CreateSamplingSessionRequest) -> None:
         """Raises: Refused: there are no such weights."""

@@ -45,6 +45,13 @@ _IN_ORDER: Final = ("forward_backward", "optim_step", "save_weights", "save_weig
 """Requests that wait for those with smaller numbers."""
 
 
+class Numbered(pydantic.BaseModel):
+    """What a request of a model says, whatever else is wrong with it."""
+
+    model_id: str
+    seq_id: int
+
+
 def key_of(path: Path) -> str:
     """The key in a file that its owner alone can read; it is made where there is none."""
     with suppress(FileNotFoundError):
@@ -87,7 +94,9 @@ class TinkerServer:
             "forward_backward": self._pass,
             "optim_step": partial(self._train, types.OptimStepRequest, model.take_step),
             "save_weights": partial(self._train, types.SaveWeightsRequest, model.save),
-            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_for_sampler": partial(
+                self._train, types.SaveWeightsForSamplerRequest, model.save_for_sampler
+            ),
             "create_sampling_session": self._create_sampler,
             "asample": self._sample,
         }
@@ -245,14 +254,13 @@ class TinkerServer:
     def _train(
         self, kind: type[B], work: Callable[[Any, Answer | None], Awaitable[Answer]], body: bytes
     ) -> Answer:
-        asked = read_json(body, kind)
+        try:
+            asked = read_json(body, kind)
+        except Refused as refused:  # the requests behind it wait for its number
+            numbered = read_json(body, Numbered)
+            refuse = partial(self._model.refuse, numbered.seq_id, str(refused))
+            return self._in_order(numbered, refuse)
         return self._in_order(asked, partial(work, asked))
-
-    def _save_for_sampler(self, body: bytes) -> Answer:
-        asked = read_json(body, types.SaveWeightsForSamplerRequest)
-        owner = asked.model_id.partition(":")[0]
-        session = f"{owner}:sample:{asked.sampling_session_seq_id}"
-        return self._in_order(asked, partial(self._model.save_for_sampler, asked, session))
 
     def _in_order(self, asked: Any, work: Work) -> Answer:
         self._model.check_id(asked.model_id)

@@ -365,7 +365,9 @@ class RolloutWorkers:
             await self.background.wait_until(lambda: bool(usable()), what)
             try:
                 state = min(usable(), key=lambda it: it.num_calls)
-                return await self._own_call(state, calls.GENERATE, wanted)
+                found = await self._own_call(state, calls.GENERATE, wanted)
+                self.note_progress(state)
+                return found
             except WorkerLost:
                 if number == DEATHS_OF_A_CALL:
                     raise
