@@ -12,13 +12,11 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import CommandError
 from areal_sc.preflight.load import load_config
 
-KEY_FILE: Final = "serve.key"
-
 COMMAND: Final = dict(
     help="train and sample a model for clients of the Tinker API",
     usage="python -m areal_sc serve --config FILE.yaml [--port N] [key=value ...]",
     description="Starts the trainer and the generators of the settings, and answers the official "
-    "client of the Tinker API, `tinker`, on this machine. RUN_DIR/serve.key holds the key that "
+    "client of the Tinker API, `tinker`, on this machine. RUN_DIR/serving/key holds the key that "
     "clients need. Ctrl-C ends it. docs/serve.md says what is served.",
 )
 
@@ -39,6 +37,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     config = load_config(["--config", arguments.config, *arguments.overrides], GRPOConfig)
     try:
-        asyncio.run(serve(config, arguments.port, KEY_FILE, sys.stdout))
+        asyncio.run(serve(config, arguments.port, sys.stdout))
     except OSError as error:
         raise CommandError(f"--port {arguments.port}: {error.strerror}") from error

@@ -24,6 +24,7 @@ agents/          where its agents can be reached: see `agent_files`
 .joined          those of them that do not see the folder, and so have no file in `agents/`
 .nonce           who reads it shares the folder: see `nodes.node_folder`
 sources/         how workers build the user's datasets and workflows
+serving/         key and journal of `python -m areal_sc serve`, and the models that clients saved
 previous/<n>/    what an earlier start left that had no snapshot to go on from
 rollout_workers  how many there are, once their number has changed
 tracker_id       names the run for trackers; it keeps it when it is resumed
@@ -78,6 +79,7 @@ class RunFiles:
         self.scale_path = self.path / ".scale"
         self.rollout_workers_path = self.path / "rollout_workers"
         self.ledger = self.path / "ledger"
+        self.serving = self.path / "serving"
         self.histories = self.path / "histories"
         self.exports = self.path / "exports"
         self.sources = self.path / "sources"

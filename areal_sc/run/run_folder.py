@@ -453,8 +453,8 @@ class RunFolder(RunFiles):
         """Moves what an earlier start left to `previous/<n>/`, once none of it runs any more."""
         end_agents(self.path, END_LIMIT_S)
         # jobs may wait, whose agents have these keys
-        names = (self.keys_path.name, self.pause_path.name, self.agents_path.name)
-        kept = (MARKER, _PREVIOUS, AGENTS, *names)
+        apart = (self.keys_path, self.pause_path, self.agents_path, self.serving)
+        kept = (MARKER, _PREVIOUS, AGENTS, *(path.name for path in apart))
         set_aside([e for e in self._entries() if e.name not in kept], self.path / _PREVIOUS)
 
 

@@ -1,0 +1,1 @@
+"""The Tinker API, on the controllers of a run."""

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from areal_sc.errors import ArealError
-from areal_sc.serving.journal import Answered, ServeJournal
-from areal_sc.serving.wire import Answer, Refused, failure_of
+from areal_sc.serving.journal import ServeJournal, WrittenReply
+from areal_sc.serving.wire import ApiAnswer, RequestRefused, failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ MAX_KEPT: Final = 20_000
 MAX_KEPT_BYTES: Final = 1 << 30
 
 
-Work = Callable[[Answer | None], Awaitable[Answer]]
+Work = Callable[[ApiAnswer | None], Awaitable[ApiAnswer]]
 """What a request asks for. It gets the answer that an earlier server has given, if there is one,
 and then only does what this server has to know."""
 
@@ -36,11 +36,11 @@ class Answers:
         known: answers of an earlier server, by the ids of the requests.
     """
 
-    def __init__(self, journal: ServeJournal, known: dict[str, Answer]) -> None:
+    def __init__(self, journal: ServeJournal, known: dict[str, ApiAnswer]) -> None:
         self._journal = journal
         self._known = known
-        self._tasks: dict[str, asyncio.Task[Answer]] = {}
-        self._settling: list[asyncio.Task[Answer]] = []
+        self._tasks: dict[str, asyncio.Task[ApiAnswer]] = {}
+        self._settling: list[asyncio.Task[ApiAnswer]] = []
         self._num_bytes = 0
 
     def begin(self, request_id: str, work: Work) -> None:
@@ -60,13 +60,15 @@ class Answers:
             await asyncio.wait(self._settling)
         self._settling.clear()
 
-    async def wait_for(self, request_id: str, limit_s: float) -> Answer | None:
+    async def wait_for(self, request_id: str, limit_s: float) -> ApiAnswer | None:
         """The answer; None: it is not there yet.
 
-        Raises: Refused: 404: nobody has asked for it, or that is long ago.
+        Raises: RequestRefused: 404: nobody has asked for it, or that is long ago.
         """
         if (task := self._tasks.get(request_id)) is None:
-            raise Refused(f"request {request_id:.200} is not known, or was answered long ago", 404)
+            raise RequestRefused(
+                f"request {request_id:.200} is not known, or was answered long ago", 404
+            )
         done, _ = await asyncio.wait([task], timeout=limit_s)
         return task.result() if done else None
 
@@ -75,10 +77,10 @@ class Answers:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _done(self, request_id: str, work: Work, known: Answer | None) -> Answer:
+    async def _done(self, request_id: str, work: Work, known: ApiAnswer | None) -> ApiAnswer:
         try:
             answer = await work(known)
-        except Refused as refused:
+        except RequestRefused as refused:
             answer = failure_of(str(refused), is_users=True)
         except ArealError as error:
             logger.exception("a request has failed")
@@ -87,7 +89,7 @@ class Answers:
             answer = known
         else:
             told = answer.body, answer.content_type, answer.is_failure
-            self._journal.write(Answered(request_id, *told))
+            self._journal.write(WrittenReply(request_id, *told))
         self._num_bytes += len(answer.body)
         return answer
 

@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 _HEAD_BYTES: Final = 8  # length and checksum of what follows
 
 
-class Asked(Struct, frozen=True, array_like=True, tag=True):
+class KeptRequest(Struct, frozen=True, array_like=True, tag=True):
     """A request: what serves it, and its body."""
 
     name: str
     body: bytes
 
 
-class Answered(Struct, frozen=True, array_like=True, tag=True):
+class WrittenReply(Struct, frozen=True, array_like=True, tag=True):
     """The answer of a request, by its id."""
 
     request_id: str
@@ -40,7 +40,7 @@ class Answered(Struct, frozen=True, array_like=True, tag=True):
     is_failure: bool
 
 
-Record = Asked | Answered
+Record = KeptRequest | WrittenReply
 
 _DECODER: Final = msgspec.msgpack.Decoder(Record)
 

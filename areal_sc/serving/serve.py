@@ -14,29 +14,30 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.serving.journal import ServeJournal
-from areal_sc.serving.served_model import ServedModel
+from areal_sc.serving.served_model import TinkerModel
 from areal_sc.serving.server import TinkerServer, key_of
-from areal_sc.serving.wire import Limits
+from areal_sc.serving.wire import RowLimits
 from areal_sc.trainer.run import Run
 
 HOST: Final = "127.0.0.1"
+KEY_FILE: Final = "key"
 _LOOK_S: Final = 0.5
 
 
-async def serve(config: GRPOConfig, port: int, key_file: str, output: TextIO) -> None:
+async def serve(config: GRPOConfig, port: int, output: TextIO) -> None:
     """Serves until it is cancelled.
 
-    Args: key_file: its name in the run folder.
     Raises: OSError: the port is taken. WorkerError: a worker was given up.
     """
     with Run(config) as run:
         actor = TrainController(make_actor(run.config.actor), run.scheduler)
         rollout = RolloutController(make_generator(run.config.rollout), run.scheduler)
         with run.training(actor, rollout):
-            folder = run.folder.path
-            journal = ServeJournal(folder / "serve.journal")
-            model = ServedModel(actor, rollout, limits_of(run.config), run.folder)
-            server = TinkerServer(model, key_of(folder / key_file), journal)
+            folder = run.folder.serving
+            folder.mkdir(exist_ok=True)
+            journal = ServeJournal(folder / "journal")
+            model = TinkerModel(actor, rollout, limits_of(run.config), run.folder)
+            server = TinkerServer(model, key_of(folder / KEY_FILE), journal)
             await server.go_on()
             runner = web.AppRunner(server.application(), access_log=None)
             await runner.setup()
@@ -45,7 +46,7 @@ async def serve(config: GRPOConfig, port: int, key_file: str, output: TextIO) ->
                 bound = runner.addresses[0][1]
                 print(
                     f"serving {Path(model.name).name} at http://{HOST}:{bound}; the key is in "
-                    f"{folder / key_file}",
+                    f"{folder / KEY_FILE}",
                     file=output,
                     flush=True,
                 )
@@ -58,8 +59,8 @@ async def serve(config: GRPOConfig, port: int, key_file: str, output: TextIO) ->
                 journal.close()
 
 
-def limits_of(config: GRPOConfig) -> Limits:
+def limits_of(config: GRPOConfig) -> RowLimits:
     """What the model and the settings allow."""
     own = AutoConfig.from_pretrained(config.actor.path).get_text_config()
     room = own.max_position_embeddings, config.rollout.max_context_tokens
-    return Limits(own.vocab_size, min(*room, config.actor.max_tokens_per_micro_batch))
+    return RowLimits(own.vocab_size, min(*room, config.actor.max_tokens_per_micro_batch))

@@ -37,9 +37,9 @@ from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.wire import (
-    Answer,
-    Limits,
-    Refused,
+    ApiAnswer,
+    RequestRefused,
+    RowLimits,
     json_of,
     pass_of,
     pass_output,
@@ -76,10 +76,10 @@ class InOrder:
 
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
-        """Raises: Refused: a request of that number was served."""
+        """Raises: RequestRefused: a request of that number was served."""
         async with self._changed:
             if number < self._next:
-                raise Refused(f"seq_id: expected {self._next} or above, got {number}")
+                raise RequestRefused(f"seq_id: expected {self._next} or above, got {number}")
             await self._changed.wait_for(lambda: self._next == number)
         try:
             yield
@@ -89,7 +89,7 @@ class InOrder:
                 self._changed.notify_all()
 
 
-class ServedModel:
+class TinkerModel:
     """One base model, and the model that one client at a time trains from it.
 
     Attributes:
@@ -102,7 +102,7 @@ class ServedModel:
         self,
         actor: TrainController,
         rollout: RolloutController,
-        limits: Limits,
+        limits: RowLimits,
         folder: RunFolder,
     ) -> None:
         self.name = actor.config.path
@@ -110,7 +110,7 @@ class ServedModel:
         self.limits = limits
         self._actor = actor
         self._rollout = rollout
-        self._models = folder.path / "models"
+        self._models = folder.serving / "models"
         self._sources = folder.sources
         self._number = 0  # of the models that were trained
         self._samplers: dict[str, Sampler] = {}  # by the id of a session, or a path
@@ -135,37 +135,39 @@ class ServedModel:
         return self._actor.config.lora.rank
 
     def check_base(self, name: str | None) -> None:
-        """Raises: Refused: another model is wanted than the one that is served."""
+        """Raises: RequestRefused: another model is wanted than the one that is served."""
         if name not in (self.name, Path(self.name).name):
-            raise Refused(f"base_model: expected {Path(self.name).name}, got {name!r:.200}", 404)
+            raise RequestRefused(
+                f"base_model: expected {Path(self.name).name}, got {name!r:.200}", 404
+            )
 
     def check_id(self, model_id: str) -> None:
-        """Raises: Refused: it is not the model that is trained."""
+        """Raises: RequestRefused: it is not the model that is trained."""
         if not self.model_id or model_id != self.model_id:
-            raise Refused(f"model_id: there is no model {model_id!r:.200}, or no more", 404)
+            raise RequestRefused(f"model_id: there is no model {model_id!r:.200}, or no more", 404)
 
-    async def wait_until_free(self, is_silent: Callable[[str], bool]) -> None:
-        """Waits until no model is trained, or its client has gone.
+    async def wait_until_free(self, is_given_up: Callable[[str], bool]) -> None:
+        """Waits until no model is trained, or one that is given up.
 
-        Args: is_silent: whether the client of that model has.
+        Args: is_given_up: whether the model of that id is.
         """
-        while self.model_id and not is_silent(self.model_id):  # noqa: ASYNC110 # silence is no event
+        while self.model_id and not is_given_up(self.model_id):  # noqa: ASYNC110 # as silence is
             await asyncio.sleep(_LOOK_S)
 
     async def create(
-        self, model_id: str, asked: types.CreateModelRequest, known: Answer | None
-    ) -> Answer:
+        self, model_id: str, asked: types.CreateModelRequest, known: ApiAnswer | None
+    ) -> ApiAnswer:
         """A new model begins with the weights of the base model."""
         self.check_base(asked.base_model)
         rank = asked.lora_config.rank if asked.lora_config else 0
         if rank != self.lora_rank:
             what = "LoRA of that rank" if self.lora_rank else "all parameters"
-            raise Refused(
+            raise RequestRefused(
                 f"lora_config.rank: expected {self.lora_rank}, since this server trains {what}, "
                 f"got {rank}"
             )
         if not isinstance(asked.optimizer_config, types.AdamOptimizerConfig):
-            raise Refused("optimizer_config: expected adamw")
+            raise RequestRefused("optimizer_config: expected adamw")
         self.model_id = model_id
         if known is None:
             async with self._publication():
@@ -179,20 +181,20 @@ class ServedModel:
         self._rollout.go_back(INITIAL_STATE)
         self._actor.share_weights(self._rollout)
 
-    async def unload(self, _: Answer | None) -> Answer:
+    async def unload(self, _: ApiAnswer | None) -> ApiAnswer:
         model_id, self.model_id = self.model_id, ""
         return json_of(types.UnloadModelResponse(model_id=model_id, type="unload_model"))
 
-    async def run_pass(self, wanted: ForwardBackwardRequest, known: Answer | None) -> Answer:
+    async def run_pass(self, wanted: ForwardBackwardRequest, known: ApiAnswer | None) -> ApiAnswer:
         """A forward pass; its rows are trained on by the next step, if it is also a backward one.
 
-        Raises: Refused: earlier ones of this step have another loss.
+        Raises: RequestRefused: earlier ones of this step have another loss.
         """
         async with self._order.turn(wanted.seq_id):
             asked = await asyncio.to_thread(pass_of, wanted, self.limits)
             loss = NamedLoss(_LOSS, {"name": asked.loss, **asked.settings})
             if asked.is_backward and self._loss not in (None, loss):
-                raise Refused("loss_fn: one step has one loss, and the same loss_fn_config")
+                raise RequestRefused("loss_fn: one step has one loss, and the same loss_fn_config")
             numbers = await asyncio.to_thread(self._rows.give, asked.rows)
             if known is None:
                 logprobs = await asyncio.to_thread(
@@ -204,12 +206,12 @@ class ServedModel:
                 self._asked += numbers
             return known
 
-    async def take_step(self, asked: types.OptimStepRequest, known: Answer | None) -> Answer:
-        """Raises: Refused: there is nothing to learn from, or a setting is wrong."""
+    async def take_step(self, asked: types.OptimStepRequest, known: ApiAnswer | None) -> ApiAnswer:
+        """Raises: RequestRefused: there is nothing to learn from, or a setting is wrong."""
         async with self._order.turn(asked.seq_id or 0):
             optimizer = _optimizer_of(asked.optim_params)
             if self._loss is None:
-                raise Refused("optim_step: no forward_backward came before it")
+                raise RequestRefused("optim_step: no forward_backward came before it")
             metrics = dict[str, float]()
             if not self._is_past:
                 metrics = await asyncio.to_thread(
@@ -225,8 +227,8 @@ class ServedModel:
             return json_of(types.OptimStepResponse(metrics=told))
 
     async def save_for_sampler(
-        self, asked: types.SaveWeightsForSamplerRequest, _: Answer | None
-    ) -> Answer:
+        self, asked: types.SaveWeightsForSamplerRequest, _: ApiAnswer | None
+    ) -> ApiAnswer:
         """Publishes the weights. Samplers of earlier ones end."""
         async with self._order.turn(asked.seq_id or 0):
             if asked.path is not None:
@@ -255,42 +257,42 @@ class ServedModel:
         """
         return self._version < self._actor.version
 
-    async def save(self, asked: types.SaveWeightsRequest, known: Answer | None) -> Answer:
+    async def save(self, asked: types.SaveWeightsRequest, known: ApiAnswer | None) -> ApiAnswer:
         """Writes a folder that `transformers` loads."""
         async with self._order.turn(asked.seq_id or 0):
             name = _check_name(asked.path or f"step-{asked.seq_id}")
             folder = self._models / self._file_name / name
             if name in self._saved and not asked.overwrite:
-                raise Refused(f"path: {name} was saved already; overwrite=True replaces it")
+                raise RequestRefused(f"path: {name} was saved already; overwrite=True replaces it")
             self._saved.add(name)
             if known is None:
                 await asyncio.to_thread(self._actor.save_hf, folder)
             path = f"tinker://{self.model_id}/weights/{name}"
             return json_of(types.SaveWeightsResponse(path=path, type="save_weights"))
 
-    async def refuse(self, seq_id: int, why: str, _: Answer | None) -> Answer:
+    async def refuse(self, seq_id: int, why: str, _: ApiAnswer | None) -> ApiAnswer:
         """What cannot be read has its turn, too."""
         async with self._order.turn(seq_id):
-            raise Refused(why)
+            raise RequestRefused(why)
 
     def open_sampler(self, session: str, asked: types.CreateSamplingSessionRequest) -> None:
-        """Raises: Refused: there are no such weights."""
+        """Raises: RequestRefused: there are no such weights."""
         if asked.model_path is None:
             self.check_base(asked.base_model)
             self._samplers[session] = Sampler(self._number, 0)
         elif (sampler := self._samplers.get(asked.model_path)) is not None:
             self._samplers[session] = sampler
         else:
-            raise Refused(f"model_path: there are no weights {asked.model_path!r:.200}", 404)
+            raise RequestRefused(f"model_path: there are no weights {asked.model_path!r:.200}", 404)
         self._check_present(self._samplers[session])
 
     def check_sampler(self, session: str) -> None:
-        """Raises: Refused: there is no such session."""
+        """Raises: RequestRefused: there is no such session."""
         if session not in self._samplers:
-            raise Refused(f"there is no sampling session {session!r:.200}", 404)
+            raise RequestRefused(f"there is no sampling session {session!r:.200}", 404)
 
-    async def sample(self, asked: types.SampleRequest, known: Answer | None) -> Answer:
-        """Raises: Refused: what it asks for is not served."""
+    async def sample(self, asked: types.SampleRequest, known: ApiAnswer | None) -> ApiAnswer:
+        """Raises: RequestRefused: what it asks for is not served."""
         if known is not None:
             return known
         prompt, sampling = sampling_of(asked, self.limits, self._rollout.engine.config.generation)
@@ -307,7 +309,7 @@ class ServedModel:
 
     def _check_present(self, sampler: Sampler) -> None:
         if sampler != Sampler(self._number, self._rollout.version):
-            raise Refused(
+            raise RequestRefused(
                 "these weights are served no more: newer ones were saved for sampling, or another "
                 "model was begun; a server has one set of weights for sampling"
             )
@@ -341,22 +343,24 @@ class ServedModel:
 
 
 def _check_name(name: str) -> str:
-    """Raises: Refused: it is no plain name."""
+    """Raises: RequestRefused: it is no plain name."""
     if _NAME.fullmatch(name) is None:
-        raise Refused(f"path: expected a name of letters, digits, '.', '_', '-', got {name!r:.120}")
+        raise RequestRefused(
+            f"path: expected a name of letters, digits, '.', '_', '-', got {name!r:.120}"
+        )
     return name
 
 
 def _optimizer_of(asked: Any) -> OptimizerConfig:
-    """Raises: Refused: it is no AdamW, or a number is out of its range."""
+    """Raises: RequestRefused: it is no AdamW, or a number is out of its range."""
     if not isinstance(asked, types.AdamParams):
-        raise Refused("optim_params: expected adamw")
+        raise RequestRefused("optim_params: expected adamw")
     its = asked.model_dump()
     low = {"learning_rate": 0, "beta1": 0, "beta2": 0, "weight_decay": 0, "grad_clip_norm": 0}
     for name, value in its.items():
         is_below = value < low[name] if name in low else value <= 0
         if not math.isfinite(value) or is_below or (name in ("beta1", "beta2") and value >= 1):
-            raise Refused(f"adam_params.{name}: got {value}")
+            raise RequestRefused(f"adam_params.{name}: got {value}")
     return OptimizerConfig(
         lr=asked.learning_rate,
         beta1=asked.beta1,

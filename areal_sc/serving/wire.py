@@ -29,7 +29,7 @@ _DTYPES: Final = {
 }
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is not served, in words for its client.
 
     Args:
@@ -42,7 +42,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ApiAnswer:
     """What a client gets for a request, as it goes over the wire."""
 
     body: bytes
@@ -51,7 +51,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Limits:
+class RowLimits:
     """What rows and prompts may be.
 
     Attributes:
@@ -64,7 +64,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Pass:
+class WantedPass:
     """A forward pass that was asked for, or a forward and backward one.
 
     Attributes:
@@ -81,58 +81,60 @@ class Pass:
 
 
 def read_json(body: bytes, kind: type[B]) -> B:
-    """Raises: Refused: 422: it is no such body."""
+    """Raises: RequestRefused: 422: it is no such body."""
     try:
         return kind.model_validate_json(body)
     except pydantic.ValidationError as error:
         wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, wrong["loc"])) or "the body"
-        raise Refused(f"{where}: {wrong['msg']}", 422) from error
+        raise RequestRefused(f"{where}: {wrong['msg']}", 422) from error
 
 
 def read_pass(body: bytes) -> pb.ForwardBackwardRequest:
-    """Raises: Refused: 422: it is no such body."""
+    """Raises: RequestRefused: 422: it is no such body."""
     try:
         return pb.ForwardBackwardRequest.FromString(body)  # type: ignore[no-any-return]
     except DecodeError as error:
-        raise Refused(f"the body is no ForwardBackwardRequest: {error}", 422) from error
+        raise RequestRefused(f"the body is no ForwardBackwardRequest: {error}", 422) from error
 
 
-def pass_of(asked: pb.ForwardBackwardRequest, limits: Limits) -> Pass:
-    """Raises: Refused: what it asks for is not served."""
+def pass_of(asked: pb.ForwardBackwardRequest, limits: RowLimits) -> WantedPass:
+    """Raises: RequestRefused: what it asks for is not served."""
     if asked.loss_fn not in FIELDS:
-        raise Refused(f"loss_fn: expected one of {', '.join(FIELDS)}, got {asked.loss_fn!r:.80}")
+        raise RequestRefused(
+            f"loss_fn: expected one of {', '.join(FIELDS)}, got {asked.loss_fn!r:.80}"
+        )
     settings = dict(SETTINGS[asked.loss_fn])
     for name, value in asked.loss_fn_config.items():
         if name not in settings or not np.isfinite(value):
             expected = ", ".join(settings) or "nothing"
-            raise Refused(
+            raise RequestRefused(
                 f"loss_fn_config of {asked.loss_fn}: expected {expected}, got {name!r:.80}={value}"
             )
         settings[name] = value
     if not asked.data:
-        raise Refused("data: expected at least one datum")
+        raise RequestRefused("data: expected at least one datum")
     rows = []
     for number, datum in enumerate(asked.data):
         try:
             rows.append(_row_of(datum, asked.loss_fn, limits))
-        except Refused as error:
-            raise Refused(f"data[{number}]: {error}") from error
+        except RequestRefused as error:
+            raise RequestRefused(f"data[{number}]: {error}") from error
     backward = not asked.forward_only
-    return Pass(asked.loss_fn, settings, rows, backward)
+    return WantedPass(asked.loss_fn, settings, rows, backward)
 
 
-def _row_of(datum: Any, loss: str, limits: Limits) -> dict[str, list[Any]]:
+def _row_of(datum: Any, loss: str, limits: RowLimits) -> dict[str, list[Any]]:
     tokens = [_tokens_of(chunk) for chunk in datum.model_input]
     given = np.concatenate([np.empty(0, np.int32), *tokens])
     known = {"target_tokens", *FIELDS[loss].values()}
     if others := datum.loss_fn_inputs.keys() - known:
-        raise Refused(
+        raise RequestRefused(
             f"loss_fn_inputs: {loss} reads {', '.join(sorted(known))}, got {min(others)!r:.80}"
         )
     targets = _tensor_of(datum, "target_tokens", len(given))
     if not len(given) or not np.array_equal(given[1:], targets[:-1]):
-        raise Refused(
+        raise RequestRefused(
             "target_tokens: expected the tokens of model_input, each one place earlier, and one "
             "more at the end; other targets are not served"
         )
@@ -148,43 +150,45 @@ def _row_of(datum: Any, loss: str, limits: Limits) -> dict[str, list[Any]]:
         else:
             values = _tensor_of(datum, name, len(given))
         if not np.isfinite(values).all():
-            raise Refused(f"{name}: expected finite numbers, got {values[~np.isfinite(values)][0]}")
+            raise RequestRefused(
+                f"{name}: expected finite numbers, got {values[~np.isfinite(values)][0]}"
+            )
         row[field] = [0.0, *values.astype(np.float64).tolist()]
     return row
 
 
-def check_tokens(ids: NDArray[Any] | Sequence[int], limits: Limits) -> None:
-    """Raises: Refused: there are too many, or some are not in the vocabulary."""
+def check_tokens(ids: NDArray[Any] | Sequence[int], limits: RowLimits) -> None:
+    """Raises: RequestRefused: there are too many, or some are not in the vocabulary."""
     if len(ids) > limits.max_tokens:
-        raise Refused(f"expected at most {limits.max_tokens} tokens, got {len(ids)}")
+        raise RequestRefused(f"expected at most {limits.max_tokens} tokens, got {len(ids)}")
     if len(ids) and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
         wrong = next(int(it) for it in ids if not 0 <= it < limits.vocab_size)
-        raise Refused(f"expected tokens of 0 to {limits.vocab_size - 1}, got {wrong}")
+        raise RequestRefused(f"expected tokens of 0 to {limits.vocab_size - 1}, got {wrong}")
 
 
 def _tokens_of(chunk: Any) -> NDArray[Any]:
     kind = chunk.WhichOneof("chunk")
     if kind != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
-        raise Refused(f"model_input: expected tokens, got a chunk of {kind}")
+        raise RequestRefused(f"model_input: expected tokens, got a chunk of {kind}")
     return np.frombuffer(chunk.encoded_text.tokens, np.int32)
 
 
 def _tensor_of(datum: Any, name: str, length: int) -> NDArray[Any]:
     if name not in datum.loss_fn_inputs:
-        raise Refused(f"loss_fn_inputs: expected {name}")
+        raise RequestRefused(f"loss_fn_inputs: expected {name}")
     tensor = datum.loss_fn_inputs[name]
     dtype = np.dtype(_DTYPES.get(tensor.dtype, np.float32))
     if tensor.dtype not in _DTYPES or tensor.HasField("sparse_csr"):
-        raise Refused(f"{name}: expected a dense tensor of float32 or int64")
+        raise RequestRefused(f"{name}: expected a dense tensor of float32 or int64")
     if len(tensor.dense) != length * dtype.itemsize or list(tensor.shape) not in ([], [length]):
-        raise Refused(
+        raise RequestRefused(
             f"{name}: expected {length} numbers, as many as model_input has tokens, got shape "
             f"{list(tensor.shape)}"
         )
     return np.frombuffer(tensor.dense, dtype)
 
 
-def pass_output(asked: Pass, logprobs: Sequence[Sequence[float]]) -> Answer:
+def pass_output(asked: WantedPass, logprobs: Sequence[Sequence[float]]) -> ApiAnswer:
     """Args: logprobs: [T] of each row, nats; the first one stands for no token."""
     of_rows = [np.asarray(row[1:], np.float32) for row in logprobs]
     losses = 0.0
@@ -205,7 +209,7 @@ def pass_output(asked: Pass, logprobs: Sequence[Sequence[float]]) -> Answer:
     output = pb.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics={"loss:sum": losses}
     )
-    return Answer(output.SerializeToString(), PROTOBUF)
+    return ApiAnswer(output.SerializeToString(), PROTOBUF)
 
 
 _UNSERVED: Final = (
@@ -215,37 +219,39 @@ _UNSERVED: Final = (
 
 
 def sampling_of(
-    asked: types.SampleRequest, limits: Limits, own: GenerationConfig
+    asked: types.SampleRequest, limits: RowLimits, own: GenerationConfig
 ) -> tuple[list[int], GenerationConfig]:
     """The tokens of a prompt, and how completions of it are sampled.
 
     Args: own: the settings of the server, whose `max_new_tokens` counts where nothing is asked for.
-    Raises: Refused: what it asks for is not served.
+    Raises: RequestRefused: what it asks for is not served.
     """
     for name in _UNSERVED:
         if getattr(asked, name):
-            raise Refused(f"{name} is not served")
+            raise RequestRefused(f"{name} is not served")
     if not 1 <= asked.num_samples <= 1024:
-        raise Refused(f"num_samples: expected 1 to 1024, got {asked.num_samples}")
+        raise RequestRefused(f"num_samples: expected 1 to 1024, got {asked.num_samples}")
     try:
         tokens = asked.prompt.to_ints()
     except ValueError as error:
-        raise Refused("prompt: expected tokens; pictures are not served") from error
+        raise RequestRefused("prompt: expected tokens; pictures are not served") from error
     check_tokens(tokens, limits)
     if not tokens:
-        raise Refused("prompt: expected at least one token")
+        raise RequestRefused("prompt: expected at least one token")
     its = asked.sampling_params
     stop = [its.stop] if isinstance(its.stop, str) else list(its.stop or ())
     if its.stop is not None and not stop:
-        raise Refused("stop: expected strings or tokens; to go on behind the end is not served")
+        raise RequestRefused(
+            "stop: expected strings or tokens; to go on behind the end is not served"
+        )
     if not (np.isfinite(its.temperature) and its.temperature >= 0 and 0 < its.top_p <= 1):
-        raise Refused(
+        raise RequestRefused(
             f"expected temperature >= 0 and 0 < top_p <= 1, got {its.temperature}, {its.top_p}"
         )
     room = limits.max_tokens - len(tokens)
     wanted = own.max_new_tokens if its.max_tokens is None else its.max_tokens
     if room < 1 or wanted < 1:
-        raise Refused(f"max_tokens: expected 1 to {room}, got {wanted}")
+        raise RequestRefused(f"max_tokens: expected 1 to {room}, got {wanted}")
     sampling = GenerationConfig(
         max_new_tokens=min(wanted, room),
         temperature=its.temperature,
@@ -257,7 +263,7 @@ def sampling_of(
     return tokens, sampling
 
 
-def sample_output(completions: Sequence[Generated]) -> Answer:
+def sample_output(completions: Sequence[Generated]) -> ApiAnswer:
     """What was sampled; a completion that its context cut has the reason `length`."""
     sequences = [
         pb.SampledSequence(
@@ -269,14 +275,14 @@ def sample_output(completions: Sequence[Generated]) -> Answer:
         )
         for it in completions
     ]
-    return Answer(pb.SampleResponse(sequences=sequences).SerializeToString(), PROTOBUF)
+    return ApiAnswer(pb.SampleResponse(sequences=sequences).SerializeToString(), PROTOBUF)
 
 
-def json_of(body: pydantic.BaseModel) -> Answer:
-    return Answer(body.model_dump_json().encode())
+def json_of(body: pydantic.BaseModel) -> ApiAnswer:
+    return ApiAnswer(body.model_dump_json().encode())
 
 
-def failure_of(why: str, *, is_users: bool) -> Answer:
+def failure_of(why: str, *, is_users: bool) -> ApiAnswer:
     """What a client is told in place of a result; the SDK raises `RequestFailedError`."""
     kinds = types.RequestErrorCategory
     told = types.RequestFailedResponse(error=why, category=kinds.User if is_users else kinds.Server)

@@ -51,6 +51,7 @@ FLOORS = {
     "trainer": 10,
     "preflight": 10,
     "page": 11,
+    "serving": 11,
     "commands": 12,
     "__main__": 12,
     # the way of weights, in one folder: each file stands on the floor of what it is a part of
@@ -67,6 +68,7 @@ FLOORS = {
 
 LAZY_IMPORTS = {
     # (importer, imported): why it stands inside a function
+    ("areal_sc.commands.serve", "areal_sc.serving.serve"): "it needs a package that few have",
     ("areal_sc.commands.export", "areal_sc.engines.snapshot_model"): "only an export loads torch",
     ("areal_sc.controller.dry_run", "areal_sc.algorithms.loss_trial"): "only a dry run loads torch",
     **{

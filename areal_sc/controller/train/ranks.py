@@ -223,9 +223,10 @@ class Ranks:
 
         Raises: CheckpointError: it cannot be read.
         """
+        first, ends_them = self.fleet.members[0], False
         if source.place is SnapshotPlace.initial and not self._are_as_built:
+            ends_them = True
             self.step.lose("the initial model is to be loaded")
-            first = self.fleet.members[0]
             self.fleet.lose(first, first.worker.incarnation, "goes back to its first model")
         operation = Operation(lineage, source.version, Kind.load)
 
@@ -236,6 +237,8 @@ class Ranks:
             )
 
         await self.repeated(load, is_load=True)
+        if ends_them:  # on purpose: no sign that they do not work
+            self.fleet.tell(Progressed(first.life.unit))
         self._begin(lineage, source)
 
     async def take_snapshot(self, version: int) -> None:

@@ -1,0 +1,108 @@
+"""Real servers of the Tinker API, and its official client."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tinker
+from integration.run_process import PATIENT, SCRIPTS, RunProcess
+from tinker import types
+
+SETTINGS = "generation: {max_new_tokens: 8}\nactor: {device: cpu}\nrollout: {device: cpu}\n"
+WORD = "cab=abc$"
+NUM_PROMPT = 4
+CHARACTERS = "?$=0123456789abcdefghijklmnopqrstuvwxyz"  # of the tiny model, by their numbers
+
+
+class Served:
+    """A server, which may be killed and started again at the same address."""
+
+    def __init__(self, run_dir: Path, model: Path, *overrides: str) -> None:
+        self.run_dir = run_dir
+        self._settings = run_dir.with_name(f"{run_dir.name}.yaml")
+        self._settings.write_text(SETTINGS)
+        own = "total_steps=1000", "rollout.max_context_tokens=64"
+        self._overrides = (f"actor.path={model}", *own, *PATIENT, *overrides)
+        self._runs: list[RunProcess] = []
+        self._port = 0
+        self.start()
+
+    def start(self) -> None:
+        words = ("serve", "--config", str(self._settings), "--port", str(self._port))
+        run = RunProcess(self.run_dir, SCRIPTS / "command.py", *words, *self._overrides)
+        self._runs.append(run)
+        pattern = re.compile(r"http://127\.0\.0\.1:(\d+);")
+        run.wait_until(lambda: pattern.search(run.output), "the address")
+        found = pattern.search(run.output)
+        assert found is not None
+        self._port = int(found[1])
+
+    @property
+    def run(self) -> RunProcess:
+        return self._runs[-1]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def key(self) -> str:
+        return (self.run_dir / "serving" / "key").read_text()
+
+    def kill(self, who: str) -> None:
+        """Kills a worker, or the server, which is started again."""
+        if who == "server":
+            self.run.send(signal.SIGKILL)
+            self.run.wait()
+            self.start()
+            return
+        pids = (run.worker_pid(who) for run in self._runs[-1:])
+        os.kill(next(pids), signal.SIGKILL)
+
+    def client(self) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=self.key)
+
+    def close(self) -> None:
+        for run in self._runs:
+            run.kill_all()
+
+
+@contextmanager
+def served(run_dir: Path, model: Path, *overrides: str) -> Iterator[Served]:
+    server = Served(run_dir, model, *overrides)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def begun(client: tinker.ServiceClient, model: Path, rank: int = 0) -> tinker.TrainingClient:
+    return client.create_lora_training_client(base_model=model.name, rank=rank).result()
+
+
+def tokens_of(text: str) -> list[int]:
+    return [CHARACTERS.index(character) for character in text]
+
+
+def datum(text: str = WORD, **inputs: Sequence[float]) -> types.Datum:
+    """A row; without inputs of a loss, its answer has the weight 1."""
+    ids = tokens_of(text)
+    answer = [0.0] * (NUM_PROMPT - 1) + [1.0] * (len(ids) - NUM_PROMPT)
+    given: dict[str, Any] = dict(inputs) or {"weights": answer}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={"target_tokens": ids[1:], **{k: list(v) for k, v in given.items()}},
+    )
+
+
+def sampled(sampler: tinker.SamplingClient, number: int = 2, **settings: Any) -> list[list[int]]:
+    prompt = types.ModelInput.from_ints(tokens_of(WORD[:NUM_PROMPT]))
+    asked = types.SamplingParams(**{"max_tokens": 6, "temperature": 0.0, **settings})
+    answer = sampler.sample(prompt, number, asked).result()
+    return [list(it.tokens) for it in answer.sequences]
