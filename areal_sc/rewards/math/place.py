@@ -39,13 +39,17 @@ _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|(?=<answer>)|\Z)", re.IGNORECAS
 _HASHES = re.compile(r"####(?!#)\s*(?!\**[A-Za-z]{2}.*\n\s*\S)([^\n]*)")
 """Words with other lines behind them are a heading."""
 
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?:(?<=\s)([^\s{}$;]+))?")
+_BRACED = r"[^{}]*"
+for _ in range(12):  # the depth of nested braces
+    _BRACED = rf"(?:[^{{}}\\]|\\.|\{{{_BRACED}\}})*+"
+_BOX = re.compile(
+    rf"\\(?:boxed|fbox)(?![A-Za-z])(?:\s*\{{({_BRACED})\}}|\s+([^\s{{}}$;]+)|)", re.DOTALL
+)
 _JOINED_BEFORE = re.compile(
     r"(?:[-+/^]|\\(?:cdot|times|div|pm|sqrt|frac(?:\s*\{[^{}]*\})?)\s*)\{?$"
     r"|(?:\b(?:not|minus|negative)|n't)[\s$]*$"
 )
 _JOINED_BEHIND = re.compile(r" *(?:[+/^]|\\(?:cdot|times|div|pm)(?![A-Za-z]))|\d|[a-z]\b")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FORMULA = re.compile(
     r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{(\w+\*?)\}.+?\\end\{\1\}"
     r"|(?<!\\)\$(?:(?=\S)(?:\\.|[^$\\\n])*(?<=\S)\$(?!\d)| (?:\\.|[^$\\\n])* \$)",
@@ -161,23 +165,11 @@ def _marks(text: str) -> list[tuple[int, int, str]]:
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
     """The outermost boxes; one that is not closed, or is a part of a formula, is empty."""
-    closing, opened = {}, []
-    for brace in _BRACE.finditer(text):
-        if brace.group() == "{":
-            opened.append(brace.start())
-        elif brace.group() == "}" and opened:
-            closing[opened.pop()] = brace.start()
-    boxes: list[tuple[int, int, str]] = []
-    for match in _BOX.finditer(text):
-        end, content = match.end(), match[1] or ""
-        if not content and text[end : end + 1] == "{":
-            end = closing.get(match.end(), end) + 1
-            content = text[match.end() + 1 : end - 1]
-        before = text[max(match.start() - 20, 0) : match.start()]
-        if _JOINED_BEFORE.search(before) or _JOINED_BEHIND.match(text, end):
-            content = ""
-        if not boxes or match.start() >= boxes[-1][1]:
-            boxes.append((match.start(), end, content))
+    boxes = []
+    for box in _BOX.finditer(text):
+        before = text[max(box.start() - 20, 0) : box.start()]
+        is_part = _JOINED_BEFORE.search(before) or _JOINED_BEHIND.match(text, box.end())
+        boxes.append((box.start(), box.end(), "" if is_part else box[1] or box[2] or ""))
     return boxes
 
 
