@@ -1,7 +1,7 @@
 """Whether two answers are equal. Imports sympy and math-verify when they are first needed.
 
 Numbers that are written out are compared as exact fractions, and everything else by math-verify,
-to 30 digits and without its own time limits (signal.alarm): the reward's process is killed.
+to 60 digits and without its own time limits (signal.alarm): the reward's process is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LETTERS = re.compile(r"\s*[A-Za-z](?:\s*[-+*/]\s*[A-Za-z])+\s*")
 """What m + n = 9 gives a value of; 2x = 9 is an equation to be solved."""
 
 _PRECISION = 40
-_EQUAL_DIGITS = 30
+_EQUAL_DIGITS = 60
 _NUMBER = re.compile(r"[-+]?[\d./]+", re.ASCII)
 _DECIMAL = re.compile(r"\d*\.\d+|\d+\.")
 _SET = re.compile(r"[<>\u2264\u2265\u222a\u2229]|\\(?:[lg]e|mathbb|cup|cap|setminus)")
@@ -189,10 +189,10 @@ def _are_equal_values(gold: str, given: str) -> bool:
     if None not in numbers:
         is_equal = numbers[0] == numbers[1]
     else:
-        expressions = parsed(gold), parsed(given)
-        if max(map(_num_digits, expressions)) > MAX_DIGITS:
-            return bool(expressions[0] == expressions[1])
-        is_equal = _verify(*expressions)
+        one, other = parsed(gold), parsed(given)
+        if max(_num_digits(one), _num_digits(other)) > MAX_DIGITS:
+            return bool(one == other)
+        is_equal = one.is_number == other.is_number and _verify(one, other)
     if is_equal or ("." in gold and "." in given):
         return is_equal
     return _rounds_to(gold, given) or _rounds_to(given, gold)
@@ -242,8 +242,6 @@ def _num_digits(expression: Any) -> float:
     if isinstance(expression, sympy.Rational):
         return math.log10(max(abs(expression.p), expression.q))
     parts = [_num_digits(part) for part in expression.args]
-    if any(part > MAX_DIGITS for part in parts):
-        return math.inf
     growing = sympy.Pow | sympy.exp | sympy.factorial | sympy.factorial2 | sympy.gamma
     if isinstance(expression, growing):
         return max(parts[-1], max(1.0, parts[0]) * 10 ** min(parts[-1], 300))

@@ -43,13 +43,16 @@ _BRACED = r"[^{}]*"
 for _ in range(12):  # the depth of nested braces
     _BRACED = rf"(?:[^{{}}\\]|\\.|\{{{_BRACED}\}})*+"
 _BOX = re.compile(
-    rf"\\(?:boxed|fbox)(?![A-Za-z])(?:\s*\{{({_BRACED})\}}|\s+([^\s{{}}$;]+)|)", re.DOTALL
+    rf"\\(?:boxed|fbox)(?![A-Za-z])(?:(?:\s*\{{({_BRACED})\}}|\s+([^\s{{}}$;]+))"
+    r"(?! *(?:[+/^]|\\(?:cdot|times|div|pm)(?![A-Za-z]))|\d|[a-z]\b)|)",
+    re.DOTALL,
 )
+"""A box that is not closed, or goes on as a formula, is empty."""
+
 _JOINED_BEFORE = re.compile(
     r"(?:[-+/^]|\\(?:cdot|times|div|pm|sqrt|frac(?:\s*\{[^{}]*\})?)\s*)\{?$"
     r"|(?:\b(?:not|minus|negative)|n't)[\s$]*$"
 )
-_JOINED_BEHIND = re.compile(r" *(?:[+/^]|\\(?:cdot|times|div|pm)(?![A-Za-z]))|\d|[a-z]\b")
 _FORMULA = re.compile(
     r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{(\w+\*?)\}.+?\\end\{\1\}"
     r"|(?<!\\)\$(?:(?=\S)(?:\\.|[^$\\\n])*(?<=\S)\$(?!\d)| (?:\\.|[^$\\\n])* \$)",
@@ -164,11 +167,10 @@ def _marks(text: str) -> list[tuple[int, int, str]]:
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """The outermost boxes; one that is not closed, or is a part of a formula, is empty."""
+    """The outermost boxes; one that is a part of a formula is empty."""
     boxes = []
     for box in _BOX.finditer(text):
-        before = text[max(box.start() - 20, 0) : box.start()]
-        is_part = _JOINED_BEFORE.search(before) or _JOINED_BEHIND.match(text, box.end())
+        is_part = _JOINED_BEFORE.search(text, max(box.start() - 20, 0), box.start())
         boxes.append((box.start(), box.end(), "" if is_part else box[1] or box[2] or ""))
     return boxes
 
