@@ -102,9 +102,7 @@ _QUANTITY = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _VARIABLES = re.compile(r"(?<![A-Za-z\\])[A-Za-z]|(?<=.)[+-]")
-_CHOICE = re.compile(
-    r"\(?([A-Z])[).]\s+(?!(?:and|or|is|not)\b)(?!.*\b[A-Z]\))([\w\\$-].*)", re.DOTALL
-)
+_CHOICE = re.compile(r"(?s)\(?([A-Z])[).]\s+(?!(?:and|or|is|not)\b|.*\b[A-Z]\))([\w\\$-].*)")
 _BASE = re.compile(r"(?<=\d)\s*_\s*\{?(\d+)\}?$")
 _SEPARATOR = re.compile(r"\s*,\s*(?:and|or)\b|[,;]|\b(?:and|or)\b")
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\(?:approx|in)(?![A-Za-z])")

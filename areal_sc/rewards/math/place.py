@@ -58,18 +58,16 @@ _FORMULA = re.compile(
     r"|(?<!\\)\$(?:(?=\S)(?:\\.|[^$\\\n])*(?<=\S)\$(?!\d)| (?:\\.|[^$\\\n])* \$)",
     re.DOTALL,
 )
-_SAID = re.compile(
-    r"(?<!this )\banswer\b[^\n.:=]{0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*", re.IGNORECASE
-)
+_SAID = re.compile(r"(?i)(?<!this )\banswer\b[^\n.:=]{0,40}?(?:\b(?:is|are)\b|[:=])[*\s:]*")
 _SENTENCE_END = re.compile(
-    rf"\.(?=\s+[A-Z{_FORMULAS}])|(?:(?<![\d)}}!\\])!|(?<=\?))(?=\s|$)|\.\**\s*$", re.MULTILINE
+    rf"\.(?=\s+[A-Z{_FORMULAS}])|(?:(?<![\d)}}!\\])!|(?<=\?))(?=\s|$)|\.\**\s*$"
 )
 _CONTENT = re.compile(rf"[\w{_FORMULAS}]")
 _MATH_WORD = re.compile(
     rf".*(?:\\[A-Za-z]|[=+^\d\u00b0\u00d7\u00f7\u03c0\u2200-\u22ff{_FORMULAS}]).*"
     r"|[-*/<>|&]|[b-zB-HJ-Z]|pi|sqrt.*"
 )
-_CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "not", "between", "minus", "negative"}
+_CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "not", "between"}
 _COPULA = re.compile(r"(?:\b(?:is|are|equals?|be|to)|[:=])\**$", re.IGNORECASE)
 _CLAUSE = re.compile(r"[,;:]\s+(?=\S+\s+\S)")
 CHANGING = re.compile(
@@ -219,17 +217,19 @@ def _last_expression(sentence: str, *, is_only: bool) -> str:
 def _split_last(text: str) -> tuple[str, str]:
     """What stands before the last run of words that look like mathematics, and from there on."""
     words = text.split()
-    are_math = [_is_math(word) for word in words]
+    kinds = "".join(map(_kind, words))
     if words and words[-1].strip("().*") == "A":  # the last word is no article
-        are_math[-1] = True
-    if True not in are_math:
-        return text, ""
-    start = len(words) - 1 - are_math[::-1].index(True)
-    while start > 0 and (are_math[start - 1] or words[start - 1].lower() in _CONNECTORS):
-        start -= 1
-    while not are_math[start] and words[start].lower() not in ("minus", "negative"):
-        start += 1
+        kinds = f"{kinds[:-1]}m"
+    run = re.search(r"s?m([mcs]*m)?(?=[^m]*$)", kinds)
+    start = run.start() if run else len(words)
     return " ".join(words[:start]), " ".join(words[start:])
+
+
+def _kind(word: str) -> str:
+    """Whether it is a sign, a connector, mathematics, or another word."""
+    if word.lower() in ("minus", "negative"):
+        return "s"
+    return "m" if _is_math(word) else "c" if word.lower() in _CONNECTORS else "w"
 
 
 def _has_math(text: str) -> bool:
