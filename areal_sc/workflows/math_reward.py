@@ -17,7 +17,7 @@ from areal_sc.rewards.answer_text import (
 from areal_sc.rewards.base import declare_reward
 from areal_sc.rewards.math.answer import Answer, plain_words, read_answer
 from areal_sc.rewards.math.compare import are_equal, is_parsable, library_verdict, warm_up
-from areal_sc.rewards.math.place import Place, candidates, final_answer, plain_signs, shown
+from areal_sc.rewards.math.place import AnswerPlace, candidates, final_answer, plain_signs, shown
 
 TIME_LIMIT_S = 5.0
 """CPU seconds of one completion; most take milliseconds. What takes longer is not the answer."""
@@ -123,5 +123,5 @@ def _is_right(gold: Answer, completion: str) -> bool:
     return all(other is None or are_equal(gold, other) for other in others)
 
 
-def _read(place: Place) -> Answer | None:
+def _read(place: AnswerPlace) -> Answer | None:
     return next(filter(None, map(read_answer, candidates(place))), None)

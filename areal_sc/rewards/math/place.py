@@ -40,10 +40,10 @@ _HASHES = re.compile(r"####(?!#)\s*(?!\**[A-Za-z]{2}.*\n\s*\S)([^\n]*)")
 """Words with other lines behind them are a heading."""
 
 _BRACED = r"[^{}]*"
-for _ in range(12):  # the depth of nested braces
+for _ in range(12):  # so deep may braces stand in a box
     _BRACED = rf"(?:[^{{}}\\]|\\.|\{{{_BRACED}\}})*+"
 _BOX = re.compile(
-    rf"\\(?:boxed|fbox)(?![A-Za-z])(?:(?:\s*\{{({_BRACED})\}}|\s+([^\s{{}}$;]+))"
+    rf"\\(?:boxed|fbox)(?![A-Za-z])(?:(?:\s*\{{({_BRACED})\}}|\s+([^\s{{}}$;]++))"
     r"(?! *(?:[+/^]|\\(?:cdot|times|div|pm)(?![A-Za-z]))|\d|[a-z]\b)|)",
     re.DOTALL,
 )
@@ -108,7 +108,7 @@ _REST = re.compile(
 """What follows an answer: a reason, something about it, or other words."""
 
 
-class Place(NamedTuple):
+class AnswerPlace(NamedTuple):
     """A text that holds the answer, its formulas hidden.
 
     Attributes:
@@ -119,7 +119,7 @@ class Place(NamedTuple):
     is_answer: bool
 
 
-def final_answer(text: str) -> list[Place]:
+def final_answer(text: str) -> list[AnswerPlace]:
     """The last mark's content, and what the prose behind it says; else the last sentence.
 
     Marks with only "and" or "or" between them are one list.
@@ -128,9 +128,9 @@ def final_answer(text: str) -> list[Place]:
     marks = _marks(text)
     prose = _hide(_POLITE.sub("", text[max((end for _, end, _ in marks), default=0) :]))
     if not marks:
-        return _said(prose) or [Place(_sentences(prose)[-1], is_answer=False)]
+        return _said(prose) or [AnswerPlace(_sentences(prose)[-1], is_answer=False)]
     marked = _hide(", ".join(last_together(text, marks)))
-    return [*(_said(marked) or [Place(marked, is_answer=True)]), *_said(prose)]
+    return [*(_said(marked) or [AnswerPlace(marked, is_answer=True)]), *_said(prose)]
 
 
 def shown(text: str) -> str:
@@ -142,10 +142,10 @@ def _hide(text: str) -> str:
     return _FORMULA.sub(lambda it: f" {it.group()} ".translate(_HIDDEN), text[-_MAX_CHARS:])
 
 
-def _said(prose: str) -> list[Place]:
+def _said(prose: str) -> list[AnswerPlace]:
     """What the last "the answer is" gives, of those with mathematics behind them if any."""
     said = [_sentences(prose[mark.end() :])[0] for mark in _SAID.finditer(prose)]
-    return [Place(sentence, is_answer=True) for sentence in sorted(said, key=_has_math)[-1:]]
+    return [AnswerPlace(sentence, is_answer=True) for sentence in sorted(said, key=_has_math)[-1:]]
 
 
 def plain_signs(text: str) -> str:
@@ -179,7 +179,7 @@ def _sentences(text: str) -> list[str]:
     return [part.strip() for line in lines for part in line if _CONTENT.search(part)] or [""]
 
 
-def candidates(place: Place) -> Iterator[str]:
+def candidates(place: AnswerPlace) -> Iterator[str]:
     """Parts that may be the answer, the most likely one first.
 
     If the place is an answer itself, another expression in it is no answer.
