@@ -17,7 +17,7 @@ from areal_sc.rewards.answer_text import (
 from areal_sc.rewards.base import declare_reward
 from areal_sc.rewards.math.answer import Answer, plain_words, read_answer
 from areal_sc.rewards.math.compare import are_equal, is_parsable, library_verdict, warm_up
-from areal_sc.rewards.math.place import Prose, candidates, final_answer, plain_signs
+from areal_sc.rewards.math.place import AnswerPlace, candidates, final_answer, plain_signs, shown
 
 TIME_LIMIT_S = 5.0
 """CPU seconds of one completion; most take milliseconds. What takes longer is not the answer."""
@@ -75,7 +75,7 @@ class NumericMatch(ReferenceReward):
 
     def vote(self, completion: str) -> str | None:
         """The final answer as it was read; equal ones in other words are other votes."""
-        for part, _ in candidates(final_answer(completion)[0]):
+        for part in candidates(final_answer(completion)[0]):
             if (answer := read_answer(part)) is not None:
                 return f"{answer.kind} {answer.latex}"
         return None
@@ -100,7 +100,7 @@ def _read_reference(text: str) -> Answer:
     Raises: ValueError: it is neither.
     """
     place = final_answer(text)[0]
-    content = place.with_formulas() if place.is_answer else plain_signs(text)
+    content = shown(place.text) if place.is_answer else plain_signs(text)
     answer = _read(place) if place.is_answer else read_answer(content)
     if answer is None and _WORDS.fullmatch(content):
         return Answer(plain_words(content), "words")
@@ -116,18 +116,12 @@ def _is_right(gold: Answer, completion: str) -> bool:
     """Whether the final answer is the reference, and no prose behind it gives another one."""
     places = final_answer(completion)
     if gold.kind == "words":
-        return plain_words(places[0].with_formulas()) == gold.latex
+        return plain_words(shown(places[0].text)) == gold.latex
     given, *others = map(_read, places)
     if given is None or not are_equal(gold, given):
         return False
     return all(other is None or are_equal(gold, other) for other in others)
 
 
-def _read(place: Prose) -> Answer | None:
-    for part, other in candidates(place):
-        answer = read_answer(part)
-        if answer is None:
-            continue
-        if not other or ((agreeing := read_answer(other)) and are_equal(answer, agreeing)):
-            return answer
-    return None
+def _read(place: AnswerPlace) -> Answer | None:
+    return next(filter(None, map(read_answer, candidates(place))), None)

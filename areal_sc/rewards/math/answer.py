@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from areal_sc.rewards.math.place import CHANGING
 
@@ -45,15 +46,13 @@ _RULES: _Rules = (
     # layout
     (r"\\(?:left|right|displaystyle|limits|boxed|fbox|[bB]igg?[lr]?)(?![A-Za-z])\.?", ""),
     (r"\\(?:bf|rm)(?![A-Za-z]|\s*\{)", ""),
-    (r"\\(begin|end)\{array\}(?:\s*\{[^{}]*\})?", r"\\\1{pmatrix}"),
-    (r"(?s)[(\[]\s*(\\begin\{pmatrix\}.*?\\end\{pmatrix\})\s*[)\]]", r"\1"),
+    (r"(?s)[(\[]\s*(\\begin\{(p?matrix|array)\}.*?\\end\{\2\})\s*[)\]]", r"\1"),
     (r"\\([lr])angle(?![A-Za-z])", lambda m: "(" if m[1] == "l" else ")"),
     (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
     (r"\\([lr])brace(?![A-Za-z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
     (r"\.\.\.|\\[lc]?dots(?![A-Za-z])", "\u2026"),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-    (r"(\\frac\s*\{[^{}]*\})\s*(\w)", r"\1{\2}"),
     (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
     (r"(?<=\d)(?:,\s*\\!|\s*\{\\?,\s*\}|\\[,;: ])\s*(?=\d{3}(?!\d))", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
@@ -91,10 +90,7 @@ _RULES: _Rules = (
 )
 _UNIT_RULES: _Rules = (
     (r"(?i)^([-+]?)\s*([$€£¥¢])\s*(\S+)", r"\1\3 \2"),
-    (
-        rf"^([-+]?\d[\d.]*)(m(?:\^\{{?[23]\}}?|(?=/))(?:/{_UNIT})*)$",
-        r"\1 \2",
-    ),  # other letters: variables
+    (rf"^([-+]?\d[\d.]*)(?=m(?:\^\{{?[23]\}}?|(?=/))(?:/{_UNIT})*$)", r"\1 "),  # 5m: a variable
     (rf"(?i)(?<=[\d)}}])((?![A-Za-z]\b|[A-Za-z]\^){_UNIT}(?:/{_UNIT})*)$", r" \1"),
     (rf"(?i)(?<=\s|/)({_NAMES})(?![A-Za-z])", lambda match: _SHORT[match[1].lower()]),
     (r"(?i)\s*/\s*(?=[A-Za-z])|(?<=[A-Za-z])\s+per\s+", "/"),
@@ -106,9 +102,7 @@ _QUANTITY = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _VARIABLES = re.compile(r"(?<![A-Za-z\\])[A-Za-z]|(?<=.)[+-]")
-_CHOICE = re.compile(
-    r"\(?([A-Z])[).]\s+(?!(?:and|or|is|not)\b)(?!.*\b[A-Z]\))([\w\\$-].*)", re.DOTALL
-)
+_CHOICE = re.compile(r"(?s)\(?([A-Z])[).]\s+(?!(?:and|or|is|not)\b|.*\b[A-Z]\))([\w\\$-].*)")
 _BASE = re.compile(r"(?<=\d)\s*_\s*\{?(\d+)\}?$")
 _SEPARATOR = re.compile(r"\s*,\s*(?:and|or)\b|[,;]|\b(?:and|or)\b")
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\(?:approx|in)(?![A-Za-z])")
@@ -240,12 +234,8 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def _is_balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
-        if not 0 <= depth <= _MAX_DEPTH:
-            return False
-    return depth == 0
+    depths = [0, *accumulate("([{".count(it) - ")]}".count(it) for it in text)]
+    return depths[-1] == min(depths) == 0 and max(depths) <= _MAX_DEPTH
 
 
 def _split(text: str, separator: re.Pattern[str] = _SEPARATOR) -> list[str]:

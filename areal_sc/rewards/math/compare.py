@@ -1,7 +1,7 @@
 """Whether two answers are equal. Imports sympy and math-verify when they are first needed.
 
-Numbers that are written out are compared as exact fractions, other constants to 30 digits, and the
-rest by math-verify, whose own time limits (signal.alarm) are off: the reward's process is killed.
+Numbers that are written out are compared as exact fractions, and everything else by math-verify,
+to 60 digits and without its own time limits (signal.alarm): the reward's process is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LETTERS = re.compile(r"\s*[A-Za-z](?:\s*[-+*/]\s*[A-Za-z])+\s*")
 """What m + n = 9 gives a value of; 2x = 9 is an equation to be solved."""
 
 _PRECISION = 40
-_EQUAL_DIGITS = 30
+_EQUAL_DIGITS = 60
 _NUMBER = re.compile(r"[-+]?[\d./]+", re.ASCII)
 _DECIMAL = re.compile(r"\d*\.\d+|\d+\.")
 _SET = re.compile(r"[<>\u2264\u2265\u222a\u2229]|\\(?:[lg]e|mathbb|cup|cap|setminus)")
@@ -48,19 +48,16 @@ def are_equal(gold: Answer, given: Answer) -> bool:
     """Whether the answer given is the reference answer. Not symmetric: units may be left out."""
     if gold == given:
         return True
-    if given.kind == "rounded" and not _is_rounded(*given.items):
+    if given.kind == "rounded" and not _is_near(*(item.latex for item in given.items)):
         return False
     if gold.kind in _EITHER:
         return any(are_equal(item, given) for item in gold.items)
     if given.kind in _EITHER:
         return any(are_equal(gold, item) for item in given.items)
     if given.kind == "=" and gold.kind != "=" and not gold.name:
-        left, *others = given.latex.split("=")
-        return (
-            len(others) == 1
-            and bool(_LETTERS.fullmatch(left) or _are_equal_values(left, others[0]))
-            and are_equal(gold, Answer(others[0].strip()))
-        )
+        left, _, right = given.latex.rpartition("=")
+        has_value = _LETTERS.fullmatch(left) or ("=" not in left and _are_equal_values(left, right))
+        return bool(has_value) and are_equal(gold, Answer(right.strip()))
     if "=" in (gold.kind, given.kind) or (gold.name and given.name and gold.name != given.name):
         return _are_one_equation(gold, given)
     if not gold.items and not given.items:
@@ -92,9 +89,9 @@ def _set(answer: Answer) -> sympy.Basic:
     """An interval, an inequality, or the union of `x < 1 or x > 2`."""
     from sympy import Union
 
-    is_union = answer.kind == "or"
-    items = (parsed(item.latex).as_set() for item in answer.items)
-    return Union(*items) if is_union else parsed(answer.latex)
+    if answer.kind == "or":
+        return Union(*(parsed(item.latex).as_set() for item in answer.items))
+    return parsed(answer.latex)
 
 
 def _count(item: Answer, group: Answer) -> int:
@@ -136,7 +133,7 @@ def parsed(latex: str) -> sympy.Basic:
     """
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from latex2sympy2_extended.math_normalization import NormalizationConfig
-    from sympy import I, Symbol, nan, sympify, zoo
+    from sympy import I, Symbol, sympify
     from sympy.core.symbol import Str
 
     if _UNPARSED.search(latex):
@@ -150,12 +147,9 @@ def parsed(latex: str) -> sympy.Basic:
             ),
             conversion_config=ConversionConfig(lowercase_symbols=False),
         )
-        expression = sympify(parsed_latex).subs(Symbol("i", real=True), I)
+        return sympify(parsed_latex).subs(Symbol("i", real=True), I)
     except Exception as error:  # the parser raises whatever it likes
         raise ValueError(f"{latex!r}: {type(error).__name__}") from error
-    if expression in (zoo, nan):
-        raise ValueError(f"{latex!r}: {expression!r}")
-    return expression
 
 
 def _are_one_equation(gold: Answer, given: Answer) -> bool:
@@ -191,30 +185,17 @@ def _are_equal_quantities(gold: Answer, given: Answer) -> bool:
 def _are_equal_values(gold: str, given: str) -> bool:
     if gold == given:
         return True
-    value: Any = _written_number(gold)
-    other: Any = _written_number(given)
-    is_exact = value is not None and other is not None
-    if not is_exact:
-        expressions = parsed(gold), parsed(given)
-        if expressions[0] == expressions[1] or max(map(_num_digits, expressions)) > MAX_DIGITS:
-            return bool(expressions[0] == expressions[1])
-        value, other = map(_constant, expressions)
-        if value is None or other is None:
-            return value is other and _verify(*expressions)
-        if not (value.is_finite and other.is_finite):
-            return bool(value == other)
-        is_exact = value.is_Rational and other.is_Rational
-    tolerance = 0 if is_exact else max(abs(value), abs(other)) / 10**_EQUAL_DIGITS
-    if abs(value - other) <= tolerance:
-        return True
-    return not ("." in gold and "." in given) and (
-        _rounds_to(value, given) or _rounds_to(other, gold)
-    )
-
-
-def _is_rounded(exact: Answer, decimal: Answer) -> bool:
-    value = _written_number(exact.latex) or _constant(parsed(exact.latex))
-    return value is not None and _is_near(value, decimal.latex)
+    numbers = _written_number(gold), _written_number(given)
+    if None not in numbers:
+        is_equal = numbers[0] == numbers[1]
+    else:
+        one, other = parsed(gold), parsed(given)
+        if max(_num_digits(one), _num_digits(other)) > MAX_DIGITS:
+            return bool(one == other)
+        is_equal = one.is_number == other.is_number and _verify(one, other)
+    if is_equal or ("." in gold and "." in given):
+        return is_equal
+    return _rounds_to(gold, given) or _rounds_to(given, gold)
 
 
 def _written_number(latex: str) -> Fraction | None:
@@ -226,23 +207,27 @@ def _written_number(latex: str) -> Fraction | None:
         return None
 
 
-def _rounds_to(value: Any, decimal: str) -> bool:
+def _rounds_to(exact: str, decimal: str) -> bool:
     """Whether this is a decimal with digits enough, and the value rounded to them or cut off."""
     digits = re.sub(r"\D", "", decimal).lstrip("0")
-    return "." in decimal and len(digits) >= MIN_ROUNDED_DIGITS and _is_near(value, decimal)
+    return "." in decimal and len(digits) >= MIN_ROUNDED_DIGITS and _is_near(exact, decimal)
 
 
-def _is_near(value: Any, decimal: str) -> bool:
+def _is_near(exact: str, decimal: str) -> bool:
     """Whether the value is the decimal when it is rounded to as many places, or cut off."""
+    from sympy import Expr, Float
+
     written, places = _written_number(decimal), len(decimal.partition(".")[2])
-    if not written or not (isinstance(value, Fraction) or value.is_real):
+    expression = parsed(exact)
+    value = expression.evalf(_PRECISION) if isinstance(expression, Expr) else None
+    if not written or not isinstance(value, Float):
         return False
     excess = (value / written - 1) * abs(written) * 10**places
     return bool(-1 <= 2 * excess < 2)
 
 
 def _verify(gold: Any, given: Any) -> bool:
-    """The library's comparison of expressions with variables, inequalities, and matrices."""
+    """The library's comparison of constants, expressions with variables, sets, and matrices."""
     import math_verify
 
     digits = {"float_rounding": _EQUAL_DIGITS, "numeric_precision": _EQUAL_DIGITS}
@@ -257,20 +242,7 @@ def _num_digits(expression: Any) -> float:
     if isinstance(expression, sympy.Rational):
         return math.log10(max(abs(expression.p), expression.q))
     parts = [_num_digits(part) for part in expression.args]
-    if any(part > MAX_DIGITS for part in parts):
-        return math.inf
     growing = sympy.Pow | sympy.exp | sympy.factorial | sympy.factorial2 | sympy.gamma
     if isinstance(expression, growing):
         return max(parts[-1], max(1.0, parts[0]) * 10 ** min(parts[-1], 300))
     return sum(parts)
-
-
-def _constant(expression: sympy.Basic) -> Any:
-    """Exact rational, or value to _PRECISION digits; None of an expression with variables."""
-    import sympy
-
-    if not isinstance(expression, sympy.Expr) or expression.free_symbols:
-        return None
-    value = expression.doit()
-    value = value if value.is_Rational else sympy.N(value, _PRECISION)
-    return value if value.is_number and value is not sympy.nan else None

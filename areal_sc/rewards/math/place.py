@@ -4,8 +4,8 @@
          ── candidates ────► parts of it that may be the answer, with their formulas
 
 Reasoning (`<think>...</think>`) gives no answer. A mark (a box, `####`, `<answer>`) is stronger
-than prose ("the answer is"). Prose is kept with its formulas as single characters, so no rule for
-prose sees a formula.
+than prose ("the answer is"). In prose the characters of a formula are replaced by others that mean
+nothing, so no rule for prose sees a formula; `shown` gives them back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from areal_sc.rewards.answer_text import last_together, without_reasoning
 
@@ -22,14 +21,14 @@ _MAX_CHARS: Final = 4000
 """A text is read from so many characters before its end."""
 
 _FORMULAS: Final = "\ue000-\uf8ff"
-"""Characters that stand for a formula in prose; they have no other meaning in Unicode."""
+"""Characters that stand for those of a formula in prose; they have no meaning in Unicode."""
 
-_CHARACTERS = str.maketrans(
-    {
-        **dict.fromkeys("\u2212\u2013", "-"),
-        **{"\u2044": "/", "\u221a": "sqrt ", "\u00b7": r"\cdot ", "\u221e": r"\infty "},
-        **{"\u00b1": r"\pm ", "\u2208": r"\in ", "\u2248": r"\approx "},
-    }
+_HIDDEN = {code: 0xE000 + code for code in range(0x1900)}
+_SHOWN = {hidden: code for code, hidden in _HIDDEN.items()}
+
+_CHARACTERS = str.maketrans("\u2212\u2013\u2044", "--/") | str.maketrans(
+    {"\u221a": "sqrt ", "\u00b7": r"\cdot ", "\u221e": r"\infty ", "\u00b1": r"\pm "}
+    | {"\u2208": r"\in ", "\u2248": r"\approx "}
 )
 _SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 _FRACTIONS = re.compile("(?=[\u00bc-\u00be\u2150-\u215e])")
@@ -37,35 +36,40 @@ _FRACTIONS = re.compile("(?=[\u00bc-\u00be\u2150-\u215e])")
 _TURN_END = re.compile(r"<\|(?:im_start|im_end|endoftext|eot_id)\|>.*", re.DOTALL)
 _POLITE = re.compile(r"\b(?:I hope|(?:Please )?[Ll]et me know)\b[^.!?\n]{0,80}[.!?]?\s*$")
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|(?=<answer>)|\Z)", re.IGNORECASE | re.DOTALL)
-_HASHES = re.compile(r"####(?!#)\s*([^\n]*)")
-_WORD_FIRST = re.compile(r"\**[A-Za-z]{2}")
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?:(?<=\s)([^\s{}$;]+))?")
+_HASHES = re.compile(r"####(?!#)\s*(?!\**[A-Za-z]{2}.*\n\s*\S)([^\n]*)")
+"""Words with other lines behind them are a heading."""
+
+_BRACED = r"[^{}]*"
+for _ in range(12):  # so deep may braces stand in a box
+    _BRACED = rf"(?:[^{{}}\\]|\\.|\{{{_BRACED}\}})*+"
+_BOX = re.compile(
+    rf"\\(?:boxed|fbox)(?![A-Za-z])(?:(?:\s*\{{({_BRACED})\}}|\s+([^\s{{}}$;]++))"
+    r"(?! *(?:[+/^]|\\(?:cdot|times|div|pm)(?![A-Za-z]))|\d|[a-z]\b)|)",
+    re.DOTALL,
+)
+"""A box that is not closed, or goes on as a formula, is empty."""
+
 _JOINED_BEFORE = re.compile(
     r"(?:[-+/^]|\\(?:cdot|times|div|pm|sqrt|frac(?:\s*\{[^{}]*\})?)\s*)\{?$"
     r"|(?:\b(?:not|minus|negative)|n't)[\s$]*$"
 )
-_JOINED_BEHIND = re.compile(r" *(?:[+/^]|\\(?:cdot|times|div|pm)(?![A-Za-z]))|\d|[a-z]\b")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FORMULA = re.compile(
     r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{(\w+\*?)\}.+?\\end\{\1\}"
     r"|(?<!\\)\$(?:(?=\S)(?:\\.|[^$\\\n])*(?<=\S)\$(?!\d)| (?:\\.|[^$\\\n])* \$)",
     re.DOTALL,
 )
-_SAID = re.compile(
-    r"(?<!this )\banswer\b[^\n.:=]{0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*", re.IGNORECASE
-)
+_SAID = re.compile(r"(?i)(?<!this )\banswer\b[^\n.:=]{0,40}?(?:\b(?:is|are)\b|[:=])[*\s:]*")
 _SENTENCE_END = re.compile(
-    rf"\.(?=\s+[A-Z{_FORMULAS}])|(?:(?<![\d)}}!\\])!|(?<=\?))(?=\s|$)|\.\**\s*$", re.MULTILINE
+    rf"\.(?=\s+[A-Z{_FORMULAS}])|(?:(?<![\d)}}!\\])!|(?<=\?))(?=\s|$)|\.\**\s*$"
 )
 _CONTENT = re.compile(rf"[\w{_FORMULAS}]")
 _MATH_WORD = re.compile(
     rf".*(?:\\[A-Za-z]|[=+^\d\u00b0\u00d7\u00f7\u03c0\u2200-\u22ff{_FORMULAS}]).*"
     r"|[-*/<>|&]|[b-zB-HJ-Z]|pi|sqrt.*"
 )
-_CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "not", "between", "minus", "negative"}
+_CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "not", "between"}
 _COPULA = re.compile(r"(?:\b(?:is|are|equals?|be|to)|[:=])\**$", re.IGNORECASE)
 _CLAUSE = re.compile(r"[,;:]\s+(?=\S+\s+\S)")
-_CONTRAST = re.compile(rf"\bnot\s+\S*[\d{_FORMULAS}]\S*\s+but$", re.IGNORECASE)
 CHANGING = re.compile(
     r"\b(?:not|no|nor|never|cannot|but|than|least|most|between|from|up to|except|maybe|perhaps"
     r"|possibly|might|either|otherwise|plus|minus|times|(?<!left )over|by|below|above|under|before"
@@ -84,7 +88,7 @@ _REFUSED = re.compile(
     r"(?:\s+(?!(?:is|are|was|equals)\b)[\w']+){0,2},?$"
     rf"|[\d{_FORMULAS}]\S*\s+(?:.*\s)?(?:and|or|in|per),?$"
     r"|\b(?:(?<!\ba )(?<!\ban )\w+|half|third|quarter|multiple|factor|divisor|power|root|fraction"
-    r"|percentage|square|cube|minimum|maximum)\s+of$|%\s+of$|^(?:of|in|for|with)$|\binstead of$"
+    r"|percentage|square|cube|minimum|maximum)\s+of$|%\s+of$|^(?:of|in|for|with)$"
     r"|\b(?:the|first|last|next|other|these|those|all|both|another|each|every|its|their|our)$",
     re.IGNORECASE,
 )
@@ -94,14 +98,9 @@ _REFUSED = re.compile(
 """
 
 _REASON = re.compile(r",?\s+\(?(?:because|since)\b.*", re.IGNORECASE | re.DOTALL)
-_VERDICT = re.compile(
-    r"\b(?:wrong|incorrect|impossible|invalid|false)\b|(?:\b(?:not|cannot)\b|n't).*"
-    r"\b(?:be|right|correct|possible|valid|true|work|answer)\b",
-    re.IGNORECASE,
-)
 _REST = re.compile(
-    rf"(?:[,;]\s*|\s+)\(?(?:(as(?! well)|where|not(?=\s+\W?[\d{_FORMULAS}]))|(which)"
-    r"|so|when|that|if|after|but|for|in|at|to|on|is|are|was|were|has|have|every|each"
+    rf"(?:[,;]\s*|\s+)\(?(?:(as(?! well)|where|not(?=\s+\W?[\d{_FORMULAS}]))"
+    r"|which|so|when|that|if|after|but|for|in|at|to|on|is|are|was|were|has|have|every|each"
     r"|altogether|total|left|hence|thus|then|instead|rather|remaining|he|she|they|we|it)\b"
     rf"|\s+\((?=[^\d{_FORMULAS}]*\)$)",
     re.IGNORECASE,
@@ -109,51 +108,44 @@ _REST = re.compile(
 """What follows an answer: a reason, something about it, or other words."""
 
 
-@dataclass(frozen=True)
-class Prose:
-    """A text in which each delimited formula is one character.
+class AnswerPlace(NamedTuple):
+    """A text that holds the answer, its formulas hidden.
 
     Attributes:
         is_answer: the text is an answer and nothing else, not a sentence that ends with one.
     """
 
     text: str
-    formulas: dict[int, str]
-    is_answer: bool = False
-
-    @classmethod
-    def of(cls, text: str) -> Prose:
-        formulas: dict[int, str] = {}
-
-        def mask(match: re.Match[str]) -> str:
-            character = 0xE000 + len(formulas)
-            formulas[character] = f" {match.group()} "
-            return chr(character)
-
-        return cls(_FORMULA.sub(mask, text[-_MAX_CHARS:]), formulas)
-
-    def with_formulas(self) -> str:
-        return self.text.translate(self.formulas)
-
-    def said(self) -> list[Prose]:
-        """What the last "the answer is" gives, of those with mathematics behind them if any."""
-        said = [_sentences(self.text[mark.end() :])[0] for mark in _SAID.finditer(self.text)]
-        last = sorted(said, key=_has_math)[-1:]
-        return [replace(self, text=sentence, is_answer=True) for sentence in last]
+    is_answer: bool
 
 
-def final_answer(text: str) -> list[Prose]:
+def final_answer(text: str) -> list[AnswerPlace]:
     """The last mark's content, and what the prose behind it says; else the last sentence.
 
     Marks with only "and" or "or" between them are one list.
     """
     text = plain_signs(without_reasoning(_TURN_END.sub("", text)))
     marks = _marks(text)
-    prose = Prose.of(_POLITE.sub("", text[max((end for _, end, _ in marks), default=0) :]))
+    prose = _hide(_POLITE.sub("", text[max((end for _, end, _ in marks), default=0) :]))
     if not marks:
-        return prose.said() or [replace(prose, text=_sentences(prose.text)[-1])]
-    marked = Prose.of(", ".join(last_together(text, marks)))
-    return [*(marked.said() or [replace(marked, is_answer=True)]), *prose.said()]
+        return _said(prose) or [AnswerPlace(_sentences(prose)[-1], is_answer=False)]
+    marked = _hide(", ".join(last_together(text, marks)))
+    return [*(_said(marked) or [AnswerPlace(marked, is_answer=True)]), *_said(prose)]
+
+
+def shown(text: str) -> str:
+    """The text with its formulas."""
+    return text.translate(_SHOWN)
+
+
+def _hide(text: str) -> str:
+    return _FORMULA.sub(lambda it: f" {it.group()} ".translate(_HIDDEN), text[-_MAX_CHARS:])
+
+
+def _said(prose: str) -> list[AnswerPlace]:
+    """What the last "the answer is" gives, of those with mathematics behind them if any."""
+    said = [_sentences(prose[mark.end() :])[0] for mark in _SAID.finditer(prose)]
+    return [AnswerPlace(sentence, is_answer=True) for sentence in sorted(said, key=_has_math)[-1:]]
 
 
 def plain_signs(text: str) -> str:
@@ -166,35 +158,18 @@ def plain_signs(text: str) -> str:
 def _marks(text: str) -> list[tuple[int, int, str]]:
     """(start, end, content) of each mark; a mark around others only says where they stand."""
     marks = _boxes(text) + [(tag.start(), tag.end(), tag[1]) for tag in _ANSWER.finditer(text)]
-    last_line = text.rstrip().rfind("\n")
-    for match in _HASHES.finditer(text):
-        is_heading = _WORD_FIRST.match(match[1]) and match.start() < last_line
-        if not is_heading:
-            marks.append((match.start(), match.end(), _sentences(match[1])[0]))
+    marks += [(it.start(), it.end(), _sentences(it[1])[0]) for it in _HASHES.finditer(text)]
     marks.sort()
     starts = [*(start for start, _, _ in marks[1:]), len(text)]
     return [mark for mark, start in zip(marks, starts, strict=False) if mark[1] <= start]
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """The outermost boxes; one that is not closed, or is a part of a formula, is empty."""
-    closing, opened = {}, []
-    for brace in _BRACE.finditer(text):
-        if brace.group() == "{":
-            opened.append(brace.start())
-        elif brace.group() == "}" and opened:
-            closing[opened.pop()] = brace.start()
-    boxes: list[tuple[int, int, str]] = []
-    for match in _BOX.finditer(text):
-        end, content = match.end(), match[1] or ""
-        if not content and text[end : end + 1] == "{":
-            end = closing.get(match.end(), end) + 1
-            content = text[match.end() + 1 : end - 1]
-        before = text[max(match.start() - 20, 0) : match.start()]
-        if _JOINED_BEFORE.search(before) or _JOINED_BEHIND.match(text, end):
-            content = ""
-        if not boxes or match.start() >= boxes[-1][1]:
-            boxes.append((match.start(), end, content))
+    """The outermost boxes; one that is a part of a formula is empty."""
+    boxes = []
+    for box in _BOX.finditer(text):
+        is_part = _JOINED_BEFORE.search(text, max(box.start() - 20, 0), box.start())
+        boxes.append((box.start(), box.end(), "" if is_part else box[1] or box[2] or ""))
     return boxes
 
 
@@ -204,36 +179,26 @@ def _sentences(text: str) -> list[str]:
     return [part.strip() for line in lines for part in line if _CONTENT.search(part)] or [""]
 
 
-def candidates(sentence: Prose) -> Iterator[tuple[str, str]]:
-    """Parts that may be the answer of a sentence, each with another expression that must agree.
+def candidates(place: AnswerPlace) -> Iterator[str]:
+    """Parts that may be the answer, the most likely one first.
 
-    If the sentence is an answer itself, another expression in it is no answer.
+    If the place is an answer itself, another expression in it is no answer.
     """
-    text = _REASON.sub("", sentence.text)
-    text = text if _has_math(text) else sentence.text
-    expression = _last_expression(text, is_only=sentence.is_answer)
-    parts = [(text, ""), (expression, ""), _without_rest(expression)]
-    if sentence.is_answer:
-        parts.insert(1, _without_rest(text))
-    for part, other in parts:
-        yield part.translate(sentence.formulas), other.translate(sentence.formulas)
+    text = _REASON.sub("", place.text)
+    text = text if _has_math(text) else place.text
+    expression = _last_expression(text, is_only=place.is_answer)
+    whole = [text, _without_rest(text)] if place.is_answer else [text]
+    yield from map(shown, [*whole, expression, _without_rest(expression)])
 
 
-def _without_rest(text: str) -> tuple[str, str]:
-    """`5` of `5, so 2 + 3 = 5`, and the last expression of the rest.
-
-    Both are empty where the rest denies the answer, or makes it another one.
-    """
+def _without_rest(text: str) -> str:
+    """`5` of `5, so he has 5`; empty where the rest denies the answer, or has another one."""
     rest = _REST.search(text)
     if rest is None or not _has_math(text[: rest.start()]):
-        return "", ""
-    head, behind = text[: rest.start()], text[rest.end() :]
-    if rest[1]:
-        return head, ""
-    if rest[2]:
-        return ("", "") if _VERDICT.search(behind) else (head, "")
-    between, other = _split_last(behind)
-    return ("", "") if CHANGING.search(between) else (head, other)
+        return ""
+    behind = text[rest.end() :]
+    is_another = not rest[1] and (CHANGING.search(behind) or _has_math(behind))
+    return "" if is_another else text[: rest.start()]
 
 
 def _last_expression(sentence: str, *, is_only: bool) -> str:
@@ -243,8 +208,7 @@ def _last_expression(sentence: str, *, is_only: bool) -> str:
     `is_only`, where there is another one, unless "is" stands between them.
     """
     before, expression = _split_last(sentence)
-    clause = _CONTRAST.sub("", _CLAUSE.split(before)[-1])
-    if _REFUSED.search(clause):
+    if _REFUSED.search(_CLAUSE.split(before)[-1]):
         return ""
     is_another = is_only and _has_math(before) and not _COPULA.search(before)
     return "" if is_another else expression
@@ -253,17 +217,19 @@ def _last_expression(sentence: str, *, is_only: bool) -> str:
 def _split_last(text: str) -> tuple[str, str]:
     """What stands before the last run of words that look like mathematics, and from there on."""
     words = text.split()
-    are_math = [_is_math(word) for word in words]
+    kinds = "".join(map(_kind, words))
     if words and words[-1].strip("().*") == "A":  # the last word is no article
-        are_math[-1] = True
-    if True not in are_math:
-        return text, ""
-    start = len(words) - 1 - are_math[::-1].index(True)
-    while start > 0 and (are_math[start - 1] or words[start - 1].lower() in _CONNECTORS):
-        start -= 1
-    while not are_math[start] and words[start].lower() not in ("minus", "negative"):
-        start += 1
+        kinds = f"{kinds[:-1]}m"
+    run = re.search(r"s?m([mcs]*m)?(?=[^m]*$)", kinds)
+    start = run.start() if run else len(words)
     return " ".join(words[:start]), " ".join(words[start:])
+
+
+def _kind(word: str) -> str:
+    """Whether it is a sign, a connector, mathematics, or another word."""
+    if word.lower() in ("minus", "negative"):
+        return "s"
+    return "m" if _is_math(word) else "c" if word.lower() in _CONNECTORS else "w"
 
 
 def _has_math(text: str) -> bool:

@@ -81,11 +81,11 @@ def test_no_wrong_answer_is_rewarded() -> None:
         ),
         (
             "5",
-            "So the answer is 5 @ 2 + 3 = 5.",
-            "because since as so which when where that if after but not for at on is are was were "
-            "has have every each altogether total left hence thus then instead rather remaining he "
-            "she they we it",
+            "So the answer is 5 @ he went home.",
+            "so which when that if after but for at on is are was were has have every each "
+            "altogether total left hence thus then instead rather remaining he she they we it",
         ),
+        ("5", "So the answer is 5 @ 2 + 3 = 5.", "because since as where not"),
         ("5", "#### 5 @", "of in an each every for at altogether total the on"),
         ("x", r"\boxed{\@{x}}", "text mathrm textbf mathbf mbox operatorname rm textit"),
         (r"\@(x)", r"\boxed{@(x)}", "sin cos tan ln log exp"),
