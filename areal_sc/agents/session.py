@@ -11,6 +11,7 @@ unblocked by the engine; or by `end`, which cancels what still runs
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import Counter
@@ -38,6 +39,7 @@ from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings, specia
 from areal_sc.errors import AgentError, NeverWorks, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.workflows.chat import checked_message
+from areal_sc.workflows.chat_format import Message
 from areal_sc.workflows.chat_turn import (
     OTHER_TOOLS,
     NextTurn,
@@ -195,7 +197,7 @@ class Session:
         """
         played = dict[str, tuple[ModelCall, SessionCall]]()
         for it in written:
-            call, after = it.call, None
+            call, after = replace(it.call, messages=tuple(json.loads(it.messages))), None
             if it.after:
                 past, after = played[it.after]
                 if it.goes_on_row:
@@ -419,7 +421,7 @@ class Session:
             begun.kept = [*messages[after.num_messages if after else first :], node.turn.message]
         self._history.add(place, begun)
         if is_new and self.journal.path:
-            self.journal.add(_written(replace(call, messages=tuple(messages)), begun, node))
+            self.journal.add(_written(call, messages, begun, node))
         tokens = tuple[SampledToken, ...]()
         if call.wants_logprobs:
             texts = self._engine.tokenizer.batch_decode([[it] for it in completion.token_ids])
@@ -486,11 +488,13 @@ def _trained(calls: Sequence[SessionCall]) -> list[TrainedCall]:
     ]
 
 
-def _written(call: ModelCall, begun: SessionCall, node: TurnNode) -> WrittenAnswer:
-    """Args: call: with all messages."""
-    call, after = replace(call, after="", metadata={}), begun.after
+def _written(
+    call: ModelCall, messages: list[Message], begun: SessionCall, node: TurnNode
+) -> WrittenAnswer:
+    """Args: messages: all of them."""
+    call, after = replace(call, messages=(), after="", metadata={}), begun.after
     if after and node.row:
-        call = replace(call, messages=call.messages[after.num_messages :], tools=())
+        messages, call = messages[after.num_messages :], replace(call, tools=())
     return WrittenAnswer(
         begun.number,
         begun.same,
@@ -499,6 +503,7 @@ def _written(call: ModelCall, begun: SessionCall, node: TurnNode) -> WrittenAnsw
         begun.created_s,
         after.answer_id if after else "",
         node.row is not None,
+        json.dumps(messages),
         call,
         node.completion,
     )
