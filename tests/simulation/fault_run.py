@@ -215,7 +215,7 @@ class FaultRun(FaultyScript):
         is_alone = not self.ends or (self.ends.keys() == {"killed"} and not kinds - NO_DEATH)
         if self.has_other_room or self.cluster.losses or not is_alone or kinds & OUT_OF_REACH:
             return
-        again = [it for it, times in self.cluster.sealed_episodes.items() if len(times) > 1]
+        again = self.cluster.played_again
         assert not again, f"episodes {again} (group, number) are played again"
 
     async def check_end(self) -> None:

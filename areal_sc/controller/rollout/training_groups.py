@@ -320,6 +320,8 @@ class TrainingGroups(Groups):
             self._start(group, self._join(group, worker))
         queued = (g for g in self.ledger.unconsumed() if g.state is GroupState.queued)
         self._restored = {group.group_id: group for group in queued}
+        for group_id in self._restored:  # a worker that has just died may have episodes of it
+            self._kept.note_lost(group_id, *self._workers.unknown)
 
     def go_back(self, lineage: int, state: LedgerState) -> None:
         """Goes back to `state` in a new lineage; `admit` follows when workers may get weights."""

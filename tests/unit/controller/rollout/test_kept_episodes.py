@@ -46,10 +46,12 @@ def test_an_attempt_takes_what_lies_where_it_runs_and_the_rest_outlives_it() -> 
     kept, _ = kept_of(0)
     kept.note_held("rollout/0", "tcp://0", [held("a.1", 0, 0), held("a.2", 0, 2)])
     kept.note_held("rollout/1", "tcp://1", [held("b.1", 0, 1)])
-    kept.note_lost(0, "rollout/0")
+    kept.note_lost(0, "rollout/0", "rollout/1")
+    assert kept.is_awaited("rollout/1")
     assert kept.hand_over(0, "rollout/0") == ["a.1", "a.2"]
     assert numbers(kept, 0) == [(1, "b.1")]
-    assert kept.lost_with(0) is None
+    assert not kept.lost_with(0)
+    assert not kept.is_awaited("rollout/1")
     # that attempt is lost, too: the next life of its worker tells of all of it
     kept.note_held("rollout/0", "tcp://0", [held("a.1", 0, 0), held("c.1", 0, 3, attempt=1)])
     assert sorted(numbers(kept, 0)) == [(0, "a.1"), (1, "b.1"), (3, "c.1")]
