@@ -102,11 +102,17 @@ class KeptEpisodes:
                 runs[it.shard_id] = GroupAttempt(group_id, KEPT)
         return runs
 
-    def give_up(self, worker: str, num_groups: int) -> None:
-        """Its store holds too many groups: the youngest of these play again."""
+    def give_up(self, worker: str, num_groups: int) -> dict[str, GroupAttempt]:
+        """Its store holds too many groups: what it has of the youngest ones plays again.
+
+        Returns: what shards there are held for now, by their ids.
+        """
         at_worker = [it for it in sorted(self._kept) if worker in self.homes(it)]
+        given_up: dict[str, GroupAttempt] = {}
         for group_id in at_worker[max(len(at_worker) - num_groups, 0) :]:
-            self.hand_over(group_id, worker)
+            nobodys = GroupAttempt(group_id, NOBODYS)
+            given_up |= dict.fromkeys(self.hand_over(group_id, worker), nobodys)
+        return given_up
 
     def hand_over(self, group_id: int, worker: str) -> list[str]:
         """An attempt begins on a worker: the ids of the shards there, which are its own now."""

@@ -230,7 +230,7 @@ class RolloutWorkers:
         """A store may have less room than in its worker's life before."""
         excess = state.store.num_needed - self.set.loads.max_on_worker
         if excess > 0:
-            self.kept.give_up(state.name, excess)
+            state.store.hold_for(self.kept.give_up(state.name, excess))
 
     async def bring_up(self, unit: str) -> None:
         """A worker that was started again does its work again when this returns."""

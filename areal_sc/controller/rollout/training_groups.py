@@ -428,7 +428,8 @@ class TrainingGroups(Groups):
             self.admission.note_finished(self.ledger.num(GroupState.finished))
         else:
             self._workers.begin_sweeps()
-        if group.attempt:  # of earlier attempts there may be shards that it did not take over
+        if group.attempt or self._kept.of_group(group.group_id):
+            # of earlier attempts there may be shards that it did not take over
             self._kept.forget(group.group_id)
             self._workers.begin_sweeps()
         self._rejections.check_rate(self._source.num_prompts if self._source else None)
