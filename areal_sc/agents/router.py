@@ -76,6 +76,8 @@ from areal_sc.transport.sockets.interface import family_of
 
 logger = logging.getLogger(__name__)
 
+NEWS_S: Final = 10.0
+"""After so long without news, a worker that was not reached may be reached where it was."""
 _PROCESS: Final = secrets.token_hex(8)
 _COME_AGAIN_S: Final = 1.0
 _MAX_CLAIM_KEYS: Final = 4096
@@ -253,16 +255,20 @@ class Router:
 
         Raises: CallRefused: 410 or 503: it has left, or is not there yet.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(COME_BACK_S):
-                while (at := self._routes.up.get(name.worker)) is None or at == before:
-                    if at is None and name.worker not in self._routes.coming:
-                        told = f"the worker {name.worker} of this episode has left the run"
-                        raise CallRefused(410, "session_lost", told)
+        give_up_s = _now() + COME_BACK_S
+        while (at := self._routes.up.get(name.worker)) is None or at == before:
+            if at is None and name.worker not in self._routes.coming:
+                told = f"the worker {name.worker} of this episode has left the run"
+                raise CallRefused(410, "session_lost", told)
+            try:
+                async with asyncio.timeout_at(give_up_s if at is None else _now() + NEWS_S):
                     await self._news.wait()
-                return at
-        why = f"the worker {name.worker} of this episode cannot be reached now"
-        raise CallRefused(503, "worker_unreached", why, retry_after_s=_COME_AGAIN_S)
+            except TimeoutError:
+                why = f"the worker {name.worker} of this episode cannot be reached now"
+                raise CallRefused(
+                    503, "worker_unreached", why, retry_after_s=_COME_AGAIN_S
+                ) from None
+        return at
 
     @asynccontextmanager
     async def _while_up(self, worker: str, at: AgentsAt) -> AsyncIterator[None]:

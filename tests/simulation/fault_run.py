@@ -179,6 +179,8 @@ class FaultRun(FaultyScript):
         is_ended = bool(self.ends.keys() - {"killed", "superseded"}) or self.disk.num_failures
         if kinds - NO_DEATH or is_ended:
             return
+        if 2 * self.slowest_s > self.cluster.config.heartbeat_interval_s:
+            return  # several signs of life in a row may be so late that a worker is taken for lost
         lives = [life for life in self.cluster.lives if life.role == "rollout"]
         if not self.has_scaled:
             assert len(lives) == self.settings.num_rollout_workers, "workers were started again"

@@ -17,8 +17,10 @@ from simulation.faults import FaultKind
 from simulation.plants import PLANTS
 
 TESTS = Path(__file__).parents[2]
-SEEDS = (*range(50), 58, 77)
-"""58: snapshots whose writes fail. 77: a full disk, which is rare, as it ends all else."""
+SEEDS = (*range(50), 58, 77, 12518, 20097, 21439)
+"""58: snapshots whose writes fail. 77: a full disk, which is rare, as it ends all else. 12518: late
+signs of life alone. 20097: the reply of a rejected group is lost with its worker. 21439: the script
+is killed while a worker with finished episodes is to leave."""
 MAX_SEEDS = 1000
 
 FOUND_BY = {
