@@ -31,7 +31,7 @@ from areal_sc.agents.calls import (
 )
 from areal_sc.agents.history import CallHistory, CallPlace
 from areal_sc.agents.journal import SessionJournal, WrittenAnswer
-from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
+from areal_sc.agents.rows import AgentRows, Rewards, returns_of, rows_of
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -129,7 +129,7 @@ class Session:
         self._engine = engine
         self._run_sampling = sampling
         self._settings = settings or SessionSettings()
-        self._history = CallHistory[SessionCall]()
+        self._history = CallHistory()
         self._calls = list[SessionCall]()  # in the order in which they began
         self._same = dict[str, list[SessionCall]]()  # by their key, or by their digest
         self._sent_away = Counter[tuple[str, int]]()  # by digest and attempt
@@ -302,7 +302,7 @@ class Session:
         """
         calls = list(self._calls)
         trained = _trained(calls)
-        nodes = [call.node for call in trained]
+        nodes = [call.answered for call in trained]
         returns = returns_of(trained, reward, discount)
         num_lost = sum(call.node is not None and not call.is_delivered for call in calls)
         counted = {"calls": len(nodes), "undelivered": num_lost}
@@ -447,7 +447,7 @@ class Session:
             "and whose call did not say store=false",
         )
 
-    def _last_node(self, begun: SessionCall, place: CallPlace[SessionCall]) -> TurnNode | None:
+    def _last_node(self, begun: SessionCall, place: CallPlace) -> TurnNode | None:
         """The node that a call goes on from."""
         self.counts["rewritten_history"] += place.is_rewritten
         if (after := place.after) is None:
@@ -481,11 +481,9 @@ class Session:
         return min(most, call.max_tokens or most)
 
 
-def _trained(calls: Sequence[SessionCall]) -> list[TrainedCall]:
+def _trained(calls: Sequence[SessionCall]) -> list[SessionCall]:
     """The calls whose answers were delivered."""
-    return [
-        TrainedCall(it.answer_id, it.model, it.node) for it in calls if it.is_delivered and it.node
-    ]
+    return [it for it in calls if it.is_delivered and it.node]
 
 
 def _written(

@@ -420,8 +420,9 @@ class RolloutWorker(Worker):
             what = f"row {reference.index} of the dataset: {describe(error)}"
             rejection = Rejection.raised(RejectionKind.dataset_error, what, error)
             rejection = self._noted(rejection, reference.index)
-            for number in numbers if note_end else ():
-                await note_end(number, rejection, 0, 0.0)
+            if note_end:
+                for number in numbers:
+                    await note_end(number, rejection, 0, 0.0)
             return None, [rejection] * len(numbers)
         wire = row_to_wire(prompt, reference.index, type(dataset).__name__)
         where = f"row {reference.index}"
