@@ -501,7 +501,7 @@ def _written(
         begun.created_s,
         after.answer_id if after else "",
         node.row is not None,
-        json.dumps(messages),
+        json.dumps(messages, ensure_ascii=False),
         call,
         node.completion,
     )
