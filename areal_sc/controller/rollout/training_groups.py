@@ -420,6 +420,7 @@ class TrainingGroups(Groups):
         self._rejections.add_group(reply.rejected, self._config.group_size)
         if reply.batch is None:
             self.ledger.reject(group.group_id, main_cause(reply.rejected))
+            self._workers.begin_sweeps()  # an earlier start's worker may have told of shards of it
         elif self.ledger.finish(group.group_id, reply.run.attempt, reply.batch, reply.metrics):
             self.num_finished += 1
             if reason := self._rejections.refuse_without_signal(reply.batch):
