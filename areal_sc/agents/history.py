@@ -11,36 +11,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final
 
 import msgspec
 
+from areal_sc.agents.session_call import SessionCall
 from areal_sc.workflows.chat_format import Message
-
-
-class AnsweredCall(Protocol):
-    """An answer of the model to a call."""
-
-    @property
-    def message(self) -> Message: ...
-
-    @property
-    def after(self) -> AnsweredCall | None:
-        """The answer that its call went on from; None: it began a conversation."""
-
-    @property
-    def num_messages(self) -> int:
-        """How many messages the conversation has with it."""
-
 
 _ENCODE: Final = msgspec.json.Encoder(order="sorted")
 _COMPARED_APART: Final = frozenset(["reasoning_content", "tool_calls"])
 
-A = TypeVar("A", bound=AnsweredCall)
-
 
 @dataclass(frozen=True)
-class CallPlace(Generic[A]):
+class CallPlace:
     """Where a call stands among the earlier ones.
 
     Attributes:
@@ -49,19 +32,19 @@ class CallPlace(Generic[A]):
         digests: of the messages up to each one.
     """
 
-    after: A | None
+    after: SessionCall | None
     is_rewritten: bool
     digests: list[bytes]
 
 
 @dataclass(frozen=True)
-class CallHistory(Generic[A]):
+class CallHistory:
     """The calls of a session, by their messages."""
 
-    _answers: dict[bytes, list[A]] = field(default_factory=dict)
+    _answers: dict[bytes, list[SessionCall]] = field(default_factory=dict)
     _prompts: set[bytes] = field(default_factory=set)
 
-    def place(self, messages: Sequence[Message], named: A | None = None) -> CallPlace[A]:
+    def place(self, messages: Sequence[Message], named: SessionCall | None = None) -> CallPlace:
         """Where a call with these messages stands.
 
         Args:
@@ -83,14 +66,14 @@ class CallHistory(Generic[A]):
             is_rewritten |= number > 0 and digests[number - 1] in self._prompts
         return CallPlace(None, is_rewritten, digests)
 
-    def add(self, place: CallPlace[A], answer: A) -> None:
+    def add(self, place: CallPlace, answer: SessionCall) -> None:
         """Notes the answer to a call."""
         prompt = place.digests[-1]
         self._prompts.add(prompt)
         self._answers.setdefault(_digest(prompt, answer.message), []).append(answer)
 
 
-def _agrees(answer: AnsweredCall | None, messages: Sequence[Message]) -> bool:
+def _agrees(answer: SessionCall | None, messages: Sequence[Message]) -> bool:
     """Whether the reasoning of the messages, where they have some, is that of the answers."""
     while answer is not None:
         told = messages[answer.num_messages - 1].get("reasoning_content")

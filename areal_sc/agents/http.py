@@ -29,6 +29,9 @@ RETRY_COUNT: Final = "x-stainless-retry-count"
 DELIVERY: Final = "x-areal-delivery"
 """Names an answer that is passed on, so that it can be said at `UNDELIVERED` that this failed."""
 UNDELIVERED: Final = "/undelivered"
+COME_BACK_S: Final = 240.0
+"""A request waits so long for a worker that is being started again, and so long for its session to
+be restored. Both together are less than the 600 s after which OpenAI's clients ask again."""
 _BODY_TIMEOUT_S: Final = 60.0
 _SHUTDOWN_S: Final = 1.0
 

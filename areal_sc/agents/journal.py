@@ -49,9 +49,10 @@ class WrittenAnswer(Struct, frozen=True, array_like=True, tag=True):
     Attributes:
         number, same, digest, answer_id, created_s: of the `SessionCall`.
         after: id of the answer that it goes on from; "": it begins a conversation.
-        goes_on_row: the call has only the messages behind that answer, and no tools, since they are
-            those of the call before.
-        call: its messages are all that the model was given; metadata is left out.
+        goes_on_row: the messages are those behind that answer, and the call has no tools, since
+            they are those of the call before.
+        messages: all that the model was given, as JSON of Python, which has a NaN of arguments.
+        call: without messages and metadata.
     """
 
     number: int
@@ -61,6 +62,7 @@ class WrittenAnswer(Struct, frozen=True, array_like=True, tag=True):
     created_s: int
     after: str
     goes_on_row: bool
+    messages: str
     call: ModelCall
     completion: Completion
 

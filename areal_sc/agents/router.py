@@ -47,6 +47,7 @@ from areal_sc.agents.claims import (
 )
 from areal_sc.agents.http import (
     BACKLOG,
+    COME_BACK_S,
     DELIVERY,
     DIALECTS,
     MAX_BODY_BYTES,
@@ -76,7 +77,7 @@ from areal_sc.transport.sockets.interface import family_of
 logger = logging.getLogger(__name__)
 
 NEWS_S: Final = 10.0
-"""A request waits so long for a worker that is being started again; then its client comes again."""
+"""After so long without news, a worker that was not reached may be reached where it was."""
 _PROCESS: Final = secrets.token_hex(8)
 _COME_AGAIN_S: Final = 1.0
 _MAX_CLAIM_KEYS: Final = 4096
@@ -119,7 +120,7 @@ class Router:
         return app
 
     def take_routes(self, routes: Routes) -> None:
-        """Workers are elsewhere from now on, or lost."""
+        """Workers are elsewhere from now on, or have left."""
         self._routes = routes
         self._silent_until_s.clear()
         self._news.set()
@@ -250,20 +251,24 @@ class Router:
         return self._client.post(f"{at.url}{path}", data=data, headers=headers, ssl=seal)
 
     async def _next_place(self, name: SessionName, before: AgentsAt | None) -> AgentsAt:
-        """Where the worker is, but not where it was before; waits for that, `NEWS_S` at most.
+        """Where the worker is, but not where it was before; waits `COME_BACK_S` at most.
 
         Raises: CallRefused: 410 or 503: it has left, or is not there yet.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(NEWS_S):
-                while (at := self._routes.up.get(name.worker)) is None or at == before:
-                    if at is None and (why := self._routes.lost.get(name.worker)):
-                        told = f"the worker {name.worker} of this episode is gone: {why}"
-                        raise CallRefused(410, "session_lost", f"{told}; its group runs again")
+        give_up_s = _now() + COME_BACK_S
+        while (at := self._routes.up.get(name.worker)) is None or at == before:
+            if at is None and name.worker not in self._routes.coming:
+                told = f"the worker {name.worker} of this episode has left the run"
+                raise CallRefused(410, "session_lost", told)
+            try:
+                async with asyncio.timeout_at(give_up_s if at is None else _now() + NEWS_S):
                     await self._news.wait()
-                return at
-        why = f"the worker {name.worker} of this episode cannot be reached now"
-        raise CallRefused(503, "worker_unreached", why, retry_after_s=_COME_AGAIN_S)
+            except TimeoutError:
+                why = f"the worker {name.worker} of this episode cannot be reached now"
+                raise CallRefused(
+                    503, "worker_unreached", why, retry_after_s=_COME_AGAIN_S
+                ) from None
+        return at
 
     @asynccontextmanager
     async def _while_up(self, worker: str, at: AgentsAt) -> AsyncIterator[None]:

@@ -19,15 +19,15 @@ class AgentsAt(Struct, frozen=True, array_like=True):
 
 
 class Routes(Struct, frozen=True):
-    """All workers that are known.
+    """The workers that belong to the run; any other one has left it for good.
 
     Attributes:
         up: that do their work, by name.
-        lost: why others have left for good, by name. One that is being started again is in neither.
+        coming: names of those that are being started, maybe again.
     """
 
     up: dict[str, AgentsAt]
-    lost: dict[str, str]
+    coming: list[str] = []
 
 
 class RouterStart(Struct, frozen=True):

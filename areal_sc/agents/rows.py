@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from areal_sc.agents.session_call import SessionCall
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import MAX_RETURNS
 from areal_sc.workflows.chat_turn import TurnNode, paths_of, transcript_of
@@ -28,19 +28,6 @@ class AgentRows(StrEnum):
     longest = "longest"
 
 
-@dataclass(frozen=True)
-class TrainedCall:
-    """A call whose answer is trained.
-
-    Attributes:
-        model: the name that the agent gave: its role.
-    """
-
-    answer_id: str
-    model: str
-    node: TurnNode
-
-
 _WORD_BEFORE_ID: Final = re.compile("^.*[-_]")
 
 Rewards = float | Mapping[str, float]
@@ -48,9 +35,9 @@ Rewards = float | Mapping[str, float]
 
 
 def returns_of(
-    calls: Sequence[TrainedCall], reward: Rewards, discount: float
+    calls: Sequence[SessionCall], reward: Rewards, discount: float
 ) -> dict[TurnNode, float]:
-    """What each call is rewarded with: R_k = r_k + discount * R_(k+1), in the order of the calls.
+    """What each answered call is rewarded with: R_k = r_k + discount * R_(k+1), in their order.
 
     A number is the reward of the last call. One by the model's name is that of the last call which
     named it, and goes back over those calls alone; calls of other names then have no return. By
@@ -80,7 +67,7 @@ def returns_of(
 
 
 def _discounted(
-    calls: Sequence[TrainedCall], rewards: Mapping[str, float], discount: float
+    calls: Sequence[SessionCall], rewards: Mapping[str, float], discount: float
 ) -> dict[TurnNode, float]:
     found = dict[TurnNode, float]()
     later: float | None = None
@@ -90,7 +77,7 @@ def _discounted(
             value = later if own is None else own  # as it was given: a `Score` has parts
         else:
             value = (own or 0.0) + discount * later
-        later = found[call.node] = 0.0 if value is None else value
+        later = found[call.answered] = 0.0 if value is None else value
     return found
 
 

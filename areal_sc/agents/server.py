@@ -32,6 +32,7 @@ from areal_sc.agents.certificate import make_certificate
 from areal_sc.agents.claims import Claims, Offer, id_of, named_by
 from areal_sc.agents.http import (
     BACKLOG,
+    COME_BACK_S,
     DELIVERY,
     DIALECTS,
     MAX_BODY_BYTES,
@@ -81,8 +82,6 @@ _STREAM_HEADERS: Final = {
 }
 _START_TIMEOUT_S: Final = 60.0
 _END_TIMEOUT_S: Final = 10.0
-RETURN_S: Final = 10.0
-"""A request waits so long for a session that an earlier life of the worker has had."""
 _LOOK_S: Final = 0.1
 _MAX_LOST: Final = 256
 """Sessions of which is remembered that they were given up; of older ones, that they ended."""
@@ -405,7 +404,7 @@ class AgentServer:
         return name
 
     async def _session_named(self, name: SessionName) -> Session:
-        """Waits for one that an earlier life has had, `RETURN_S` at most.
+        """Waits for one that an earlier life has had, `COME_BACK_S` at most.
 
         Raises: CallRefused: 404, 409 or 410: it never was, has ended, or was given up or lost. 503:
             it is not back yet.
@@ -414,7 +413,7 @@ class AgentServer:
         if is_own and name.number > self._num_opened:
             raise CallRefused(404, "unknown_episode", "no episode has this id")
         loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + RETURN_S
+        give_up_s = loop.time() + COME_BACK_S
         while (session := self._sessions.get(name)) is None:
             ended = self._lost.get(name, SESSION_ENDED if is_own else SESSION_RETURNS)
             if ended.status != SESSION_RETURNS.status:

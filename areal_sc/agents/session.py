@@ -11,6 +11,7 @@ unblocked by the engine; or by `end`, which cancels what still runs
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import Counter
@@ -30,7 +31,7 @@ from areal_sc.agents.calls import (
 )
 from areal_sc.agents.history import CallHistory, CallPlace
 from areal_sc.agents.journal import SessionJournal, WrittenAnswer
-from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
+from areal_sc.agents.rows import AgentRows, Rewards, returns_of, rows_of
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -38,6 +39,7 @@ from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings, specia
 from areal_sc.errors import AgentError, NeverWorks, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.workflows.chat import checked_message
+from areal_sc.workflows.chat_format import Message
 from areal_sc.workflows.chat_turn import (
     OTHER_TOOLS,
     NextTurn,
@@ -127,7 +129,7 @@ class Session:
         self._engine = engine
         self._run_sampling = sampling
         self._settings = settings or SessionSettings()
-        self._history = CallHistory[SessionCall]()
+        self._history = CallHistory()
         self._calls = list[SessionCall]()  # in the order in which they began
         self._same = dict[str, list[SessionCall]]()  # by their key, or by their digest
         self._sent_away = Counter[tuple[str, int]]()  # by digest and attempt
@@ -195,7 +197,7 @@ class Session:
         """
         played = dict[str, tuple[ModelCall, SessionCall]]()
         for it in written:
-            call, after = it.call, None
+            call, after = replace(it.call, messages=tuple(json.loads(it.messages))), None
             if it.after:
                 past, after = played[it.after]
                 if it.goes_on_row:
@@ -300,7 +302,7 @@ class Session:
         """
         calls = list(self._calls)
         trained = _trained(calls)
-        nodes = [call.node for call in trained]
+        nodes = [call.answered for call in trained]
         returns = returns_of(trained, reward, discount)
         num_lost = sum(call.node is not None and not call.is_delivered for call in calls)
         counted = {"calls": len(nodes), "undelivered": num_lost}
@@ -419,7 +421,7 @@ class Session:
             begun.kept = [*messages[after.num_messages if after else first :], node.turn.message]
         self._history.add(place, begun)
         if is_new and self.journal.path:
-            self.journal.add(_written(replace(call, messages=tuple(messages)), begun, node))
+            self.journal.add(_written(call, messages, begun, node))
         tokens = tuple[SampledToken, ...]()
         if call.wants_logprobs:
             texts = self._engine.tokenizer.batch_decode([[it] for it in completion.token_ids])
@@ -445,7 +447,7 @@ class Session:
             "and whose call did not say store=false",
         )
 
-    def _last_node(self, begun: SessionCall, place: CallPlace[SessionCall]) -> TurnNode | None:
+    def _last_node(self, begun: SessionCall, place: CallPlace) -> TurnNode | None:
         """The node that a call goes on from."""
         self.counts["rewritten_history"] += place.is_rewritten
         if (after := place.after) is None:
@@ -479,18 +481,18 @@ class Session:
         return min(most, call.max_tokens or most)
 
 
-def _trained(calls: Sequence[SessionCall]) -> list[TrainedCall]:
+def _trained(calls: Sequence[SessionCall]) -> list[SessionCall]:
     """The calls whose answers were delivered."""
-    return [
-        TrainedCall(it.answer_id, it.model, it.node) for it in calls if it.is_delivered and it.node
-    ]
+    return [it for it in calls if it.is_delivered and it.node]
 
 
-def _written(call: ModelCall, begun: SessionCall, node: TurnNode) -> WrittenAnswer:
-    """Args: call: with all messages."""
-    call, after = replace(call, after="", metadata={}), begun.after
+def _written(
+    call: ModelCall, messages: list[Message], begun: SessionCall, node: TurnNode
+) -> WrittenAnswer:
+    """Args: messages: all of them."""
+    call, after = replace(call, messages=(), after="", metadata={}), begun.after
     if after and node.row:
-        call = replace(call, messages=call.messages[after.num_messages :], tools=())
+        messages, call = messages[after.num_messages :], replace(call, tools=())
     return WrittenAnswer(
         begun.number,
         begun.same,
@@ -499,6 +501,7 @@ def _written(call: ModelCall, begun: SessionCall, node: TurnNode) -> WrittenAnsw
         begun.created_s,
         after.answer_id if after else "",
         node.row is not None,
+        json.dumps(messages, ensure_ascii=False),
         call,
         node.completion,
     )

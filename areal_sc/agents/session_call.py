@@ -24,7 +24,7 @@ class SessionCall:
         same: by which a retry finds it; "": none does.
         answer_id: unique in the run.
         created_s: Unix time.
-        model: that the call named.
+        model: that the call named: the role of the agent.
         node: what it came to; None: it runs, or failed.
         after: the call that it goes on from.
         kept: messages that it adds to the conversation of `kept_after`, with the answer, without
@@ -56,16 +56,20 @@ class SessionCall:
         self._answer: asyncio.Future[ModelAnswer] = asyncio.get_running_loop().create_future()
 
     @property
+    def answered(self) -> TurnNode:
+        """What it came to; only where it has an answer."""
+        assert self.node is not None
+        return self.node
+
+    @property
     def message(self) -> Message:
         """The model's answer."""
-        assert self.node is not None
-        return self.node.turn.message
+        return self.answered.turn.message
 
     @property
     def num_messages(self) -> int:
         """How many messages the conversation has with the answer."""
-        assert self.node is not None
-        return self.node.num_messages
+        return self.answered.num_messages
 
     @property
     def conversation(self) -> list[Message]:

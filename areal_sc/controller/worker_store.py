@@ -100,6 +100,10 @@ class WorkerStore(Generic[RunT]):
         """These shards are there, as the ledger says; `note_adopted` with what is there follows."""
         self._shards = dict(shards)
 
+    def hold_for(self, runs: Mapping[str, RunT]) -> None:
+        """Shards, by their ids, are for these runs from now on."""
+        self._shards.update(runs)
+
     def note_adopted(self, held: Mapping[str, RunT | None]) -> list[RunT]:
         """The worker was started again, or taken over, and holds these shards.
 

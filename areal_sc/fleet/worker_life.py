@@ -86,7 +86,7 @@ class UnitServes(UnitEvent):
 
 
 class UnitLeft(UnitEvent):
-    """A unit that was lost is not wanted any more: it is not started again."""
+    """A unit is not wanted any more: it ends, and is not started again."""
 
 
 @dataclass(frozen=True)
@@ -445,7 +445,7 @@ class Lives:
     def _dismiss(self, life: Life) -> list[Output]:
         del self._lives[life.unit]
         was_launching, life.state = life.state is LifeState.launching, LifeState.left
-        told: list[Output] = [UnitLeft(life.unit)] if life.is_down else []
+        told: list[Output] = [UnitLeft(life.unit)]
         # a process that is on its way would be there without anybody's knowledge
         return told if was_launching else [*told, EndStart(life.unit)]
 

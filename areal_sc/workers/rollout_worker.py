@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -77,7 +77,7 @@ from areal_sc.workflows.text_checks import MAX_JUDGED, PromptTexts
 
 logger = logging.getLogger(__name__)
 
-NoteEnd = Callable[[int, Episode | Rejection, int, float], Episode | Rejection]
+NoteEnd = Callable[[int, Episode | Rejection, int, float], Awaitable[Episode | Rejection]]
 """Is told the number of an episode that has ended, what came of it, how many tokens were sampled,
 and how many seconds it took."""
 
@@ -217,6 +217,7 @@ class RolloutWorker(Worker):
             self._sessions.begin(prefix_group, group)
         loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
         ended_s: list[float] = []
+        are_taken_over = asyncio.Event()
 
         def seal(number: int) -> None:
             if ended[number].shard_id:
@@ -229,9 +230,10 @@ class RolloutWorker(Worker):
                 )
                 self._sessions.end(prefix_group, number)
 
-        def note_end(
+        async def note_end(
             number: int, outcome: Episode | Rejection, num_tokens: int, took_s: float
         ) -> Episode | Rejection:
+            await are_taken_over.wait()  # they say what the group shares
             if not isinstance(outcome, Rejection):
                 before = (its for it in ended.values() if isinstance(its := it.outcome, list))
                 if problem := problem_of_shared(outcome, next(before, []), declared):
@@ -252,13 +254,24 @@ class RolloutWorker(Worker):
                 self._group_counters["episode_s"] += took_s
             return outcome
 
+        async def play(numbers: Sequence[int]) -> dict[str, Any] | None:
+            row, _ = await self._episodes(
+                group.prompt, group.workflow, prefix_group, numbers, note_end=note_end
+            )
+            return row
+
+        async def take_over(numbers: Collection[int]) -> None:
+            await self._finished.take_over(group, declared, ended)
+            are_taken_over.set()
+            if gone := [number for number in numbers if number not in ended]:
+                await play(gone)
+
         is_closed = False
         try:
-            await self._finished.take_over(group, declared, ended)
-            missing = [number for number in range(group.group_size) if number not in ended]
-            row, _ = await self._episodes(
-                group.prompt, group.workflow, prefix_group, missing, note_end=note_end
-            )
+            kept = {it.episode.number for it in group.kept if not it.episode.session}
+            kept.discard(calls.SHARED)
+            missing = [number for number in range(group.group_size) if number not in kept]
+            row, _ = await all_of([play(missing), take_over(kept)])
             outcomes = {number: it.outcome for number, it in sorted(ended.items())}
             judged = await self._judge_group(group.workflow, group.prompt, row, outcomes)
             complete = {number: replace(ended[number], outcome=it) for number, it in judged.items()}
@@ -279,7 +292,8 @@ class RolloutWorker(Worker):
                     seal(number)
             for number in range(group.group_size):
                 self._sessions.end(prefix_group, number, is_kept=not is_closed)
-        self._group_counters["episodes_taken_over"] += group.group_size - len(missing)
+        if group.group_id >= 0:
+            self._group_counters["episodes_taken_over"] += group.group_size - len(ended_s)
         if reply.batch is not None and group.group_id >= 0:  # of training
             self._group_counters["finished_groups"] += 1
             self._group_counters["group_s"] += time.perf_counter() - began_s
@@ -400,7 +414,7 @@ class RolloutWorker(Worker):
         name: str,
         numbers: Sequence[int],
         evaluated: EvaluatedEpisode | None = None,
-        note_end: NoteEnd = lambda _, outcome, *cost: outcome,
+        note_end: NoteEnd | None = None,
     ) -> tuple[dict[str, Any] | None, list[Episode | Rejection]]:
         """The row of the dataset, None where it cannot be had, and what came of each episode."""
         for number in (workflow_number, reference.dataset):
@@ -413,8 +427,9 @@ class RolloutWorker(Worker):
             what = f"row {reference.index} of the dataset: {describe(error)}"
             rejection = Rejection.raised(RejectionKind.dataset_error, what, error)
             rejection = self._noted(rejection, reference.index)
-            for number in numbers:
-                note_end(number, rejection, 0, 0.0)
+            if note_end:
+                for number in numbers:
+                    await note_end(number, rejection, 0, 0.0)
             return None, [rejection] * len(numbers)
         wire = row_to_wire(prompt, reference.index, type(dataset).__name__)
         where = f"row {reference.index}"
@@ -477,7 +492,7 @@ class RolloutWorker(Worker):
         group: str,
         number: int,
         evaluated: EvaluatedEpisode | None,
-        note_end: NoteEnd,
+        note_end: NoteEnd | None,
     ) -> Episode | Rejection:
         config: RolloutConfig = self.handle.config
         own = self.engine, self._rewards, group, config.generation, evaluated
@@ -509,8 +524,10 @@ class RolloutWorker(Worker):
             raise EngineFailed(f"generation failed: {engine.failure!r}") from engine.failure
         if isinstance(episode, Rejection):
             episode = self._noted(episode, reference.index, prompt)
-        num_tokens = sum(wait.num_tokens for wait in engine.past_waits)
-        episode = note_end(number, episode, num_tokens, time.perf_counter() - began_s)
+        if note_end:
+            num_tokens = sum(wait.num_tokens for wait in engine.past_waits)
+            took_s = time.perf_counter() - began_s
+            episode = await note_end(number, episode, num_tokens, took_s)
         if not (isinstance(episode, Rejection) or workflow.scores_groups):
             self._all_episodes.note_kept()
         return episode

@@ -22,15 +22,15 @@ class RouterProcess:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        self._write(RouterStart(SECRET.hex(), "127.0.0.1", 0, True, Routes({}, {})))
+        self._write(RouterStart(SECRET.hex(), "127.0.0.1", 0, True, Routes({})))
         assert process.stdout is not None
         told = heard_from(process.stdout, LIMIT_S)
         self.port = msgspec.json.decode(told, type=RouterStarted).port
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def tell(self, up: Mapping[str, AgentsAt], lost: Mapping[str, str]) -> None:
-        """Workers are elsewhere, or lost."""
-        self._write(Routes(dict(up), dict(lost)))
+    def tell(self, up: Mapping[str, AgentsAt], *coming: str) -> None:
+        """Workers are elsewhere, are being started, or, where they are not named, have left."""
+        self._write(Routes(dict(up), list(coming)))
 
     def _write(self, words: RouterStart | Routes) -> None:
         assert self._process.stdin is not None

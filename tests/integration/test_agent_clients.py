@@ -105,7 +105,7 @@ async def test_a_client_as_it_is(
 
     At the address of a worker, and at that of a run.
     """
-    router.tell({"rollout/0": await server.reachable(LOOPBACK)}, {})
+    router.tell({"rollout/0": await server.reachable(LOOPBACK)})
     engine = BreakingEngine(templates.tokenizer_for(templates.QWEN_THINKING))
     engine.will_say(*ANSWERS, *ANSWERS)
     sampling = GenerationConfig(max_new_tokens=200)
@@ -151,7 +151,7 @@ async def test_clients_know_a_conversation_that_is_too_long(
     programs: Path, server: AgentServer, router: RouterProcess
 ) -> None:
     """By their own exceptions and words, at the address of a worker and at that of a run."""
-    router.tell({"rollout/0": await server.reachable(LOOPBACK)}, {})
+    router.tell({"rollout/0": await server.reachable(LOOPBACK)})
     tokenizer = templates.tokenizer_for(templates.QWEN)
     engine = ScriptedEngine(tokenizer, max_context_tokens=50)
     async with server.open(engine.episode, GenerationConfig(), SessionSettings()) as session:

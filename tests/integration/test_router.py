@@ -85,7 +85,7 @@ async def running(router: RouterProcess, interface: Interface = LOOPBACK) -> Asy
             opened = server.open(engine, SAMPLING, SessionSettings())
             run.sessions[name] = await stack.enter_async_context(opened)
             run.at[name] = await server.reachable(interface)
-        router.tell(run.at, {})
+        router.tell(run.at)
         run.client = await stack.enter_async_context(aiohttp.ClientSession(router.url))
         yield run
 
@@ -110,10 +110,10 @@ async def test_a_key_leads_to_its_worker_in_the_clear_on_loopback_alone(
 async def test_a_certificate_that_is_not_the_workers_gets_no_key(router: RouterProcess) -> None:
     async with running(router, Interface("0.0.0.0", "127.0.0.1")) as run:
         first, second = run.at.values()
-        run.router.tell({"rollout/0": AgentsAt("a1", first.url, second.fingerprint)}, {})
+        run.router.tell({"rollout/0": AgentsAt("a1", first.url, second.fingerprint)})
         asked = run.post(CHAT, ASKED, run.sessions["rollout/0"].api_key)
         calling = asyncio.create_task(asked)
-        run.router.tell({}, {"rollout/0": "it is another one"})
+        run.router.tell({})
         assert await calling == (410, "session_lost")
         assert run.engines["rollout/0"].sent == []
 
@@ -163,7 +163,7 @@ async def test_paths_and_ids_lead_nowhere_else(router: RouterProcess) -> None:
             ("rollout.0.a1.7", (404, "unknown_episode")),
             ("rollout.0.a1.1", (409, "session_ended")),  # open, but not offered
             ("rollout.0.b2.1", (410, "session_lost")),
-            ("rollout.9.a1.1", (503, "worker_unreached")),
+            ("rollout.9.a1.1", (410, "session_lost")),  # nor is it to come
         ):
             got = await run.post(f"/episodes/{name}/reward", {"reward": 1}, KEYS.run_key)
             assert got == expected
@@ -268,14 +268,14 @@ async def test_a_worker_that_dies_is_waited_for_until_its_next_life_or_that_ther
         await run.servers["rollout/0"].close()
         calling = asyncio.create_task(run.post(CHAT, ASKED, key))
         others = {"rollout/1": run.at["rollout/1"]}
-        run.router.tell(others, {})
-        run.router.tell(others, {"rollout/0": "it is not wanted any more"})
+        run.router.tell(others, "rollout/0")
+        run.router.tell(others)
         assert await calling == (410, "session_lost")
         headers = {"Authorization": f"Bearer {key}"}
         async with run.client.post(CHAT, json=ASKED, headers=headers) as answer:
-            assert "it is not wanted any more" in (await answer.json())["error"]["message"]
+            assert "rollout/0 of this episode has left" in (await answer.json())["error"]["message"]
         # a next life that has no journal of the session says the same
-        run.router.tell({**others, "rollout/0": AgentsAt("b2", others["rollout/1"].url)}, {})
+        run.router.tell({**others, "rollout/0": AgentsAt("b2", others["rollout/1"].url)})
         assert await run.post(CHAT, ASKED, key) == (410, "session_lost")
 
 

@@ -81,7 +81,9 @@ class SimulatedCluster:
             do not say.
         workers: by name, e.g. `rollout/0`.
         shards_of: (group id, attempt) -> the newest shards with its rows.
-        sealed_episodes: (group id, number) -> the rows of an episode, each time it was played.
+        sealed_episodes: (group id, number) of each that has ended; not of one that was rejected,
+            once the reply of its group alone tells of it.
+        played_again: those of them that were played once more.
         num_taken_over: episodes that a later attempt did not play.
         addresses: of all lives of workers, by incarnation.
         starts: groups that workers were asked to run, in order.
@@ -108,7 +110,8 @@ class SimulatedCluster:
         self.rng = random.Random(seed)
         self.workers: dict[str, SimulatedWorker] = {}
         self.shards_of: dict[tuple[int, int], frozenset[str]] = {}
-        self.sealed_episodes: dict[tuple[int, int], list[tuple[RowMetadata, ...]]] = {}
+        self.sealed_episodes = set[tuple[int, int]]()
+        self.played_again = list[tuple[int, int]]()
         self.num_taken_over = 0
         self.addresses: dict[str, str] = {}
         self.starts: list[GroupStart] = []

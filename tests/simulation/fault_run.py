@@ -179,6 +179,8 @@ class FaultRun(FaultyScript):
         is_ended = bool(self.ends.keys() - {"killed", "superseded"}) or self.disk.num_failures
         if kinds - NO_DEATH or is_ended:
             return
+        if 2 * self.slowest_s > self.cluster.config.heartbeat_interval_s:
+            return  # several signs of life in a row may be so late that a worker is taken for lost
         lives = [life for life in self.cluster.lives if life.role == "rollout"]
         if not self.has_scaled:
             assert len(lives) == self.settings.num_rollout_workers, "workers were started again"
@@ -215,7 +217,7 @@ class FaultRun(FaultyScript):
         is_alone = not self.ends or (self.ends.keys() == {"killed"} and not kinds - NO_DEATH)
         if self.has_other_room or self.cluster.losses or not is_alone or kinds & OUT_OF_REACH:
             return
-        again = [it for it, times in self.cluster.sealed_episodes.items() if len(times) > 1]
+        again = self.cluster.played_again
         assert not again, f"episodes {again} (group, number) are played again"
 
     async def check_end(self) -> None:

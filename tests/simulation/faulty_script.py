@@ -91,6 +91,7 @@ class FaultyScript(TrainingRun):
         self._snapshot: asyncio.Task[None] | None = None
         network = self.cluster.network
         network.duplication, network.jitter_s = scenario.duplication, scenario.jitter_s
+        self.slowest_s = self.cluster.behavior.latency_s + network.jitter_s
         self.ledger_folder = RunFolder(self.cluster.config.run_dir).ledger
         self.journal = JournalWatch(self.disk, self.ledger_folder)
         self.cluster.on_left = self.before_left

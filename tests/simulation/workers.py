@@ -311,7 +311,10 @@ class SimulatedRolloutWorker(SimulatedWorker):
         episode = calls.FinishedEpisode(run, number, rows, rejection=rejection)
         num_bytes = trajectory_bytes(sum(row.sequence_length for row in rows))
         sealed[number] = self.store.put(num_bytes, episode)
-        self.cluster.sealed_episodes.setdefault((run.group_id, number), []).append(rows)
+        played = run.group_id, number
+        if played in self.cluster.sealed_episodes:
+            self.cluster.played_again.append(played)
+        self.cluster.sealed_episodes.add(played)
 
     def _close_group(
         self, run: calls.GroupAttempt, group: calls.RunGroup, sealed: dict[int, str]
@@ -324,6 +327,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         for number, shard_id in sealed.items():
             if number not in kept and self.store.episodes[shard_id].run == run:
                 self.store.drop(shard_id)
+                self.cluster.sealed_episodes.discard((run.group_id, number))
         num_rejected = group.group_size - len(kept)
         rejection = Rejection(RejectionKind.reward_error, "it raised")
         rejected = (calls.RejectedEpisodes(num_rejected, rejection),) if num_rejected else ()

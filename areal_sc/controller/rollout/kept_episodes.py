@@ -40,7 +40,7 @@ class KeptEpisodes:
         self.is_open: Callable[[int], bool] = lambda group_id: False
         self.open_groups: Callable[[], tuple[int, ...]] = tuple
         self._kept: dict[int, dict[int, KeptEpisode]] = {}
-        self._lost_with: dict[int, str] = {}
+        self._lost_with: dict[int, tuple[str, ...]] = {}
 
     def needs(self, run: GroupAttempt) -> bool:
         """Whether shards that are held for this run are kept episodes of an open group."""
@@ -63,13 +63,17 @@ class KeptEpisodes:
         """Open groups with kept episodes."""
         return list(filter(self.is_open, self._kept))
 
-    def note_lost(self, group_id: int, worker: str) -> None:
-        """An attempt was lost with this worker, which may have finished episodes of it."""
-        self._lost_with[group_id] = worker
+    def note_lost(self, group_id: int, *workers: str) -> None:
+        """Workers were lost that may have finished episodes of a group."""
+        self._lost_with[group_id] = workers
 
-    def lost_with(self, group_id: int) -> str | None:
-        """The worker that is to tell what is left of the attempt before; None: there is none."""
-        return self._lost_with.get(group_id)
+    def lost_with(self, group_id: int) -> tuple[str, ...]:
+        """The workers that are to tell what is left of the attempts before."""
+        return self._lost_with.get(group_id, ())
+
+    def is_awaited(self, worker: str) -> bool:
+        """Whether this worker is to tell what is left of an attempt of an open group."""
+        return any(worker in its for group, its in self._lost_with.items() if self.is_open(group))
 
     def note_held(
         self, worker: str, address: str, held: Iterable[HeldShard]
@@ -98,11 +102,17 @@ class KeptEpisodes:
                 runs[it.shard_id] = GroupAttempt(group_id, KEPT)
         return runs
 
-    def give_up(self, worker: str, num_groups: int) -> None:
-        """Its store holds too many groups: the youngest of these play again."""
+    def give_up(self, worker: str, num_groups: int) -> dict[str, GroupAttempt]:
+        """Its store holds too many groups: what it has of the youngest ones plays again.
+
+        Returns: what shards there are held for now, by their ids.
+        """
         at_worker = [it for it in sorted(self._kept) if worker in self.homes(it)]
+        given_up: dict[str, GroupAttempt] = {}
         for group_id in at_worker[max(len(at_worker) - num_groups, 0) :]:
-            self.hand_over(group_id, worker)
+            nobodys = GroupAttempt(group_id, NOBODYS)
+            given_up |= dict.fromkeys(self.hand_over(group_id, worker), nobodys)
+        return given_up
 
     def hand_over(self, group_id: int, worker: str) -> list[str]:
         """An attempt begins on a worker: the ids of the shards there, which are its own now."""

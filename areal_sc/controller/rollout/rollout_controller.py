@@ -154,6 +154,7 @@ class RolloutController(Controller):
             self._workers.is_tracked.clear()
         await self._launch(await self._scaling.first_orders(adopts=self._adopts))
         self._workers.track(self.fleet.members)
+        self._scaling.see_surplus_off()
         await self._workers.initialize()
         self._recovery.begin(self._workers.bring_up)
         await self._runtime.disk.run(partial(_keep_tokenizer, self._folder, self.config))

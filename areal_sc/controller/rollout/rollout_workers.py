@@ -233,7 +233,7 @@ class RolloutWorkers:
         """A store may have less room than in its worker's life before."""
         excess = state.store.num_needed - self.set.loads.max_on_worker
         if excess > 0:
-            self.kept.give_up(state.name, excess)
+            state.store.hold_for(self.kept.give_up(state.name, excess))
 
     async def bring_up(self, unit: str) -> None:
         """A worker that was started again does its work again when this returns."""
@@ -285,10 +285,9 @@ class RolloutWorkers:
         What its last attempt has left is waited for; see `WorkerSet.take_worker`. Where that are
         sessions of agents outside, no other worker can go on with them.
         """
-        lost_with = self.kept.lost_with(group.group_id)
-        if lost_with is not None:
-            what = f"{lost_with} to tell which episodes it still holds"
-            await self.background.wait_until(lambda: self.are_rows_known(lost_with), what)
+        if lost_with := self.kept.lost_with(group.group_id):
+            what = f"{', '.join(lost_with)} to tell which episodes are still there"
+            await self.background.wait_until(lambda: self.are_rows_known(*lost_with), what)
 
         def homes() -> Counter[str]:
             of_sessions = self.kept.homes(group.group_id, of_sessions=True)
@@ -317,6 +316,11 @@ class RolloutWorkers:
         """
         return all(state.are_rows_known for state in self._states if state.name in workers)
 
+    @property
+    def unknown(self) -> list[str]:
+        """Workers of which it is not certain."""
+        return [state.name for state in self._states if not state.are_rows_known]
+
     async def notice_losses(self, workers: Collection[str]) -> None:
         """Returns when each of these workers has answered, or is known to be lost."""
         states = [state for state in self._states if state.name in workers]
@@ -327,6 +331,8 @@ class RolloutWorkers:
 
     def may_leave(self, state: RolloutWorkerState, num_queued: int) -> bool:
         """Whether nobody misses a worker that is to leave; `num_queued` groups wait for one."""
+        if not state.are_rows_known and self.kept.is_awaited(state.name):
+            return False  # its next life has finished episodes, maybe
         is_idle = self._is_ledger_known and self.set.is_idle(state, num_queued)
         return is_idle and self.updates.may_leave(state)
 

@@ -102,7 +102,6 @@ class RunAddress:
         self._workers = workers
         self._background = workers.background
         self._at = dict[str, AgentsAt]()
-        self._lost = dict[str, str]()
         self._changed = asyncio.Event()
         self._opening: asyncio.Task[None] | None = None
         self._process: ProcessBeside | None = None
@@ -120,13 +119,10 @@ class RunAddress:
     def note_event(self, event: FleetEvent | StepEvent) -> None:
         """Takes what becomes of workers."""
         match event:
-            case UnitLost(unit):
-                self._at.pop(unit, None)  # its next life has its sessions
-            case UnitLeft(unit):
-                self._at.pop(unit, None)
-                self._lost[unit] = "it is not wanted any more"
-            case UnitServes(unit):
-                self._lost.pop(unit, None)  # another one that has left had its name
+            case UnitLost(unit) | UnitLeft(unit):
+                self._at.pop(unit, None)  # a next life has its sessions
+            case UnitServes():
+                pass
             case _:
                 return
         self._changed.set()
@@ -154,8 +150,7 @@ class RunAddress:
             asyncio.to_thread(process.how_it_ended), "the end of the run's address"
         )
         secret = keys.sessions_secret
-        routes = Routes(self._at, self._lost)
-        start = RouterStart(secret.hex(), self._host, port, not self._port, routes)
+        start = RouterStart(secret.hex(), self._host, port, not self._port, self._routes)
         process.tell(msgspec.json.encode(start))
         what = "the process of the run's address"
         told = await asyncio.to_thread(process.heard, what, START_LIMIT_S)
@@ -191,7 +186,13 @@ class RunAddress:
                 continue
             self._changed.clear()
             await self._look()
-            process.tell(msgspec.json.encode(Routes(self._at, self._lost)))
+            process.tell(msgspec.json.encode(self._routes))
+
+    @property
+    def _routes(self) -> Routes:
+        names = [state.name for state in self._workers.set.states]
+        up = {name: self._at[name] for name in names if name in self._at}
+        return Routes(up, [name for name in names if name not in up])
 
     async def _look(self) -> None:
         """Asks the workers that are not known."""

@@ -80,14 +80,14 @@ class Scaling:
         self._leaving: asyncio.Task[None] | None = None
         autoscale = self.workers.config.autoscale
         self._autoscaler = Autoscaler(autoscale) if autoscale.max else None
-        self._seen_restarts = 0
+        self._seen_restarts = self._num_surplus = 0
 
     async def first_orders(self, *, adopts: bool) -> list[WorkerOrder]:
         """The workers to begin with.
 
         Args:
-            adopts: goes on with the number of an earlier start, if that has left workers; of those
-                that were to leave the groups run again elsewhere.
+            adopts: goes on with the number of an earlier start, if that has left workers; more than
+                these are there where some were to leave, see `see_surplus_off`.
         Raises: RunFolderError: the number cannot be read, or not be written.
         """
         found = await self._fleet.found(ROLLOUT_ROLE) if adopts else []
@@ -96,8 +96,13 @@ class Scaling:
         if kept not in (None, number):
             await self._record(number)
         free = (index for index in count() if index not in found)
-        stay = found[:number]
-        return [*map(self.order_of, sorted([*stay, *islice(free, number - len(stay))]))]
+        first = found if number == kept else found[:number]
+        self._num_surplus = max(len(first) - number, 0)
+        return [*map(self.order_of, sorted([*first, *islice(free, max(number - len(first), 0))]))]
+
+    def see_surplus_off(self) -> None:
+        """So many of the first workers are to leave as were when the earlier start ended."""
+        self._retire(self._dispensable(self._num_surplus))
 
     async def scale(self, num_workers: int, why: str) -> None:
         """Returns when it is certain; workers start, and leave, beside whatever comes next.

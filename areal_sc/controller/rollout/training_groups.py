@@ -320,6 +320,8 @@ class TrainingGroups(Groups):
             self._start(group, self._join(group, worker))
         queued = (g for g in self.ledger.unconsumed() if g.state is GroupState.queued)
         self._restored = {group.group_id: group for group in queued}
+        for group_id in self._restored:  # a worker that has just died may have episodes of it
+            self._kept.note_lost(group_id, *self._workers.unknown)
 
     def go_back(self, lineage: int, state: LedgerState) -> None:
         """Goes back to `state` in a new lineage; `admit` follows when workers may get weights."""
@@ -418,6 +420,7 @@ class TrainingGroups(Groups):
         self._rejections.add_group(reply.rejected, self._config.group_size)
         if reply.batch is None:
             self.ledger.reject(group.group_id, main_cause(reply.rejected))
+            self._workers.begin_sweeps()  # an earlier start's worker may have told of shards of it
         elif self.ledger.finish(group.group_id, reply.run.attempt, reply.batch, reply.metrics):
             self.num_finished += 1
             if reason := self._rejections.refuse_without_signal(reply.batch):
@@ -426,7 +429,8 @@ class TrainingGroups(Groups):
             self.admission.note_finished(self.ledger.num(GroupState.finished))
         else:
             self._workers.begin_sweeps()
-        if group.attempt:  # of earlier attempts there may be shards that it did not take over
+        if group.attempt or self._kept.of_group(group.group_id):
+            # of earlier attempts there may be shards that it did not take over
             self._kept.forget(group.group_id)
             self._workers.begin_sweeps()
         self._rejections.check_rate(self._source.num_prompts if self._source else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,10 @@ from unit.agents import test_session as scenarios
 from unit.agents.test_session import SAMPLING, Agent, weather_call
 
 from areal_sc.agents.calls import CallRefused, ModelCall
+from areal_sc.agents.dialects.chat_completions import ChatCompletions
 from areal_sc.agents.journal import Claimed, EpisodeEnd, SessionJournal, WrittenAnswer
 from areal_sc.agents.session import Session, SessionSettings
+from areal_sc.workflows.tool_calls import call_entry
 
 PLAYED: list[Callable[..., Any]] = [
     scenarios.test_a_tool_loop_is_one_row_of_what_was_sent_and_sampled,
@@ -103,6 +106,37 @@ async def test_a_restored_session_goes_on_as_if_nothing_had_been(tmp_path: Path)
     assert row.input_ids == expected.input_ids
     ids = [message["tool_calls"][0]["id"] for message in agent.messages if "tool_calls" in message]
     assert len(set(ids)) == 2
+
+
+async def test_a_restored_session_has_numbers_that_json_has_not(tmp_path: Path) -> None:
+    engine = engine_for(templates.QWEN)
+    session = journaled(tmp_path / "a", engine)
+    for number, city in enumerate(("Paris", "Rome")):
+        given = {"city": city, "days": float("nan"), "most": float("inf"), "big": 10**30}
+        entry = call_entry(f"call_{number}", "weather", json.dumps({**given, "least": -0.0}))
+        few_shot = {"role": "assistant", "content": "", "tool_calls": [entry]}
+        result = {"role": "tool", "tool_call_id": entry["id"], "content": "sunny"}
+        agent = Agent(session, "hi", [scenarios.TOOL])
+        agent.messages += [few_shot, result, scenarios.user("and there?")]
+        engine.will_say(f"{weather_call(city)}<|im_end|>", f"it is {city}<|im_end|>")
+        await agent.turn()
+        await agent.turn()
+    again, other = await restored(tmp_path / "a", engine.tokenizer)
+    assert again.trajectories(1.0) == session.trajectories(1.0)
+    assert "NaN" in engine.tokenizer.decode(again.trajectories(1.0)[0].input_ids)
+    # the last answer is told in the same bytes, and the next call has the same tokens
+    call = ModelCall(tuple(agent.messages[:-1]), agent.tools)
+    bodies = []
+    for it in (session, again):
+        (last,) = [begun for begun in it._calls if begun.number == 3]
+        bodies.append(json.dumps(ChatCompletions().write(call, await last.answer())))
+    assert bodies[0] == bodies[1]
+    agent.messages.append(scenarios.user("bye"))
+    for it in (engine, other):
+        it.will_say("bye<|im_end|>")
+    await answer_to(session, agent.call)
+    await answer_to(again, agent.call)
+    assert other.sent == engine.sent[-1:]
 
 
 async def test_a_key_that_came_with_another_body_is_refused_later_too(tmp_path: Path) -> None:

@@ -17,8 +17,11 @@ from simulation.faults import FaultKind
 from simulation.plants import PLANTS
 
 TESTS = Path(__file__).parents[2]
-SEEDS = (*range(50), 58, 77)
-"""58: snapshots whose writes fail. 77: a full disk, which is rare, as it ends all else."""
+SEEDS = (*range(50), 58, 77, 12518, 20097, 21439, 31273)
+"""58: snapshots whose writes fail. 77: a full disk, which is rare, as it ends all else. 12518: late
+signs of life alone. 20097: the reply of a rejected group is lost with its worker. 21439: the script
+is killed while a worker with finished episodes is to leave. 31273: a group that was taken over with
+finished episodes is rejected, and the store is full."""
 MAX_SEEDS = 1000
 
 FOUND_BY = {

@@ -79,9 +79,7 @@ async def test_an_episode_is_late_only_by_the_time_in_which_its_engine_is_awake(
     worker.spec = SimpleNamespace(log_path="")
 
     async def play(workflow: Waits) -> Rejection:
-        found = await worker._episode(
-            workflow, {}, SimpleNamespace(index=0), "g", 0, None, lambda _, outcome, *__: outcome
-        )
+        found = await worker._episode(workflow, {}, SimpleNamespace(index=0), "g", 0, None, None)
         assert isinstance(found, Rejection)
         return found
 

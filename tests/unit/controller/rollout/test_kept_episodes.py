@@ -8,6 +8,7 @@ from unit.weights.test_rolling_updates import make_workers
 
 from areal_sc.controller.ledger.group import Group
 from areal_sc.controller.rollout.kept_episodes import KEPT, NOBODYS, KeptEpisodes
+from areal_sc.controller.worker_store import WorkerStore
 from areal_sc.metadata import PromptReference
 from areal_sc.workers.calls import FinishedEpisode, GroupAttempt, HeldShard
 
@@ -46,13 +47,37 @@ def test_an_attempt_takes_what_lies_where_it_runs_and_the_rest_outlives_it() -> 
     kept, _ = kept_of(0)
     kept.note_held("rollout/0", "tcp://0", [held("a.1", 0, 0), held("a.2", 0, 2)])
     kept.note_held("rollout/1", "tcp://1", [held("b.1", 0, 1)])
-    kept.note_lost(0, "rollout/0")
+    kept.note_lost(0, "rollout/0", "rollout/1")
+    assert kept.is_awaited("rollout/1")
     assert kept.hand_over(0, "rollout/0") == ["a.1", "a.2"]
     assert numbers(kept, 0) == [(1, "b.1")]
-    assert kept.lost_with(0) is None
+    assert not kept.lost_with(0)
+    assert not kept.is_awaited("rollout/1")
     # that attempt is lost, too: the next life of its worker tells of all of it
     kept.note_held("rollout/0", "tcp://0", [held("a.1", 0, 0), held("c.1", 0, 3, attempt=1)])
     assert sorted(numbers(kept, 0)) == [(0, "a.1"), (1, "b.1"), (3, "c.1")]
+
+
+def test_what_a_full_store_gives_up_is_nobodys_though_more_of_the_group_lies_elsewhere() -> None:
+    kept, are_open = kept_of(0, 1)
+    stores = {f"rollout/{number}": WorkerStore(kept.needs) for number in range(2)}
+    shards = {
+        "rollout/0": [held("a.1", 0, 0), held("a.2", 1, 0), held("a.3", 1, 1)],
+        "rollout/1": [held("b.1", 1, 2)],
+    }
+    for name, store in stores.items():
+        store.note_adopted(kept.note_held(name, "tcp://0", shards[name]))
+    first, second = stores.values()
+    assert (first.num_needed, second.num_needed) == (2, 1)
+    first.hold_for(kept.give_up("rollout/0", 1))
+    assert (first.num_needed, second.num_needed) == (1, 1)
+    assert first.plan_sweep("c")[1] == ["a.2", "a.3"]
+    assert not second.has_dead
+    assert numbers(kept, 1) == [(2, "b.1")]  # the others count as played again, once
+    first.hold_for(kept.give_up("rollout/0", 1))
+    assert (first.num_needed, numbers(kept, 0)) == (0, [])
+    are_open.clear()
+    assert second.plan_sweep("c")[1] == ["b.1"]
 
 
 def test_what_a_worker_tells_replaces_what_it_had_told() -> None:

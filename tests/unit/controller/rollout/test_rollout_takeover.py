@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 from simulation.behavior import Behavior
+from simulation.fault_run import MAX_TURNS, FaultRun
+from simulation.faults import Fault, FaultKind
 from simulation.lives import serving_life
+from simulation.network import Stage
+from simulation.scenario import Scenario
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import in_virtual_time, run_virtual
@@ -222,3 +226,36 @@ async def test_a_start_that_is_superseded_gives_up_no_run() -> None:
         RunTerm.begin(term.run_dir)
     assert "run_group" in calls
     assert not {"give_up_group", "shutdown"} & set(calls)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("stage", [Stage.sent, Stage.handled])
+def test_what_had_ended_on_a_worker_that_dies_as_it_is_taken_over_is_not_played_again(
+    stage: Stage,
+) -> None:
+    settings = Settings(
+        num_steps=4,
+        batch_groups=4,
+        group_size=4,
+        num_rollout_workers=2,
+        max_deaths=1000,
+        behavior=Behavior(generation_s=lambda rng: rng.choice((1.0, 2.0, 4.0, 20.0))),
+    )
+    scenario = Scenario(
+        settings=settings,
+        faults=[
+            Fault(FaultKind.kill_controllers, 0, 6.0),
+            Fault(FaultKind.kill_rollout, 0, None, stage, "describe_rollout", 1),
+        ],
+        duplication=0.0,
+        jitter_s=0.0,
+        snapshot_every=0,
+        segment_bytes=4 << 20,
+        restart_s=1.0,
+    )
+    run = FaultRun(scenario)
+    run_virtual(run.play(), max_virtual_s=3000.0, max_turns=MAX_TURNS)
+    assert run.ends == {"killed": 1}
+    assert run.faults.struck["kill rollout worker", "taking over"] == 1
+    assert run.cluster.num_taken_over
+    assert not run.cluster.played_again

@@ -16,6 +16,7 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import in_virtual_time, run_virtual
 from simulation.workers import SimulatedRolloutWorker
+from waiting import until
 
 from areal_sc.config.parallel_settings import AutoscaleConfig
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
@@ -109,6 +110,26 @@ async def test_a_worker_that_leaves_gets_no_groups_and_ends_with_its_last_row() 
         assert len(stats) == 2, "what it has done still counts"
         for _ in range(5):
             await run.step()
+
+
+@in_virtual_time
+async def test_a_lost_worker_that_is_to_leave_tells_first_which_episodes_have_ended() -> None:
+    """It leaves before others, as it does no work now."""
+    behavior = Behavior(generation_s=lambda rng: rng.choice((1.0, 20.0)))  # no group is complete
+    run = TrainingRun(Settings(num_rollout_workers=2, group_size=4, behavior=behavior))
+    async with run.started():
+        step = asyncio.create_task(run.step(checks_business=False))
+        await asyncio.sleep(4.0)
+        assert run.cluster.sealed_episodes
+        run.cluster.workers["rollout/1"].end("signal 9 (SIGKILL)")
+        await until(lambda: not run.rollout._workers.are_rows_known("rollout/1"))
+        await run.rollout.scale_async(1)
+        await step
+        for _ in range(3):
+            await run.step(checks_business=False)
+        assert names(run) == ["rollout/0"]
+    assert run.cluster.num_taken_over
+    assert not run.cluster.played_again
 
 
 @in_virtual_time
