@@ -162,7 +162,8 @@ class RankEngine(ABC):
         num_ranks, is_cuda = self.config.parallel.num_ranks, device.type == "cuda"
         torch.set_num_threads(threads_of_rank(self.config.num_threads, num_ranks, is_cuda=is_cuda))
         torch.manual_seed(self.config.seed)
-        return self._join(rank, world_size, init_method, device)
+        position = self._join(rank, world_size, init_method, device)
+        return replace(position, min_saved_tokens=self._min_saved_tokens)
 
     def _select_device(self, rank: int) -> torch.device:
         """Raises: ConfigError: this machine has not what the settings ask for."""
