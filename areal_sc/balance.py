@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -14,8 +14,7 @@ class GroupRows(NamedTuple):
     Attributes:
         group: a number.
         prompt_tokens: that they begin with; a rank computes them once, however many rows it has.
-        rows: (tokens behind these, number) of each row, the longest first; a row without tokens is
-            not computed.
+        rows: (tokens behind these, number) of each row, the longest first.
     """
 
     group: int
@@ -23,9 +22,9 @@ class GroupRows(NamedTuple):
     rows: list[tuple[int, int]]
 
     @property
-    def own_tokens(self) -> int:
-        """Tokens behind those that all of them begin with."""
-        return sum(tokens for tokens, _ in self.rows)
+    def num_tokens(self) -> int:
+        """Those that are computed."""
+        return self.prompt_tokens + sum(tokens for tokens, _ in self.rows)
 
     def cut(self, count: int) -> list[GroupRows]:
         """The rows in as many pieces, which are nearly equal."""
@@ -33,8 +32,7 @@ class GroupRows(NamedTuple):
         return [self._replace(rows=rows) for rows in pieces if rows]
 
 
-@dataclass(frozen=True)
-class _Share:
+class _Share(NamedTuple):
     """What a rank computes.
 
     Attributes:
@@ -47,17 +45,6 @@ class _Share:
     rows: tuple[int, ...] = ()
     groups: frozenset[int] = frozenset()
 
-    def tokens_with(self, given: GroupRows) -> int:
-        """What it would compute with further rows."""
-        own = given.own_tokens
-        is_known = not own or given.group in self.groups
-        return self.num_tokens + own + (0 if is_known else given.prompt_tokens)
-
-    def taking(self, given: GroupRows) -> _Share:
-        groups = self.groups | {given.group} if given.own_tokens else self.groups
-        numbers = tuple(number for _, number in given.rows)
-        return _Share(self.tokens_with(given), self.rows + numbers, groups)
-
 
 def spread_groups(groups: Sequence[GroupRows], n: int) -> list[list[int]]:
     """Row numbers of `n` shares, ascending.
@@ -68,37 +55,35 @@ def spread_groups(groups: Sequence[GroupRows], n: int) -> list[list[int]]:
     largest share is smallest. So where nothing is shared, no share has more than an nth and one
     longest row.
     """
-    shares = [_Share() for _ in range(n)]
-    sizes = [group.own_tokens + group.prompt_tokens for group in groups]
-    parted = list[GroupRows]()
-    for size, group in sorted(zip(sizes, groups, strict=True), key=lambda it: -it[0]):
-        best = _best(shares, group)
+    shares, parted = [_Share()] * n, list[GroupRows]()
+    num_tokens = sum(group.num_tokens for group in groups)
+    for group in sorted(groups, key=_largest_first):
         # a group that is cut adds its prompt to all that is computed
-        if shares[best].num_tokens + size <= (sum(sizes) + group.prompt_tokens) / n:
-            shares[best] = shares[best].taking(group)
-        else:
+        if not _place(shares, group, (num_tokens + group.prompt_tokens) / n):
             parted.append(group)
-    most = max((len(group.rows) for group in parted), default=1)
-    counts = itertools.takewhile(lambda count: count < 2 * most, (2**n for n in itertools.count()))
-    ways = [_with_pieces(shares, parted, count) for count in counts]
-    way = min(ways, key=lambda way: (max(_tokens(way)), sum(_tokens(way))))
-    return [sorted(share.rows) for share in way]
+    most_rows = max((len(group.rows) for group in parted), default=1)
+    ways = list[list[_Share]]()
+    for exponent in range((most_rows - 1).bit_length() + 1):
+        pieces = chain.from_iterable(group.cut(2**exponent) for group in parted)
+        ways.append(list(shares))
+        for piece in sorted(pieces, key=_largest_first):
+            _place(ways[-1], piece, math.inf)
+    loads = [[share.num_tokens for share in way] for way in ways]
+    best = min(range(len(ways)), key=lambda way: (max(loads[way]), sum(loads[way])))
+    return [sorted(share.rows) for share in ways[best]]
 
 
-def _with_pieces(shares: Sequence[_Share], groups: Sequence[GroupRows], count: int) -> list[_Share]:
-    """The shares with groups that are cut into as many pieces, the largest piece first."""
-    found = list(shares)
-    pieces = [piece for group in groups for piece in group.cut(count)]
-    for piece in sorted(pieces, key=lambda it: -(it.own_tokens + it.prompt_tokens)):
-        best = _best(found, piece)
-        found[best] = found[best].taking(piece)
-    return found
+def _largest_first(rows: GroupRows) -> int:
+    return -rows.num_tokens
 
 
-def _best(shares: Sequence[_Share], given: GroupRows) -> int:
-    """The share that computes least with further rows; of several the one with fewest rows."""
-    return min(range(len(shares)), key=lambda i: (shares[i].tokens_with(given), len(shares[i].rows)))
-
-
-def _tokens(shares: Sequence[_Share]) -> list[int]:
-    return [share.num_tokens for share in shares]
+def _place(shares: list[_Share], given: GroupRows, most_tokens: float) -> bool:
+    """Gives rows to the share that then has least, if that is not too much."""
+    size, known = given.num_tokens, given.prompt_tokens
+    sizes = [it.num_tokens + size - (known if given.group in it.groups else 0) for it in shares]
+    best = min(range(len(shares)), key=lambda share: (sizes[share], len(shares[share].rows)))
+    if sizes[best] > most_tokens:
+        return False
+    rows = shares[best].rows + tuple(number for _, number in given.rows)
+    shares[best] = _Share(sizes[best], rows, shares[best].groups | {given.group})
+    return True

@@ -394,20 +394,18 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
             bounds = [len(episodes) * i // n for i in range(n + 1)]
             runs = (episodes[a:b] for a, b in itertools.pairwise(bounds))
             return [sorted(itertools.chain.from_iterable(run)) for run in runs]
-        groups: dict[int, list[int]] = {}
+        groups: dict[tuple[int, bool], list[int]] = {}
         for number, row in enumerate(self.rows):
-            groups.setdefault(row.group_id, []).append(number)
-        return spread_groups([self._computed(it, min_saved_tokens) for it in groups.values()], n)
-
-    def _computed(self, group: Sequence[int], min_saved_tokens: float) -> GroupRows:
-        """What is computed of the rows of a group."""
-        rows = [(number, self.rows[number]) for number in group]
-        prompts = [row.prompt_length for _, row in rows if row.advantage != 0]
-        shared = min(prompts, default=0)
-        if (len(prompts) - 1) * shared < min_saved_tokens:
-            shared = 0
-        own = [(0 if row.advantage == 0 else row.sequence_length - shared, n) for n, row in rows]
-        return GroupRows(group[0], shared, sorted(own, key=lambda row: (-row[0], row[1])))
+            groups.setdefault((row.group_id, row.advantage == 0), []).append(number)
+        given = []
+        for number, ((_, is_left_out), rows) in enumerate(groups.items()):
+            prompt = min(self.rows[row].prompt_length for row in rows)
+            if is_left_out or (len(rows) - 1) * prompt < min_saved_tokens:
+                prompt = 0
+            own = (0 if is_left_out else self.rows[row].sequence_length - prompt for row in rows)
+            in_order = sorted(zip(own, rows, strict=True), key=lambda it: (-it[0], it[1]))
+            given.append(GroupRows(number, prompt, in_order))
+        return spread_groups(given, n)
 
     def split(self, n: int, balance: Balance = "tokens") -> list[BatchMetadata]:
         """The batch as `n` batches; see `partition`."""
