@@ -49,17 +49,18 @@ class _Share(NamedTuple):
 def spread_groups(groups: Sequence[GroupRows], n: int) -> list[list[int]]:
     """Row numbers of `n` shares, ascending.
 
-    The largest group first, each goes to the share that then computes least, as long as no share
-    gets more than an nth of everything. What the groups that are left begin with has to be computed
-    in several shares. They are cut into 1, 2, 4, ... pieces each, by the number for which the
-    largest share is smallest. So where nothing is shared, no share has more than an nth and one
+    The largest group first, each goes to the share that then computes least, as long as that gets
+    no more than an nth of everything. The groups that are left are cut into 1, 2, 4, ... pieces
+    each, and their prompts computed in several shares. Of these numbers the one is taken for which
+    the largest share is smallest. So where nothing is shared, no share has more than an nth and one
     longest row.
     """
     shares, parted = [_Share()] * n, list[GroupRows]()
     num_tokens = sum(group.num_tokens for group in groups)
     for group in sorted(groups, key=_largest_first):
-        # a group that is cut adds its prompt to all that is computed
-        if not _place(shares, group, (num_tokens + group.prompt_tokens) / n):
+        # a group that is cut adds its prompt to all that is computed; one row cannot be cut
+        most_tokens = (num_tokens + group.prompt_tokens) / n if len(group.rows) > 1 else math.inf
+        if not _place(shares, group, most_tokens):
             parted.append(group)
     most_rows = max((len(group.rows) for group in parted), default=1)
     ways = list[list[_Share]]()

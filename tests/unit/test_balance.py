@@ -69,6 +69,14 @@ def test_answers_that_share_nothing_are_spread_by_their_lengths() -> None:
         )
 
 
+def test_a_row_that_is_longer_than_its_share_has_a_rank_of_its_own() -> None:
+    groups = [
+        GroupRows(group, 20, [(2, 3 * group + row) for row in range(3)]) for group in range(3)
+    ]
+    parts = spread_groups([*groups, GroupRows(3, 0, [(60, 9)])], 3)
+    assert sorted(map(len, parts)) == [1, 3, 6]
+
+
 def test_rows_on_which_nothing_is_computed_are_spread_too() -> None:
     nothing = [GroupRows(group, 0, [(0, group)]) for group in range(4)]
     assert sorted(map(len, spread_groups(nothing, 2))) == [2, 2]
