@@ -57,7 +57,7 @@ def spread_groups(groups: Sequence[GroupRows], n: int) -> list[list[int]]:
     """
     shares, parted = [_Share()] * n, list[GroupRows]()
     num_tokens = sum(group.num_tokens for group in groups)
-    for group in sorted(groups, key=_largest_first):
+    for group in sorted(groups, key=lambda it: -it.num_tokens):
         # a group that is cut adds its prompt to all that is computed; one row cannot be cut
         most_tokens = (num_tokens + group.prompt_tokens) / n if len(group.rows) > 1 else math.inf
         if not _place(shares, group, most_tokens):
@@ -67,15 +67,11 @@ def spread_groups(groups: Sequence[GroupRows], n: int) -> list[list[int]]:
     for exponent in range((most_rows - 1).bit_length() + 1):
         pieces = chain.from_iterable(group.cut(2**exponent) for group in parted)
         ways.append(list(shares))
-        for piece in sorted(pieces, key=_largest_first):
+        for piece in sorted(pieces, key=lambda it: -it.num_tokens):
             _place(ways[-1], piece, math.inf)
     loads = [[share.num_tokens for share in way] for way in ways]
     best = min(range(len(ways)), key=lambda way: (max(loads[way]), sum(loads[way])))
     return [sorted(share.rows) for share in ways[best]]
-
-
-def _largest_first(rows: GroupRows) -> int:
-    return -rows.num_tokens
 
 
 def _place(shares: list[_Share], given: GroupRows, most_tokens: float) -> bool:
