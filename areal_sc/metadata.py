@@ -64,8 +64,8 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
             answer is: of its length, or of its distance to a reference.
         reward_parts: (name, value, weight) of each part of the reward; weight 0: it was measured
             alone. Empty where the reward is one number.
-        prompt_length: tokens before the first trained one, which the rows of a group have in
-            common, or the shorter ones of them; 0: it is not known.
+        prompt_length: tokens before the first trained one; 0: not known. The rows of a group are
+            taken to begin with the same tokens, as many as the shortest of their prompts has.
     """
 
     group_id: int
