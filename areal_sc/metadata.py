@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from areal_sc.balance import GroupRows, spread_groups
 from areal_sc.errors import MetadataError
 from areal_sc.reward_signal import have_signal
 from areal_sc.token_fields import TensorMetadata as TensorMetadata  # a public name here, too
@@ -63,6 +64,8 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
             answer is: of its length, or of its distance to a reference.
         reward_parts: (name, value, weight) of each part of the reward; weight 0: it was measured
             alone. Empty where the reward is one number.
+        prompt_length: tokens before the first trained one; 0: not known. The rows of a group are
+            taken to begin with the same tokens, as many as the shortest of their prompts has.
     """
 
     group_id: int
@@ -77,6 +80,7 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
     returns: tuple[tuple[float, int], ...] = ()
     shaping: float = 0.0
     reward_parts: tuple[tuple[str, float, float], ...] = ()
+    prompt_length: int = 0
 
     @property
     def num_loss_tokens(self) -> int:
@@ -368,16 +372,19 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
         """The same batch, with no row's advantage known."""
         return replace(self, rows=tuple(replace(row, advantage=None) for row in self.rows))
 
-    def partition(self, n: int, balance: Balance = "tokens") -> list[list[int]]:
+    def partition(
+        self, n: int, balance: Balance = "tokens", *, min_saved_tokens: float = math.inf
+    ) -> list[list[int]]:
         """Row numbers of `n` parts; every row is in exactly one, ascending within its part.
 
-        `tokens` puts whole groups, whose rows share tokens, into the lightest part, the largest
-        first, as long as none gets more than its share; then the rows of the others, the longest
-        first. So parts differ by at most one longest row; rows of advantage 0 count as 0 tokens
-        there, since nothing is computed on them. `episodes` keeps the rows of an episode together,
+        `tokens` gives all parts nearly equally many tokens to compute, and leaves the rows of a
+        group together as far as that goes, see `spread_groups`. Rows of advantage 0 count as 0
+        tokens, since nothing is computed on them. `episodes` keeps the rows of an episode together,
         and cuts consecutive runs whose numbers of episodes differ by at most one. Parts may be
         empty when there are fewer rows that count, or episodes, than parts.
 
+        Args: min_saved_tokens: a group's prompt counts once in each part, if that saves so many
+            tokens where the group is whole.
         Raises: MetadataError: n < 1.
         """
         if n < 1:
@@ -387,28 +394,18 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
             bounds = [len(episodes) * i // n for i in range(n + 1)]
             runs = (episodes[a:b] for a, b in itertools.pairwise(bounds))
             return [sorted(itertools.chain.from_iterable(run)) for run in runs]
-        lengths = [0 if row.advantage == 0 else row.sequence_length for row in self.rows]
-        groups: dict[int, list[int]] = {}
+        groups: dict[tuple[int, bool], list[int]] = {}
         for number, row in enumerate(self.rows):
-            groups.setdefault(row.group_id, []).append(number)
-        parts: list[list[int]] = [[] for _ in range(n)]
-        loads = [0] * n
-
-        def place(rows: list[int], most: float) -> bool:
-            """Into the lightest part, if that has room."""
-            lightest = min(range(n), key=lambda part: (loads[part], len(parts[part]), part))
-            size = sum(lengths[row] for row in rows)
-            if loads[lightest] + size > most:
-                return False
-            parts[lightest] += rows
-            loads[lightest] += size
-            return True
-
-        by_size = sorted(groups.values(), key=lambda rows: -sum(lengths[row] for row in rows))
-        parted = [rows for rows in by_size if not place(rows, sum(lengths) / n)]
-        for number in sorted(itertools.chain(*parted), key=lambda row: (-lengths[row], row)):
-            place([number], math.inf)
-        return [sorted(part) for part in parts]
+            groups.setdefault((row.group_id, row.advantage == 0), []).append(number)
+        given = []
+        for number, ((_, is_left_out), rows) in enumerate(groups.items()):
+            prompt = min(self.rows[row].prompt_length for row in rows)
+            if is_left_out or (len(rows) - 1) * prompt < min_saved_tokens:
+                prompt = 0
+            own = (0 if is_left_out else self.rows[row].sequence_length - prompt for row in rows)
+            in_order = sorted(zip(own, rows, strict=True), key=lambda it: (-it[0], it[1]))
+            given.append(GroupRows(number, prompt, in_order))
+        return spread_groups(given, n)
 
     def split(self, n: int, balance: Balance = "tokens") -> list[BatchMetadata]:
         """The batch as `n` batches; see `partition`."""

@@ -61,7 +61,7 @@ _OWN: Final = frozenset(
     (
         *("loss", "entropy", "grad_norm", "lr", "num_tokens", "num_loss_tokens", "num_updates"),
         *("num_effective_tokens", "num_skipped_updates", "num_micro_batches", "loss_scale"),
-        *("num_computed_tokens", "shared_token_share"),
+        *("num_row_tokens", "num_computed_tokens", "shared_token_share"),
     )
 )
 """Numbers that a step reports whatever its loss does."""

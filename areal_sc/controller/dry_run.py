@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 from areal_sc.agents.pool import AgentPool
@@ -233,8 +234,9 @@ class TaskLook:
         server, end_s = AgentServer("dry run"), time.monotonic() + LOOK_S
         agents = AgentPool(rewards, server, self._config.agents, log_path=log_path, **apart)
         own = pool, server, agents
+        is_first = self._tokenizer is None
         try:
-            if self._tokenizer is None:
+            if is_first:
                 self._read_tokenizer(model)
             with importing_as_worker():
                 workflow, prompts = reader.workflow(source.workflow), reader.prompts(source.dataset)
@@ -253,6 +255,8 @@ class TaskLook:
                     raise
                 await self._look_at_row(workflow, prompts, index, own, found)
             found.tell(source.num_prompts, self._config.max_rejection_rate)
+            if is_first:  # others are those of evaluations
+                self._tell_shared(fmean(found.lengths))
             await self._compare_answers(workflow, found.answered, own)
         finally:
             await agents.close()
@@ -263,6 +267,20 @@ class TaskLook:
         if pool.isolation is not None:
             tell(f"rewards of your own are kept apart by {pool.isolation or 'nothing'}")
         tell(f"code of a model is kept apart by {await describe_sandbox(self._config.sandbox)}")
+
+    def _tell_shared(self, prompt_tokens: float) -> None:
+        """Says which share of a batch's tokens a model need not compute for each row of a group.
+
+        Args: prompt_tokens: of a row, in the mean.
+        """
+        num_rows, room = self._config.group_size, self._config.max_context_tokens - prompt_tokens
+        answer = min(self._config.generation.max_new_tokens, room)
+        saved = (1 - 1 / num_rows) * prompt_tokens / (prompt_tokens + answer)
+        if num_rows > 1:
+            tell(
+                f"a group's {num_rows} rows begin alike: {saved:.0%} of a batch's tokens need no "
+                f"computing where prompts are computed once, if answers have {answer:.0f}"
+            )
 
     async def _look_at_row(
         self, workflow: Workflow, prompts: Prompts, index: int, own: OwnPools, found: _Found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -209,10 +210,13 @@ class RankPosition:
     Attributes:
         data_rank: share of each minibatch that it computes, the same for all of a model group.
         is_head: it replies for its model group; one rank of each does.
+        min_saved_tokens: rows that begin alike are computed once, if that saves so many tokens;
+            infinite: they never are.
     """
 
     data_rank: int
     is_head: bool
+    min_saved_tokens: float = math.inf
 
 
 class TrainEngine(Protocol):

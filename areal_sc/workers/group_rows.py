@@ -121,6 +121,7 @@ def metadata_of(
             returns=tuple((float(value), int(size)) for value, size in row.returns),
             shaping=float(row.shaping),
             reward_parts=_reward_parts(row),
+            prompt_length=int(np.append(row.loss_mask, True).argmax()),
         )
         for number, episode in episodes.items()
         for place, row in enumerate(episode)

@@ -60,7 +60,7 @@ PROMISED = {
     "safety_cost": {"journal_over_bare", "all_over_bare"},
     "sandbox": {"strongest_programs_per_s", "apart_over_bare"},
     "scale": {"just_in_time_eta8_sync_over", "train_x0.7_sync_over"},
-    "shared_prefixes": {"two_answers_times_faster", "nothing_shared_times_faster"},
+    "shared_prefixes": {"two_answers_times_faster", "tools_3000_8_ranks_balanced"},
     "start_checks": {"model_taken", "starts_refused", "largest_distance"},
     "soak": {"store_growth", "resident_growth"},
     "step_counts": {"reads_of_a_layer_now"},

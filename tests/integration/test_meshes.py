@@ -22,6 +22,8 @@ from integration.ranks import (
     snapshot_weights,
 )
 
+from areal_sc.metadata import BatchMetadata, RowMetadata
+
 MESHES = {
     "one": {},
     "dp2": {"data": 2},
@@ -55,7 +57,7 @@ REPLAYED = ("one", "dp2", "tp2", "sp2")
 """Meshes whose tokens go through given experts."""
 ROUNDED = ("one", "tp2", "dp2_tp2")
 """Meshes that compute in bfloat16, without FSDP and with it."""
-SHARING = ("one", "sp2", "dp2_tp2")
+SHARING = ("one", "dp2", "sp2", "dp2_tp2")
 """Meshes on which rows share their first tokens."""
 SCALED = ("one", "dp2", "tp2")
 """Meshes that compute in float16."""
@@ -84,6 +86,20 @@ def scenario(model: str, mesh: str, **settings: Any) -> dict[str, Any]:
         "minibatches": TWO_SHARES if "data" in parallel else ONE_SHARE,
         **settings,
     }
+
+
+def balanced(minibatches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Shares as a controller cuts them, that are to compute equally much: 3 first tokens once."""
+    found = []
+    for minibatch in minibatches:
+        rows = tuple(
+            RowMetadata(0, 0, length, 0.0, 0, (), row, prompt_length=min(3, length))
+            for row, length in enumerate(minibatch["lengths"])
+        )
+        parts = BatchMetadata("b", 0, (), rows).partition(2, min_saved_tokens=1)
+        assert all(parts)
+        found.append({**minibatch, "rows": parts})
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +143,10 @@ def results(folder: Path) -> Results:
 
     prompts = {
         mesh: [{**minibatch, "prompt": 3} for minibatch in shares]
-        for mesh, shares in (("one", ONE_SHARE), ("sp2", ONE_SHARE), ("dp2_tp2", TWO_SHARES))
+        for mesh, shares in (
+            *(("one", ONE_SHARE), ("sp2", ONE_SHARE)),
+            *(("dp2", balanced(ONE_SHARE)), ("dp2_tp2", TWO_SHARES)),
+        )
     }
     recomputed = {"activation_checkpointing": "layers", "max_tokens": 21}
     scenarios = {

@@ -17,6 +17,7 @@ import areal_sc
 PACKAGE = Path(areal_sc.__file__).parent
 
 FLOORS = {
+    "balance": 0,
     "config": 0,
     "errors": 0,
     "hub": 0,

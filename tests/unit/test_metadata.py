@@ -87,7 +87,7 @@ def test_split_gives_every_row_to_one_part(batch: BatchMetadata, n: int, balance
         assert max(map(len, of_parts)) - min(map(len, of_parts)) <= 1
     else:
         loads = [sum(batch.sequence_lengths[row] for row in part) for part in parts]
-        assert max(loads) - min(loads) <= max(batch.sequence_lengths, default=0)
+        assert max(loads) <= batch.num_tokens / n + max(batch.sequence_lengths, default=0)
 
 
 def test_episodes_of_one_row_are_cut_as_rows_are() -> None:
@@ -121,6 +121,24 @@ def test_groups_stay_whole_as_far_as_parts_stay_equal() -> None:
     assert batch.partition(1) == [list(range(8))]
     in_three = batch.partition(3)  # of 43 tokens each: the first group is cut
     assert sorted(sum(groups[row][1] for row in part) for part in in_three) == [40, 40, 50]
+
+
+def test_rows_behind_one_prompt_stay_together_where_that_saves_enough() -> None:
+    """Prompts of 50, 10 and 10 tokens; answers of 8 tokens."""
+    numbers = [(0, 50)] * 4 + [(1, 10)] * 2 + [(2, 10)] * 2
+    rows = [RowMetadata(g, 0, p + 8, 0.0, 0, (), 0, prompt_length=p) for g, p in numbers]
+    rows[1] = replace(rows[1], prompt_length=51)  # it has a turn before its first trained token
+    batch = BatchMetadata("b", 0, (), tuple(rows))
+    # 82 tokens and 2 * 26; the 132 of the others together would be too much for either part
+    assert batch.partition(2, min_saved_tokens=1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert batch.partition(2, min_saved_tokens=150) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # now each row counts for itself, 58 or 18 tokens
+    in_two = batch.partition(2, min_saved_tokens=151)
+    assert sorted(sum(row < 4 for row in part) for part in in_two) == [2, 2]
+    # a row of no advantage needs nothing: what is left saves no 150 tokens
+    weightless = batch.with_advantages([0.0] + [1.0] * 7)
+    parts = weightless.partition(2, min_saved_tokens=150)
+    assert sorted(sum(0 < row < 4 for row in part) for part in parts) == [1, 2]
 
 
 def test_rows_on_which_nothing_is_computed_weigh_nothing() -> None:

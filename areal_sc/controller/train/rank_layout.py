@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
@@ -41,10 +42,12 @@ class RankLayout:
     Attributes:
         data_ranks: of each worker.
         heads: worker that replies for each share, by data rank.
+        min_saved_tokens: see `RankPosition`.
     """
 
     data_ranks: tuple[int, ...]
     heads: tuple[int, ...]
+    min_saved_tokens: float = math.inf
 
     @classmethod
     def of(cls, places: Sequence[RankPosition]) -> RankLayout:
@@ -54,7 +57,8 @@ class RankLayout:
         num_heads = sum(place.is_head for place in places)
         are_whole = sorted(set(data_ranks)) == sorted(heads) == list(range(num_heads))
         assert are_whole, f"model groups of data ranks 0, 1, … with one head each: {places}"
-        return cls(data_ranks, tuple(heads[data_rank] for data_rank in range(num_heads)))
+        by_data_rank = tuple(heads[data_rank] for data_rank in range(num_heads))
+        return cls(data_ranks, by_data_rank, places[0].min_saved_tokens)
 
     @property
     def num_shares(self) -> int:
@@ -69,7 +73,9 @@ class RankLayout:
         """
         shares: list[list[list[int]]] = [[] for _ in self.heads]
         for rows in batch.partition(num_minibatches, "episodes"):
-            parts = batch.take(rows).partition(self.num_shares)
+            parts = batch.take(rows).partition(
+                self.num_shares, min_saved_tokens=self.min_saved_tokens
+            )
             for share, part in zip(shares, parts, strict=True):
                 share.append([rows[row] for row in part])
         return shares

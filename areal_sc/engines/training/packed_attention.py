@@ -94,9 +94,9 @@ class PackedLayout:
         row_starts: [R + 1] int32, first token of each row, and T.
         longest: tokens of the longest row.
         key_index: [K] int64 where the rows are runs, for CUDA: the tokens that each run sees, its
-            path and itself, run after run; else None.
-        key_starts: [R + 1] int32, where those of each run begin, and K; else None.
-        longest_keys: the most that a run sees.
+            path and itself, run after run; None: each row sees its own.
+        key_starts: [R + 1] int32, where those of each row or run begin, and K.
+        longest_keys: the most that one sees.
         part: the tokens that this rank computes outside of attention; None: all of them.
         handle: of it and its copies: FSDP, for one, copies what a module gets.
     """
@@ -108,9 +108,9 @@ class PackedLayout:
     unpad_index: torch.Tensor | None
     row_starts: torch.Tensor
     longest: int
-    key_index: torch.Tensor | None = None
-    key_starts: torch.Tensor | None = None
-    longest_keys: int = 0
+    key_index: torch.Tensor | None
+    key_starts: torch.Tensor
+    longest_keys: int
     part: SequencePart | None = None
     handle: LayoutHandle = field(default_factory=LayoutHandle)
 
@@ -151,7 +151,8 @@ class PackedLayout:
         position_ids = torch.arange(int(starts[-1])) + torch.repeat_interleave(
             before - starts[:-1], sizes
         )
-        key_index = key_starts = None
+        row_starts, key_index = starts.to(torch.int32), None
+        key_starts = row_starts
         if parents is not None and device.type == "cuda":
             key_index, key_starts = _keys_of_runs(paths, starts, before + sizes)
         pad_index = unpad_index = None
@@ -165,7 +166,7 @@ class PackedLayout:
             buckets,
             pad_index,
             unpad_index,
-            starts.to(torch.int32),
+            row_starts,
             max(lengths),
             key_index,
             key_starts,
@@ -478,20 +479,17 @@ def _varlen_attention(
 
     Of a run that sees more than itself, the kernel takes its last token for the last one seen.
     """
-    longest = layout.longest
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    key_starts, longest_keys = layout.row_starts, longest
-    if layout.key_index is not None and layout.key_starts is not None:
+    if layout.key_index is not None:
         key, value = (_Keys.apply(tensor, layout.key_index) for tensor in (key, value))  # type: ignore[no-untyped-call]
-        key_starts, longest_keys = layout.key_starts, layout.longest_keys
     outputs = _varlen(
         query,
         key,
         value,
         layout.row_starts,
-        key_starts,
-        longest,
-        longest_keys,
+        layout.key_starts,
+        layout.longest,
+        layout.longest_keys,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
     )

@@ -163,7 +163,8 @@ class RankEngine(ABC):
         num_ranks, is_cuda = self.config.parallel.num_ranks, device.type == "cuda"
         torch.set_num_threads(threads_of_rank(self.config.num_threads, num_ranks, is_cuda=is_cuda))
         torch.manual_seed(self.config.seed)
-        return self._join(rank, world_size, init_method, device)
+        position = self._join(rank, world_size, init_method, device)
+        return replace(position, min_saved_tokens=self._min_saved_tokens)
 
     def _select_device(self, rank: int) -> torch.device:
         """Raises: ConfigError: this machine has not what the settings ask for."""
@@ -335,27 +336,23 @@ class RankEngine(ABC):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
             metrics.gradient_norms.append(norm)
             metrics.num_micro_batches += batch.most_packed
-        num_tokens, num_asked, num_computed = self._of_all_rows(
-            [
-                sum(rows.num_tokens for rows in minibatches),
-                sum(sum(batch.num_row_tokens) for batch in batches),
-                sum(sum(batch.num_computed_tokens) for batch in batches),
-            ]
-        )
         summary = metrics.summary(
             self.world,
             is_counted=self.counts_metrics,
-            num_tokens=num_tokens,
+            own_tokens={
+                "num_tokens": sum(rows.num_tokens for rows in minibatches),
+                "num_computed_tokens": sum(sum(it.num_computed_tokens) for it in batches),
+                "num_row_tokens": sum(sum(it.num_row_tokens) for it in batches),
+            },
             num_loss_tokens=sum(counts.tokens for _, counts in counted),
             lr=learning_rate(optimizer, step),
         )
+        num_row_tokens = summary.pop("num_row_tokens")
+        saved = num_row_tokens - summary["num_computed_tokens"]
+        summary["shared_token_share"] = saved / num_row_tokens if num_row_tokens else 0.0
         if MISMATCH in summary and self.logprob_noise is not None:
             summary[MISMATCH_NOISE] = self.logprob_noise
-        sharing = {
-            "num_computed_tokens": float(num_computed),
-            "shared_token_share": 1 - num_computed / num_asked if num_asked else 0.0,
-        }
-        return self._own_metrics() | sharing | summary
+        return self._own_metrics() | summary
 
     @property
     @abstractmethod
@@ -416,11 +413,6 @@ class RankEngine(ABC):
     def _leave(self) -> None:
         """Leaves the other ranks, if it has joined them."""
 
-    def _of_all_rows(self, counts: Sequence[int]) -> list[int]:
-        """Sums over the shares of rows; ranks of one model group have the same rows."""
-        own = torch.tensor(counts if self.counts_rows else [0] * len(counts), dtype=torch.int64)
-        return [int(count) for count in self.rows.sum(own)]
-
     def _shares_of_rows(self, own: list[ShareOfRows]) -> list[list[ShareOfRows]]:
         """What each share of the rows holds; ranks of one model group have the same rows."""
         return [share for share in self.rows.gather(own if self.counts_rows else []) if share]
@@ -454,7 +446,7 @@ class RankEngine(ABC):
                 )
                 for rows, tokens in zip(batches, asked, strict=True)
             ]
-            wanted = [len(self._pack(units, 1)) for units in of_units]
+            wanted = [len(units.pack(1, fills=self._has_few_sizes)) for units in of_units]
         except ValueError as failure:
             error = failure
         # One exchange tells of errors, too: a rank that raised alone would leave others waiting.
@@ -469,7 +461,8 @@ class RankEngine(ABC):
         counts = [self._rounded_count(count) for count in most]
         planned = []
         for rows, tokens, units, count in zip(batches, asked, of_units, counts, strict=True):
-            in_units = self._pack(units, count if self._meets_each else 1)
+            least = count if self._meets_each else 1
+            in_units = units.pack(least, fills=self._has_few_sizes)
             packed = [list(chain.from_iterable(each)) for each in in_units]
             forests = [shared_forest(rows, each, min_saved) for each in in_units]
             planned.append(PlannedBatch(rows, tokens, packed, forests, count))
@@ -493,6 +486,3 @@ class RankEngine(ABC):
     def _rounded_count(self, count: int) -> int:
         """How many micro-batches are run where a rank has so many."""
         return count
-
-    def _pack(self, units: RowUnits, count: int) -> list[list[list[int]]]:
-        return units.pack(count, fills=self._has_few_sizes)

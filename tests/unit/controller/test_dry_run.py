@@ -111,13 +111,17 @@ def test_a_trainer_shows_a_prompt_a_reward_and_what_is_left_out(
     dry: Dry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workflow = SingleTurnWorkflow(reversed_letters)
-    fit(dry(), workflow, [*ROWS, TOO_LONG], evaluation_prompts=iter(ROWS * 4))
+    config = dry("rollout.group_size=4", "generation.max_new_tokens=5")
+    fit(config, workflow, [*ROWS, TOO_LONG], evaluation_prompts=iter(ROWS * 4))
     shown = capsys.readouterr().out
     assert "would start a new run" in shown
     assert "row 0 as the model gets it, 3 tokens:\n  | ab=\n" in shown
     assert "reward of the answer 'ba' to it: 1.25\n" in shown
     assert "prompts: 4 rows; 4 looked at, of 3 to 4 tokens\n  left out: 1 of them" in shown
     assert "prompts: a stream; 12 looked at" in shown
+    # of 4 * (10 / 3 + 5) tokens 3 * 10 / 3
+    assert shown.count("4 rows begin alike: 30% of a batch's tokens") == 1
+    assert "computed once, if answers have 5\n" in shown
     assert "loss policy_gradient: tried on two rows" in shown
     assert "nothing was started" in shown
     assert list(tmp_path.iterdir()) == []

@@ -110,6 +110,13 @@ async def test_the_number_comes_before_what_shapes_it() -> None:
     assert told.reward_parts == (("style", 4.0, 0.5), ("size", 1.0, 0.0))
 
 
+def test_the_prompt_ends_where_the_first_answer_begins() -> None:
+    group = RunGroup(0, 0, 0, PromptReference(0, 0, 0), 0, 2)
+    answers, context = row(), row(loss_mask=[False] * 6)
+    told = metadata_of(group, {0: [answers], 1: [context]})
+    assert [it.prompt_length for it in told] == [2, 6]
+
+
 async def forgotten() -> float:
     return 1.0
 

@@ -7,7 +7,7 @@ whatever is in them, and which tells of a loss that has failed on some rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from traceback import format_exception_only
 from typing import Final
@@ -71,7 +71,7 @@ class UpdateMetrics:
         world: ProcessGroup,
         *,
         is_counted: bool,
-        num_tokens: int,
+        own_tokens: Mapping[str, int],
         num_loss_tokens: int,
         lr: float,
     ) -> dict[str, float]:
@@ -80,11 +80,11 @@ class UpdateMetrics:
         Args:
             world: all ranks.
             is_counted: this rank's metrics count, and not another's of the same tokens.
-            num_tokens: tokens of the rows of all ranks, trained or not.
+            own_tokens: numbers of tokens of this rank's rows, by name.
             num_loss_tokens: trained tokens of all ranks.
             lr: learning rate of the step.
         Returns: every metric that the loss gave, and `entropy`; `loss` and `grad_norm`, means over
-            the updates; `lr`; and `num_tokens`, `num_loss_tokens`, `num_effective_tokens`,
+            the updates; `lr`; sums of `own_tokens`; `num_loss_tokens`, `num_effective_tokens`,
             `num_updates`, `num_skipped_updates`, `num_micro_batches` (of the rank that has most);
             and, where there are tokens of the weights that the step begins from, the `mismatch` of
             trainer and sampler there, the mean difference of log-probabilities in nats, and the
@@ -94,7 +94,7 @@ class UpdateMetrics:
         Raises: WorkflowError: on all ranks: the loss has failed on one, or ranks combine a metric
             in different ways.
         """
-        combined, worst = self._combined(world, is_counted=is_counted)
+        combined, worst = self._combined(world, own_tokens, is_counted=is_counted)
         finite = [norm for norm in self.gradient_norms if math.isfinite(norm)]
         made = [norm for norm in finite if norm != 0]
         num_skipped = len(self.gradient_norms) - len(finite)
@@ -109,7 +109,6 @@ class UpdateMetrics:
             "loss": loss,
             "grad_norm": sum(made) / len(made) if made else math.nan if num_skipped else 0.0,
             "lr": lr,
-            "num_tokens": float(num_tokens),
             "num_loss_tokens": float(num_loss_tokens),
             "num_effective_tokens": 0.0,  # unless there are any
             "num_updates": float(len(made)),
@@ -119,10 +118,10 @@ class UpdateMetrics:
         }
 
     def _combined(
-        self, world: ProcessGroup, *, is_counted: bool
+        self, world: ProcessGroup, own_tokens: Mapping[str, int], *, is_counted: bool
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Each metric of all ranks, of the ranks that have it; and the worst token, if any."""
-        own, worst = self._own(world.device) if is_counted else ({}, [])
+        own, worst = self._own(world.device, own_tokens) if is_counted else ({}, [])
         everyone = world.gather((self._failed(), own, worst))
         for rank, (message, *_) in enumerate(everyone):
             if message:
@@ -140,14 +139,17 @@ class UpdateMetrics:
         worst = max((of_rank for *_, of_rank in everyone), default=[])
         return combined, dict(zip(WORST, worst, strict=bool(worst)))
 
-    def _own(self, device: torch.device) -> tuple[dict[str, _Numbers], list[float]]:
+    def _own(
+        self, device: torch.device, own_tokens: Mapping[str, int]
+    ) -> tuple[dict[str, _Numbers], list[float]]:
         """This rank's, which come from the device together: the host waits once."""
+        metrics = {name: ("sum", float(count), 0.0) for name, count in own_tokens.items()}
         if not self.metrics:
-            return {}, []
+            return metrics, []
         given = [metric.value.to(device)[None] for metric in self.metrics.values()]
         numbers = torch.cat([*given, *self.worst]).cpu().tolist()
         values, worst = numbers[: len(given)], numbers[len(given) :]
-        metrics: dict[str, _Numbers] = {
+        metrics |= {
             name: (metric.combine, value, metric.weight)
             for (name, metric), value in zip(self.metrics.items(), values, strict=True)
         }

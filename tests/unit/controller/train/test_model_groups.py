@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.train.rank_layout import RankLayout
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import ConfigError
+from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.transport.rpc.method import Served
 from areal_sc.workers.rank_methods import COMPUTE, UPDATE
 
@@ -89,6 +91,28 @@ def test_shares_and_replies_by_rank() -> None:
     assert layout.num_shares == 2
     assert layout.spread(["first", "second"]) == ["second", "first", "second", "first"]
     assert layout.of_heads(["a", "b", "c", "d"]) == ["b", "c"]
+
+
+def test_a_group_stays_on_one_rank_where_that_saves_more_than_it_costs() -> None:
+    """By what the ranks tell of their model; prompts of 20 tokens, answers of 2."""
+    rows = tuple(
+        RowMetadata(row // 3, 0, 22, 0.0, 0, (), row, prompt_length=20) for row in range(9)
+    )
+    batch = BatchMetadata("b", 0, (), rows)
+
+    def groups_of_shares(min_saved_tokens: float) -> list[list[int]]:
+        places = [RankPosition(rank, True, min_saved_tokens) for rank in range(3)]
+        shares = RankLayout.of(places).split(batch, 1)
+        return [sorted({rows[row].group_id for row in share[0]}) for share in shares]
+
+    assert groups_of_shares(40) == [[0], [1], [2]]
+    assert RankLayout.of([RankPosition(0, True)]).min_saved_tokens == math.inf
+    assert sorted(map(len, groups_of_shares(41))) == [1, 1, 1]
+    # a longer row by itself: two groups are as much
+    rows = (*rows, RowMetadata(3, 0, 60, 0.0, 0, (), 0, prompt_length=20))
+    batch = BatchMetadata("b", 0, (), rows)
+    assert sorted(map(len, groups_of_shares(40))) == [1, 1, 2]
+    assert [3] in groups_of_shares(40)
 
 
 @pytest.mark.parametrize("role", ["rollout", "", "Ref", "a/b", "../x", "ref-1"])

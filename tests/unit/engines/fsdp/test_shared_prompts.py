@@ -196,7 +196,8 @@ def test_no_micro_batch_computes_more_tokens_than_it_may(model_folder: Path) -> 
 def test_rows_of_few_tokens_do_not_share(model_folder: Path) -> None:
     """The runs of a tiny model cost more than the few tokens that they save."""
     engine = FSDPEngine(ActorConfig(path=str(model_folder), device="cpu"))
-    engine.initialize(0, 1, "")
+    position = engine.initialize(0, 1, "")
+    assert position.min_saved_tokens == engine._min_saved_tokens  # the controller goes by it
     fewest = math.ceil(engine._min_saved_tokens)
     for length, shares in ((fewest - 1, False), (fewest, True)):
         generator = torch.Generator().manual_seed(0)

@@ -28,7 +28,9 @@ class TwoRanks:
 
 def summary(metrics: UpdateMetrics, **others: tuple[str, float, float]) -> dict[str, float]:
     world: Any = TwoRanks(**others)
-    return metrics.summary(world, is_counted=True, num_tokens=20, num_loss_tokens=4, lr=0.5)
+    return metrics.summary(
+        world, is_counted=True, own_tokens={"num_tokens": 10}, num_loss_tokens=4, lr=0.5
+    )
 
 
 def test_every_metric_of_a_loss_is_reported() -> None:
