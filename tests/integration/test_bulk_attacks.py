@@ -135,12 +135,12 @@ async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> No
     async with serving(1000) as server:
         before = memory_mib()
         num_answered = 0
-        for _ in range(100_000):
+        for _ in range(30_000):
             request = mutated(rng.choice(REQUESTS), rng)
             kind, parts = server.answer(msgspec.msgpack.encode(request))
             assert sum(map(len, parts)) <= 1000 * 40
             num_answered += kind == ROWS
-        assert 0 < num_answered < 50_000
+        assert 0 < num_answered < 15_000
         grant = server.open_session("liar")
         liar = BulkMember(grant)
         for number in range(1, 3001):
