@@ -86,6 +86,8 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_sessionfinish() -> None:
     """What has become garbage in a later file than its own is told at the very end."""
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # pytest itself collects twice behind this
 
 
 def pytest_configure() -> None:
