@@ -1,4 +1,4 @@
-"""What many test modules need in nearly the same form: models, engines, rows, clocks, processes.
+"""What many test modules need in nearly the same form: models, engines, rows, steps, processes.
 
 Torch and transformers are imported where they are used: many tests do without them.
 """
@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from areal_sc.config.schema import ActorConfig, Device, OptimizerConfig
+from areal_sc.config.schema import ActorConfig, Device, GRPOConfig, OptimizerConfig
+from areal_sc.preflight.load import load_config
+from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.transport.packed_rows import PackedRows
 
 if TYPE_CHECKING:
@@ -35,6 +37,15 @@ def save_qwen2(folder: Path, **changes: Any) -> Path:
     Qwen2ForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text("{}")
     return folder
+
+
+def load(*overrides: str, num_devices: int = 0) -> GRPOConfig:
+    """Settings that have all that a run needs, with overrides, on a machine without CUDA devices.
+
+    Args: num_devices: so many it has.
+    """
+    needed = {"run_dir": "runs/test", "total_steps": 10, "actor.path": "no_such_model"}
+    return load_config(needed, GRPOConfig, *overrides, count_devices=lambda: num_devices)
 
 
 @contextmanager
@@ -75,6 +86,60 @@ def packed_rows(lengths: Sequence[int], seed: int = 0, **further: Any) -> Packed
         "loss_mask": torch.ones(num_tokens, dtype=torch.bool),
     }
     return PackedRows(fields | further, tuple(lengths), advantages)
+
+
+def _with_workflow(changes: dict[str, Any]) -> dict[str, Any]:
+    """`accuracy` stands for the workflow's metric of that name; None: it reports none."""
+    if "accuracy" in changes:
+        accuracy = changes.pop("accuracy")
+        changes["workflow"] = {} if accuracy is None else {"accuracy": accuracy}
+    return changes
+
+
+def make_step(step: int = 1, **changes: Any) -> StepMetrics:
+    """What a step may report, unless the changes say otherwise."""
+    values: dict[str, Any] = {
+        "step": step,
+        "reward": 0.25,
+        "workflow": {"accuracy": 0.2},
+        "train": {
+            "loss": 0.0123,
+            "entropy": 1.25,
+            "grad_norm": 0.61,
+            "proximal_kl": 1.5e-4,
+            "behavior_kl": 0.02,
+        },
+        "group_staleness_mean": 1.3,
+        "group_staleness_max": 9,
+        "signal_share": 0.4,
+        "lead": 1.5,
+        "slack": 0.3,
+        "token_staleness_mean": 0.9,
+        "token_staleness_max": 4,
+        "num_rows": 256,
+        "num_generated_tokens": 6000,
+        "num_trained_tokens": 4000,
+        "step_time_s": 0.5,
+        "wait_s": 0.05,
+        "train_s": 0.4,
+        "sync_s": 0.02,
+    }
+    return StepMetrics(**values | _with_workflow(changes))
+
+
+def make_evaluation(name: str = "before", **changes: Any) -> EvaluationResult:
+    """What an evaluation may give, likewise."""
+    values: dict[str, Any] = {
+        "name": name,
+        "step": 0,
+        "reward": 0.2,
+        "workflow": {"accuracy": 0.2},
+        "num_prompts": 64,
+        "version_min": 0,
+        "version_max": 0,
+        "temperature": 1.0,
+    }
+    return EvaluationResult(**values | _with_workflow(changes))
 
 
 class NumberTokenizer:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import chat_templates as templates
+from builders import make_step
 from ledger_history import History, a_run
 from msgspec import structs
 from recorded_groups import add_span, add_trained, played, recorder_of
@@ -155,24 +156,8 @@ def groups(numbers: Sequence[int]) -> list[object]:
 
 
 def measured(step: int) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        reward=0.5,
-        group_staleness_mean=0.0,
-        group_staleness_max=0,
-        token_staleness_mean=0.0,
-        token_staleness_max=0,
-        num_rows=8,
-        num_generated_tokens=100,
-        num_trained_tokens=100,
-        step_time_s=2.0,
-        wait_s=1.0,
-        train_s=0.5,
-        sync_s=0.25,
-        mean_sequence_length=20.0,
-        num_train_workers=1,
-        train={},
-    )
+    times = {"step_time_s": 2.0, "wait_s": 1.0, "train_s": 0.5, "sync_s": 0.25}
+    return make_step(step, mean_sequence_length=20.0, num_train_workers=1, train={}, **times)
 
 
 def damage(records: Path) -> None:

@@ -23,7 +23,6 @@ import torch
 from integration.bulk_member import BulkMember, hello_of
 from waiting import until
 
-from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk import server as server_module
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.messages import (
@@ -136,12 +135,12 @@ async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> No
     async with serving(1000) as server:
         before = memory_mib()
         num_answered = 0
-        for _ in range(100_000):
+        for _ in range(30_000):
             request = mutated(rng.choice(REQUESTS), rng)
             kind, parts = server.answer(msgspec.msgpack.encode(request))
             assert sum(map(len, parts)) <= 1000 * 40
             num_answered += kind == ROWS
-        assert 0 < num_answered < 50_000
+        assert 0 < num_answered < 15_000
         grant = server.open_session("liar")
         liar = BulkMember(grant)
         for number in range(1, 3001):
@@ -152,38 +151,6 @@ async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> No
         liar.close()
         assert memory_mib() - before < 100
         assert await fetch(server, 256) == expected(256)
-
-
-async def test_changed_messages_are_refused_before_they_are_read() -> None:
-    rng = random.Random(2)
-    key = os.urandom(32)
-
-    def refusal(message: bytearray) -> str:  # pytest.raises is slow, so many times
-        try:
-            MessageCipher(key, False).open(READ, bytes(message[:16]), [memoryview(message)[16:]])
-        except ProtocolError as error:
-            return str(error)
-        return "none"
-
-    contents = [msgspec.msgpack.encode(request) for request in REQUESTS]
-    sealed = [
-        MessageCipher(key, False).seal(READ, [content])[0][8:] + content for content in contents
-    ]
-    for number in range(100_000):
-        changed = bytearray(sealed[number % 2])  # the tag comes first
-        match number % 4:
-            case 0:
-                changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-            case 1:
-                del changed[rng.randrange(16, len(changed)) :]
-            case 2:
-                start = rng.randrange(len(changed))
-                changed[start:] = rng.randbytes(max(16 - start, rng.randrange(60)))
-            case _:
-                changed += rng.randbytes(rng.randrange(1, 5))
-        if changed == sealed[number % 2]:
-            continue
-        assert "tag" in refusal(changed)
 
 
 async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:

@@ -415,13 +415,3 @@ def assert_is_nowhere(secret: str, run_dir: Path, pids: list[int], allowed: Path
     for file in run_dir.rglob("*"):
         if file.is_file() and file != allowed:
             assert secret not in file.read_text(errors="replace"), file
-
-
-async def test_each_start_has_keys_of_its_own(config: GRPOConfig, tmp_path: Path) -> None:
-    config.scheduler.run_dir = str(tmp_path)
-    schedulers = []
-    for _ in range(2):
-        scheduler = make_scheduler(config.scheduler)
-        schedulers.append(scheduler)
-        scheduler.close()
-    assert schedulers[0].keys != schedulers[1].keys

@@ -142,34 +142,6 @@ async def spread_batch(made: list[Owner], lengths: list[list[int]]) -> BatchMeta
     return concat(batches, batch_id="all", global_step=1)
 
 
-async def test_values_of_any_shape_from_everywhere() -> None:
-    """Rows of a slice that is cut into several requests, in another order, own ones among them."""
-    lengths = [[3, 0, 2000], [700], [1, 5]]
-    async with owners(3) as made:
-        batches, whole = [], []
-        for owner, its in zip(made, lengths, strict=True):
-            values = torch.randint(0, 255, (sum(its), 48, 8), dtype=torch.uint8)
-            fields = {
-                "routes": values,
-                "one": values[:, 0, 0].long(),
-                "pair": values[:, :2, 0].half(),
-            }
-            batches.append(owner.put(fields, its, len(whole)))
-            whole += values.split(its)
-        order = [5, 0, 2, 3, 1, 4]
-        batch = concat(batches, batch_id="all", global_step=1).take(order)
-        async with pulling(local_store=made[1].store) as puller:
-            packed = await puller.pull(batch)
-            part = await puller.pull(batch.select(["routes"]).take([1]))
-    expected = torch.cat([whole[row] for row in order])
-    assert packed.fields["routes"].dtype == torch.uint8
-    assert torch.equal(packed.fields["routes"], expected)
-    assert torch.equal(packed.fields["one"], expected[:, 0, 0].long())
-    assert torch.equal(packed.fields["pair"], expected[:, :2, 0].half())
-    assert torch.equal(packed.take([2]).fields["routes"], whole[2])
-    assert torch.equal(part.fields["routes"], whole[0])
-
-
 async def test_a_shape_other_than_promised_is_refused() -> None:
     async with owners(1) as (owner,), pulling() as puller:
         batch = owner.put({"routes": torch.zeros(4, 2, 3)}, [4])
@@ -219,20 +191,6 @@ async def test_rows_of_very_different_lengths_come_from_many_owners_in_batch_ord
         assert puller.local_bytes == 0
 
 
-async def test_only_the_asked_columns_and_rows_move() -> None:
-    lengths = [[300, 5, 60], [40, 2]]
-    async with owners(2) as made, pulling() as puller:
-        batch = await spread_batch(made, lengths)
-        pulled = await puller.pull(batch.select(["input_ids"]).take([4, 1, 3]))
-        assert list(pulled.fields) == ["input_ids"]
-        assert rows_of(pulled, "input_ids") == [
-            token_values(4, 2),
-            token_values(1, 5),
-            token_values(3, 40),
-        ]
-        assert puller.pulled_bytes == (2 + 5 + 40) * 4
-
-
 async def test_rows_follow_take_split_and_union() -> None:
     lengths = [[30, 5, 60, 1], [40, 2, 9]]
     flat = [n for its in lengths for n in its]
@@ -261,20 +219,6 @@ async def test_own_rows_are_read_without_a_socket() -> None:
         made[0].store.sweep([], made[0].store.last_sequence)
         with pytest.raises(ShardGone, match="swept"):
             await puller.pull(batch)
-
-
-async def test_empty_batches_have_empty_fields() -> None:
-    async with owners(1) as made, pulling() as puller:
-        batch = await spread_batch(made, [[3, 4]])
-        empty = await puller.pull(batch.take([]))
-        assert (empty.num_rows, empty.num_tokens, empty.advantages) == (0, 0, None)
-        fields = empty.fields
-        assert {name: (len(it), it.dtype) for name, it in fields.items()} == {
-            name: (0, getattr(torch, dtype)) for name, dtype in batch.dtypes.items()
-        }
-        zero_tokens = await puller.pull(made[0].put({"input_ids": ids_of(0, [])}, [0, 0]))
-        assert zero_tokens.lengths == (0, 0)
-        assert puller.pulled_bytes == 0
 
 
 async def test_advantages_come_when_all_rows_have_one() -> None:
@@ -484,28 +428,11 @@ GOOD = [["life1.1", IDS, [0], [3], 0, 12]]
     "body",
     [
         None,
-        [[]],
-        [7, []],
-        {},
-        [[1, 2]],
         [["life1.1", IDS, [0], [3], 0, 13]],
-        [["life1.1", IDS, [0], [3], 12, 1]],
-        [["life1.1", IDS, [0], [3], -1, 3]],
-        [["life1.1", IDS, [0], [3], 3, -1]],
-        [["life1.1", IDS, [0], [3], 0, 1 << 60]],
-        [["life1.1", IDS, [-1], [3], 0, 3]],
         [["life1.1", IDS, [1], [3], 0, 3]],
-        [["life1.1", IDS, [0, 0], [3], 0, 3]],
-        [["life1.1", IDS, ["0"], [3], 0, 3]],
-        [["life1.1", IDS, [0], [4], 0, 3]],
         [["life1.1", IDS, [], [], 0, 3]],
-        [["life1.1", {}, [0], [3], 0, 3]],
-        [["life1.1", ["input_ids"], [0], [3], 0, 3]],
-        [["life1.1", {"input_ids": "uint8"}, [0], [3], 0, 3]],
-        [["life1.1", {"labels": "int32"}, [0], [3], 0, 3]],
         [["../../etc/passwd", {"x": "int32"}, [0], [3], 0, 3]],
         [["life0.1", IDS, [0], [3], 0, 12]],
-        [["life1.2", IDS, [0], [3], 0, 12]],
     ],
     ids=repr,
 )
@@ -634,16 +561,6 @@ async def test_a_puller_refuses_descriptions_of_no_correct_owner(
                 pass
 
 
-async def test_a_silent_owner_ends_the_pull_at_its_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with owners(1) as [owner], pulling(timeout_s=0.3) as puller:
-        batch = owner.put({"input_ids": ids_of(0, [3])}, [3])
-        monkeypatch.setattr(_PullingPeer, "on_message", lambda *message: None)
-        with pytest.raises(RpcTimeout, match=r"life1\.1 on rollout/0: not pulled by its deadline"):
-            await puller.pull(batch)
-
-
 async def test_concurrent_pulls_share_credits_and_requests() -> None:
     async with (
         owners(1) as [owner],
@@ -693,17 +610,6 @@ async def test_all_owners_together_send_no_more_than_was_asked_for() -> None:
         assert rows_of(pulled, "input_ids") == [token_values(row, 1000) for row in range(30)]
         assert max(outstanding) == 8000
         assert puller._bulk._credits.outstanding_bytes == 0
-
-
-async def test_a_session_that_its_owner_gave_up_is_renewed() -> None:
-    async with owners(1) as [owner], pulling() as puller:
-        batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
-        for _ in range(3):
-            assert rows_of(await puller.pull(batch), "input_ids") == [token_values(0, 30)]
-            [session] = owner.bulk._pullers
-            owner.bulk.drop(session, "a test")
-        assert owner.bulk.num_dropped == 3
-        assert owner.bulk.num_reads == 3
 
 
 async def test_a_request_that_was_changed_on_its_way_costs_one_session() -> None:
@@ -1032,8 +938,11 @@ def group_of_kinds(
 
 
 async def test_any_mix_of_fields_of_tokens_rows_and_groups() -> None:
-    """Some rows and some fields of them, in any order, from other owners and from its own."""
-    async with owners(3) as made, pulling(local_store=made[1].store) as puller:
+    """Some rows and some fields of them, in any order, from other owners and from its own.
+
+    Most rows take several requests.
+    """
+    async with owners(3) as made, pulling(local_store=made[1].store, chunk_bytes=64) as puller:
         for seed in range(25):
             rng = np.random.default_rng(seed)
             groups = [group_of_kinds(made[it % 3], it, rng) for it in range(rng.integers(1, 6))]

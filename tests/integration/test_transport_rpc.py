@@ -45,20 +45,6 @@ async def test_values_travel_both_ways_and_bytes_are_counted() -> None:
         assert client._route.hub.num_bytes > 6 << 20
 
 
-async def test_calls_run_concurrently() -> None:
-    async with connected() as (_, methods, client):
-        waiting = asyncio.create_task(client.call(named("wait"), {}, timeout_s=20))
-        await methods.started.wait()
-        assert await client.call(named("echo"), {"x": 1}, timeout_s=20) == {"x": 1}
-        assert await client.call(named("quick"), {"x": 2}, timeout_s=20) == {"x": 2}
-        methods.go_on.set()
-        assert await waiting == 1
-        answers = await asyncio.gather(
-            *(client.call(named("echo"), {"i": i}, timeout_s=20) for i in range(500))
-        )
-        assert answers == [{"i": i} for i in range(500)]
-
-
 async def test_a_coroutine_method_runs_as_a_task_of_its_own() -> None:
     async with connected() as (_, _, client):
         names = [await client.call(named("within_a_timeout"), {}, timeout_s=20) for _ in range(2)]

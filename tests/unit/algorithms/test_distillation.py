@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_rows import ROW, made_tokens, shapes
 
@@ -14,6 +14,7 @@ from areal_sc.algorithms.distillation import reverse_kl, top_k_kl
 from areal_sc.algorithms.named_loss import NamedLoss
 
 
+@settings(max_examples=30)
 @given(shape=shapes(), seed=st.integers(0, 10_000), cap=st.sampled_from([1.1, math.inf]))
 def test_reverse_kl_and_its_gradient(shape: list[ROW], seed: int, cap: float) -> None:
     tokens = made_tokens(shape, seed)
@@ -58,6 +59,7 @@ def test_its_expected_gradient_is_that_of_the_divergence() -> None:
     assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-9)
 
 
+@settings(max_examples=30)
 @given(
     shape=shapes(),
     seed=st.integers(0, 10_000),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_rows import ROW, made_tokens, shapes
 
@@ -23,6 +23,7 @@ def tensor(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+@settings(max_examples=30)
 @given(
     shape=shapes(),
     seed=st.integers(0, 10_000),
@@ -111,6 +112,7 @@ def value_by_hand(v: float, old: float, target: float, clip: float) -> tuple[flo
     return (v - target) ** 2 / 2, v - target
 
 
+@settings(max_examples=30)
 @given(shape=shapes(), seed=st.integers(0, 10_000), clip=st.sampled_from([0.2, 1.0, math.inf]))
 def test_value_loss_and_its_gradient(shape: list[ROW], seed: int, clip: float) -> None:
     tokens = made_tokens(shape, seed)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_rows import made_tokens
 
@@ -38,6 +38,7 @@ def chosen_of(tokens: LossTokens) -> list[tuple[int, int]]:
     return found
 
 
+@settings(max_examples=30)
 @given(lengths=LENGTHS, seed=st.integers(0, 10_000), smoothing=st.sampled_from([0.0, 0.1]))
 def test_dpo_and_its_gradient(lengths: list[int], seed: int, smoothing: float) -> None:
     tokens = pairs(lengths, seed)
@@ -64,6 +65,7 @@ def test_dpo_and_its_gradient(lengths: list[int], seed: int, smoothing: float) -
     assert metrics["pair_accuracy"].weight == len(lengths) // 2
 
 
+@settings(max_examples=30)
 @given(
     lengths=LENGTHS,
     seed=st.integers(0, 10_000),
@@ -104,6 +106,7 @@ def test_other_forms_of_dpo(
         assert metrics["chosen_cross_entropy"].value == pytest.approx(math.fsum(crosses), rel=1e-6)
 
 
+@settings(max_examples=30)
 @given(lengths=LENGTHS, seed=st.integers(0, 10_000))
 def test_bradley_terry_and_its_gradient(lengths: list[int], seed: int) -> None:
     tokens = pairs(lengths, seed)

@@ -249,7 +249,7 @@ GAINS = {
 }
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(
     shape=shapes(),
     seed=st.integers(0, 10_000),
@@ -383,6 +383,7 @@ def test_the_gates_are_as_exact_as_the_tokens() -> None:
     assert loss.item() == pytest.approx(-math.fsum(gains) / len(gains), rel=1e-13)
 
 
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), estimator=st.sampled_from(KL_ESTIMATORS))
 def test_kl_estimates(seed: int, estimator: str) -> None:
     tokens = made_tokens(SHAPE, seed)

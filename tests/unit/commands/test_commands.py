@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from builders import make_evaluation, make_step
 from ledger_history import History, a_run
 from page_runs import row, tokenizer
 from recorded_groups import played, recorder_of
@@ -111,16 +112,7 @@ def test_curve_draws_and_sums_up_what_a_stopped_run_has_measured(
 
 
 def evaluation(name: str, reward: float) -> EvaluationResult:
-    return EvaluationResult(
-        name=name,
-        step=0,
-        reward=reward,
-        num_prompts=8,
-        version_min=0,
-        version_max=0,
-        temperature=1.0,
-        workflow={"accuracy": reward},
-    )
+    return make_evaluation(name, reward=reward, accuracy=reward)
 
 
 Exported = list[tuple[Path, Path, Path]]
@@ -449,14 +441,8 @@ def planned_dir(tmp_path: Path) -> Path:
 
 def planned_step(number: int) -> StepMetrics:
     """Its 256 answers take half a second each, of which 64 run at one time."""
-    return StepMetrics(
-        step=number,
-        reward=0.5,
-        group_staleness_mean=1.0,
-        group_staleness_max=1,
-        token_staleness_mean=1.0,
-        token_staleness_max=1,
-        num_rows=256,
+    return make_step(
+        number,
         num_generated_tokens=25_600,
         num_trained_tokens=25_600,
         step_time_s=2.0,

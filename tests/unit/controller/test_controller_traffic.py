@@ -42,9 +42,9 @@ def bytes_a_row(tokens: int, group_size: int, num_ranks: int, num_rollout_worker
     return num_bytes / len(lengths)
 
 
-@pytest.mark.parametrize("group_size", [1, 8])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("num_rollout_workers", [1, 4])
+@pytest.mark.parametrize(
+    ("group_size", "num_ranks", "num_rollout_workers"), [(1, 1, 1), (8, 1, 4), (1, 2, 4)]
+)
 def test_a_trajectory_costs_the_controllers_less_than_a_kilobyte_whatever_its_length(
     group_size: int, num_ranks: int, num_rollout_workers: int
 ) -> None:

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import make_evaluation, make_step
 
 from areal_sc.page.metric_columns import MetricColumns
-from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import History, MetricsLog
-
-MakeStep = Callable[..., StepMetrics]
 
 
 @pytest.fixture
@@ -28,12 +26,7 @@ def log(path: Path) -> Iterator[MetricsLog]:
     log.close()
 
 
-def test_columns_are_what_the_file_says(
-    path: Path,
-    log: MetricsLog,
-    make_step: MakeStep,
-    make_evaluation: Callable[..., EvaluationResult],
-) -> None:
+def test_columns_are_what_the_file_says(path: Path, log: MetricsLog) -> None:
     log.on_evaluation(make_evaluation())
     log.on_step(make_step(1, reward=0.5, slack=None, counters={"generated_tokens": 5}))
     log.on_step(make_step(2, train={"loss": float("nan"), "own": 2}, rejected_episodes={"x": 3}))
@@ -54,9 +47,7 @@ def test_columns_are_what_the_file_says(
     assert told["damage"] == []
 
 
-def test_only_new_steps_are_told_of_the_same_epoch(
-    path: Path, log: MetricsLog, make_step: MakeStep
-) -> None:
+def test_only_new_steps_are_told_of_the_same_epoch(path: Path, log: MetricsLog) -> None:
     columns = MetricColumns(path)
     columns.follow()
     for step in (1, 2, 3):
@@ -68,9 +59,7 @@ def test_only_new_steps_are_told_of_the_same_epoch(
     assert columns.since(columns.epoch, 99)["columns"]["time"] == []
 
 
-def test_a_run_that_went_back_is_as_its_history(
-    path: Path, log: MetricsLog, make_step: MakeStep
-) -> None:
+def test_a_run_that_went_back_is_as_its_history(path: Path, log: MetricsLog) -> None:
     columns = MetricColumns(path)
     for step in (1, 2, 3, 4):
         log.on_step(make_step(step))
@@ -89,9 +78,7 @@ def test_a_run_that_went_back_is_as_its_history(
     assert columns.history == History.read(path)
 
 
-def test_a_file_that_began_again_is_another_epoch(
-    path: Path, log: MetricsLog, make_step: MakeStep
-) -> None:
+def test_a_file_that_began_again_is_another_epoch(path: Path, log: MetricsLog) -> None:
     columns = MetricColumns(path)
     log.on_step(make_step(7))
     columns.follow()
@@ -112,10 +99,7 @@ def test_a_file_that_began_again_is_another_epoch(
     ],
 )
 def test_a_record_that_is_none_is_told_and_left_out(
-    path: Path,
-    log: MetricsLog,
-    make_step: MakeStep,
-    change: Callable[[dict[str, Any]], Any],
+    path: Path, log: MetricsLog, change: Callable[[dict[str, Any]], Any]
 ) -> None:
     for step in (1, 2, 3):
         log.on_step(make_step(step))

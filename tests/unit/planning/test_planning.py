@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import make_step
 
 from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.config.ppo_settings import PPOConfig
@@ -28,9 +29,6 @@ from areal_sc.planning.advice import (
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.trainer.advice import NUM_STEPS, Adviser
 
-MakeStep = Callable[..., StepMetrics]
-MakeSteps = Callable[..., list[StepMetrics]]
-
 
 def config_of(**changes: Any) -> GRPOConfig:
     """Training and generation have devices of their own, and a worker 32 places."""
@@ -40,31 +38,26 @@ def config_of(**changes: Any) -> GRPOConfig:
     return config
 
 
-@pytest.fixture
-def make_steps(make_step: MakeStep) -> MakeSteps:
+def make_steps(numbers: Sequence[int], scale: float = 1.0, **changes: Any) -> list[StepMetrics]:
     """In each step of 2 s servers are busy for 1 s with 32 answers; a group takes 1 s."""
-
-    def make(numbers: Sequence[int], scale: float = 1.0, **changes: Any) -> list[StepMetrics]:
-        values: dict[str, Any] = dict(
-            num_train_workers=1,
-            num_rollout_workers=1,
-            max_staleness=1,
-            step_time_s=2.0,
-            wait_s=0.0,
-            train_s=1.9,
-            group_time_s=1.0,
-            group_staleness_max=1,
+    values: dict[str, Any] = dict(
+        num_train_workers=1,
+        num_rollout_workers=1,
+        max_staleness=1,
+        step_time_s=2.0,
+        wait_s=0.0,
+        train_s=1.9,
+        group_time_s=1.0,
+        group_staleness_max=1,
+    )
+    return [
+        make_step(
+            number,
+            counters={"busy_s": scale * number, "answer_s": 32 * scale * number},
+            **values | changes,
         )
-        return [
-            make_step(
-                number,
-                counters={"busy_s": scale * number, "answer_s": 32 * scale * number},
-                **values | changes,
-            )
-            for number in numbers
-        ]
-
-    return make
+        for number in numbers
+    ]
 
 
 def times_of(steps: Sequence[StepMetrics]) -> MeasuredTimes:
@@ -83,7 +76,7 @@ def step_s(times: MeasuredTimes, *point: int) -> float:
     return forecast(times, config_of().rollout, OperatingPoint(*point)).step_s
 
 
-def test_the_slower_side_is_the_step(make_steps: MakeSteps) -> None:
+def test_the_slower_side_is_the_step() -> None:
     times = times_of(make_steps(range(1, 41), num_rollout_workers=2))
     assert step_s(times, 1, 2, 1) == pytest.approx(2.0), "as measured"
     assert step_s(times, 2, 2, 1) == pytest.approx(0.1 + 1.9 / 2)
@@ -94,7 +87,7 @@ def test_the_slower_side_is_the_step(make_steps: MakeSteps) -> None:
     assert step_s(times, 19, 2, 3) == pytest.approx(0.5)
 
 
-def test_a_bound_leaves_time_for_a_group_and_a_training(make_steps: MakeSteps) -> None:
+def test_a_bound_leaves_time_for_a_group_and_a_training() -> None:
     """Of 10 s, and of 2 s."""
     steps = make_steps(range(1, 61), step_time_s=6.0, wait_s=4.0, group_time_s=10.0)
     times = times_of(steps)
@@ -103,13 +96,13 @@ def test_a_bound_leaves_time_for_a_group_and_a_training(make_steps: MakeSteps) -
     )
 
 
-def test_what_the_arithmetic_leaves_out_multiplies_all_forecasts(make_steps: MakeSteps) -> None:
+def test_what_the_arithmetic_leaves_out_multiplies_all_forecasts() -> None:
     times = times_of(make_steps(range(1, 41), step_time_s=2.5, wait_s=0.5))
     assert step_s(times, 1, 1, 1) == pytest.approx(2.5)
     assert step_s(times, 2, 1, 1) == pytest.approx(2.5 / 2 * (0.1 + 1.9 / 2))
 
 
-def test_the_times_are_those_of_the_present_point(make_steps: MakeSteps) -> None:
+def test_the_times_are_those_of_the_present_point() -> None:
     steps = make_steps(range(1, 21))
     steps += make_steps(range(21, 41), num_rollout_workers=2, step_time_s=1.0, train_s=0.8)
     times = times_of(steps)
@@ -120,7 +113,7 @@ def test_the_times_are_those_of_the_present_point(make_steps: MakeSteps) -> None
     assert (times.busy_share, times.answer_s) == (pytest.approx(0.5), pytest.approx(32))
 
 
-def test_steps_that_tell_too_little(make_steps: MakeSteps) -> None:
+def test_steps_that_tell_too_little() -> None:
     assert measured_times([]) is None
     assert measured_times(make_steps(range(1, MIN_STEPS))) is None
     unknown = [replace(step, counters={}) for step in make_steps(range(1, 41))]
@@ -132,13 +125,13 @@ def test_steps_that_tell_too_little(make_steps: MakeSteps) -> None:
     assert measured_times([*make_steps(range(1, 41)), *changed]) is None
 
 
-def test_counters_that_begin_anew_are_left_out(make_steps: MakeSteps) -> None:
+def test_counters_that_begin_anew_are_left_out() -> None:
     times = times_of(make_steps(range(1, 31)) + make_steps(range(31, 51), scale=0.5))
     assert times.busy_share == pytest.approx((25 + 19 * 0.5) / 44 / 2)
     assert times.answer_s == pytest.approx(32 * 2 * times.busy_share)
 
 
-def test_devices_go_where_they_are_needed(make_steps: MakeSteps) -> None:
+def test_devices_go_where_they_are_needed() -> None:
     """Training takes 7 device-seconds a step, generation 1: of eight, seven should train."""
     steps = make_steps(
         range(1, 41), num_train_workers=2, num_rollout_workers=6, step_time_s=3.5, train_s=3.5
@@ -156,7 +149,7 @@ def test_devices_go_where_they_are_needed(make_steps: MakeSteps) -> None:
         make_plan(steps, config, 1)
 
 
-def test_ranks_that_hold_a_model_together_stay_together(make_steps: MakeSteps) -> None:
+def test_ranks_that_hold_a_model_together_stay_together() -> None:
     class Pairs(ParallelConfig):
         @property
         def num_ranks(self) -> int:
@@ -168,7 +161,7 @@ def test_ranks_that_hold_a_model_together_stay_together(make_steps: MakeSteps) -
     assert {it.point.split for it in plan_of(steps, config).tried} == {(2, 6), (4, 4), (6, 2)}
 
 
-def test_another_split_has_to_gain_something(make_steps: MakeSteps) -> None:
+def test_another_split_has_to_gain_something() -> None:
     """Training takes 2 % less with 51 ranks than with 50."""
     steps = make_steps(range(1, 41), num_train_workers=50, num_rollout_workers=2)
     config = config_of()
@@ -176,16 +169,14 @@ def test_another_split_has_to_gain_something(make_steps: MakeSteps) -> None:
     assert plan_of(steps, config).advised.point.split == (50, 2)
 
 
-def test_a_bound_that_nobody_needs_is_lowered_where_it_makes_data_staler(
-    make_steps: MakeSteps,
-) -> None:
+def test_a_bound_that_nobody_needs_is_lowered_where_it_makes_data_staler() -> None:
     steps = make_steps(range(1, 61), max_staleness=8)
     just_in_time = config_of(max_staleness=8, admission=AdmissionMode.just_in_time)
     assert plan_of(steps, just_in_time, 2).settings == ""
     assert plan_of(steps, config_of(max_staleness=8), 2).settings == "rollout.max_staleness=2"
 
 
-def test_a_bound_that_just_suffices_is_raised_by_one_to_spare(make_steps: MakeSteps) -> None:
+def test_a_bound_that_just_suffices_is_raised_by_one_to_spare() -> None:
     plan = plan_of(make_steps(range(1, 61), max_staleness=1), config_of(max_staleness=1))
     assert plan.settings == "rollout.max_staleness=2"
     assert plan.advised.step_s == pytest.approx(plan.present.step_s)
@@ -195,7 +186,7 @@ def test_a_bound_that_just_suffices_is_raised_by_one_to_spare(make_steps: MakeSt
     ("advantage", "most"), [("group", 16), ("batch", 2), ("none", 2), ("mine:advantage", 1)]
 )
 def test_no_bound_is_advised_that_the_algorithm_was_not_seen_to_bear(
-    advantage: str, most: int, make_steps: MakeSteps
+    advantage: str, most: int
 ) -> None:
     """A group takes fifty steps: nothing waits for it at bound 50 alone."""
     steps = make_steps(range(1, 61), step_time_s=0.4, wait_s=0.38, train_s=0.02, group_time_s=20.0)
@@ -204,7 +195,7 @@ def test_no_bound_is_advised_that_the_algorithm_was_not_seen_to_bear(
     assert plan_of(steps, config).advised.point.max_staleness == most
 
 
-def test_the_split_stays_where_there_is_none_or_the_run_finds_it(make_steps: MakeSteps) -> None:
+def test_the_split_stays_where_there_is_none_or_the_run_finds_it() -> None:
     steps = make_steps(
         range(1, 41), num_train_workers=2, num_rollout_workers=6, step_time_s=3.5, train_s=3.5
     )
@@ -218,7 +209,7 @@ def test_the_split_stays_where_there_is_none_or_the_run_finds_it(make_steps: Mak
         assert plan_of(steps, fixed, 8).advised.point.split == (7, 1)
 
 
-def test_a_trainer_that_waits_is_told_once(make_steps: MakeSteps) -> None:
+def test_a_trainer_that_waits_is_told_once() -> None:
     def told(scale: float = 1.0, **changes: float) -> list[list[str]]:
         adviser = Adviser(config_of(), Path("runs/mine"))
         steps = make_steps(range(1, 3 * NUM_STEPS), scale, **changes)
@@ -237,7 +228,7 @@ def test_a_trainer_that_waits_is_told_once(make_steps: MakeSteps) -> None:
     assert not any(told())
 
 
-def test_the_end_of_a_run_names_what_is_worth_it(make_steps: MakeSteps) -> None:
+def test_the_end_of_a_run_names_what_is_worth_it() -> None:
     config = config_of()
     config.actor.parallel.data = 2
     values = dict(num_train_workers=2, num_rollout_workers=6, step_time_s=3.5, train_s=3.5)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from builders import load
 
 from areal_sc.config.loading.loader import config_text
 from areal_sc.config.schema import Device, GRPOConfig
@@ -15,8 +16,6 @@ from areal_sc.preflight.checks import check_config
 from areal_sc.preflight.load import load_config
 from areal_sc.sizing.machine import resolved_device
 from areal_sc.sizing.model_folder import ModelShape
-
-Load = Callable[..., GRPOConfig]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ Load = Callable[..., GRPOConfig]
         ),
     ],
 )
-def test_impossible_settings(load: Load, override: str, message: str) -> None:
+def test_impossible_settings(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(*override.split(" "))
     assert message in str(caught.value)
@@ -177,7 +176,7 @@ def test_impossible_settings(load: Load, override: str, message: str) -> None:
         "transport.shared_memory=/scratch/shared",
     ],
 )
-def test_settings_at_the_edge_are_allowed(load: Load, override: str) -> None:
+def test_settings_at_the_edge_are_allowed(override: str) -> None:
     assert check_config(load(*override.split(" ")), lambda: 0) == []
 
 
@@ -193,7 +192,7 @@ STORE_SIZES = (
 GROUP_BYTES = 4 * (4 * 7 * 64 + 2 * 64)
 
 
-def test_store_limit_under_one_batch(load: Load) -> None:
+def test_store_limit_under_one_batch() -> None:
     least = 2 * GROUP_BYTES
     load(*STORE_SIZES, f"rollout.store_bytes={least}")
     with pytest.raises(ConfigError) as caught:
@@ -206,21 +205,21 @@ def test_store_limit_under_one_batch(load: Load) -> None:
     )
 
 
-def test_the_fewest_workers_that_there_may_be_hold_a_batch(load: Load) -> None:
+def test_the_fewest_workers_that_there_may_be_hold_a_batch() -> None:
     load(*STORE_SIZES, f"rollout.store_bytes={3 * GROUP_BYTES}", "rollout.autoscale.max=2")
     with pytest.raises(ConfigError, match=r"rollout\.store_bytes: .* \(room for 3 of the"):
         load(*STORE_SIZES, f"rollout.store_bytes={2 * GROUP_BYTES}", "rollout.autoscale.max=2")
 
 
 def test_a_dry_run_does_not_pass_what_the_run_would_refuse(
-    load: Load, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.store_bytes: .* got 10"):
         load("--dry-run", "rollout.store_bytes=10", "rollout.max_context_tokens=999")
     assert capsys.readouterr().out == ""
 
 
-def test_ranks_and_devices(load: Load) -> None:
+def test_ranks_and_devices() -> None:
     load("actor.device=cuda", "actor.parallel.data=2", num_devices=2)
     load("actor.parallel.data=3", "rollout.num_workers=3", num_devices=0)  # auto: on the CPU
     with pytest.raises(
@@ -255,7 +254,7 @@ def test_ranks_and_devices(load: Load) -> None:
         ),
     ],
 )
-def test_devices_are_those_that_slurm_is_asked_for(load: Load, words: list[str], said: str) -> None:
+def test_devices_are_those_that_slurm_is_asked_for(words: list[str], said: str) -> None:
     sections = {"rollout.nodes": "scheduler.slurm.", "rollout.gpus_per_node": "scheduler.slurm."}
     sections |= {"num_workers": "rollout.", "engine": "rollout."}
     settings = [sections.get(word.partition("=")[0], "") + word for word in words]
@@ -264,7 +263,7 @@ def test_devices_are_those_that_slurm_is_asked_for(load: Load, words: list[str],
         load("scheduler.type=slurm", *settings, num_devices=0)
 
 
-def test_more_devices_are_asked_of_slurm_where_nodes_join_singly(load: Load) -> None:
+def test_more_devices_are_asked_of_slurm_where_nodes_join_singly() -> None:
     words = ["scheduler.type=slurm", "scheduler.slurm.gpus_per_node=1", "rollout.autoscale.max=8"]
     words += ["actor.dtype=bfloat16", "rollout.dtype=bfloat16"]
     with pytest.raises(ConfigError, match=r"rollout\.autoscale\.max: expected at most 1 .* got 8;"):
@@ -272,7 +271,7 @@ def test_more_devices_are_asked_of_slurm_where_nodes_join_singly(load: Load) -> 
     load(*words, "scheduler.slurm.gang=false", num_devices=0)
 
 
-def test_devices_are_not_counted_for_the_cpu(load: Load) -> None:
+def test_devices_are_not_counted_for_the_cpu() -> None:
     config = load("actor.device=cpu", "rollout.device=cpu")
 
     def count() -> int:
@@ -290,7 +289,7 @@ def test_devices_are_not_counted_for_the_cpu(load: Load) -> None:
     ],
 )
 def test_ranks_divide_the_heads_of_a_model_that_is_there(
-    mesh: str, message: str, load: Load, tmp_path: Path
+    mesh: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "model").mkdir()
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -303,7 +302,7 @@ def test_ranks_divide_the_heads_of_a_model_that_is_there(
         load(*settings)
 
 
-def test_context_over_that_of_the_model(load: Load, tmp_path: Path) -> None:
+def test_context_over_that_of_the_model(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 4095}))
@@ -329,7 +328,7 @@ def test_context_over_that_of_the_model(load: Load, tmp_path: Path) -> None:
     ],
 )
 def test_the_longest_row_follows_from_the_model(
-    load: Load, tmp_path: Path, positions: int | None, settings: str, tokens: int
+    tmp_path: Path, positions: int | None, settings: str, tokens: int
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -339,7 +338,7 @@ def test_the_longest_row_follows_from_the_model(
     assert check_config(config, lambda: 0) == []
 
 
-def test_the_longest_row_is_that_of_the_model(load: Load, tmp_path: Path) -> None:
+def test_the_longest_row_is_that_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 700}))
     path = f"actor.path={tmp_path}"
     assert load(path).rollout.max_context_tokens == 700
@@ -347,7 +346,7 @@ def test_the_longest_row_is_that_of_the_model(load: Load, tmp_path: Path) -> Non
         load(path, "generation.max_new_tokens=700")
 
 
-def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_path: Path) -> None:
+def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 131072}))
     with pytest.raises(ConfigError) as caught:
         load(
@@ -375,7 +374,7 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
         ("checkpoint.every_steps=11", "checkpoint.every_steps=11 has no effect with total_steps"),
     ],
 )
-def test_warnings(load: Load, override: str, warning: str) -> None:
+def test_warnings(override: str, warning: str) -> None:
     warnings = check_config(load(*override.split(" ")), lambda: 0)
     assert len(warnings) == 1
     assert warnings[0].startswith(warning)
@@ -391,7 +390,7 @@ def test_warnings(load: Load, override: str, warning: str) -> None:
         ("actor.device=cpu", None),
     ],
 )
-def test_float32_on_cuda(load: Load, settings: str, named: str | None) -> None:
+def test_float32_on_cuda(settings: str, named: str | None) -> None:
     config = load(*settings.split(), num_devices=2)
     warnings = check_config(config, lambda: 2)
     assert [warning.startswith(f"{named}: several times slower") for warning in warnings] == (
@@ -399,7 +398,7 @@ def test_float32_on_cuda(load: Load, settings: str, named: str | None) -> None:
     )
 
 
-def test_no_warning_without_a_reason(load: Load) -> None:
+def test_no_warning_without_a_reason() -> None:
     assert check_config(load(), lambda: 0) == []
 
 
@@ -426,7 +425,7 @@ def test_a_plain_string_counts_as_the_setting_of_that_name() -> None:
     [("local", 1_500_000_000, True), ("local", 900_000_000, False), ("vllm", 7_000_000_000, False)],
 )
 def test_the_embedded_engine_says_that_it_is_for_small_models(
-    engine: str, num_parameters: int, is_warned: bool, load: Load, monkeypatch: pytest.MonkeyPatch
+    engine: str, num_parameters: int, is_warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = ModelShape(num_parameters=num_parameters)
     monkeypatch.setattr("areal_sc.sizing.model_context.read_model_shape", lambda path: shape)

@@ -8,13 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from builders import load
 
-from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.machine_limits import DiskPlan, check_disk, check_named_memory
 from areal_sc.preflight.plan import plan_ranks
 
-Load = Callable[..., GRPOConfig]
 SIZES = (
     *("rollout.train_batch_groups=2", "rollout.group_size=4", "rollout.max_context_tokens=100"),
     *("generation.max_new_tokens=50", "total_steps=60", "evaluation.every_steps=0"),
@@ -34,7 +33,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.fixture
-def counted(load: Load, tiny_model_folder: Path, tmp_path: Path) -> Callable[..., DiskPlan]:
+def counted(tiny_model_folder: Path, tmp_path: Path) -> Callable[..., DiskPlan]:
     def count(*words: str, generates: bool = True) -> DiskPlan:
         own = (f"actor.path={tiny_model_folder}", f"run_dir={tmp_path / 'run'}", *SIZES)
         return DiskPlan.of(load(*own, *words), generates=generates)
@@ -43,7 +42,7 @@ def counted(load: Load, tiny_model_folder: Path, tmp_path: Path) -> Callable[...
 
 
 @pytest.fixture
-def num_parameters(load: Load, tiny_model_folder: Path) -> int:
+def num_parameters(tiny_model_folder: Path) -> int:
     (rank,) = plan_ranks(load(f"actor.path={tiny_model_folder}").actor)
     return rank.copy_bytes // 12
 
@@ -87,7 +86,6 @@ def test_models_beside_the_policy_and_weights_that_travel_by_disk(
 
 def test_a_disk_that_is_too_small_is_told_before_the_run(
     counted: Callable[..., DiskPlan],
-    load: Load,
     free: Callable[[int], None],
     tiny_model_folder: Path,
     tmp_path: Path,
@@ -114,7 +112,7 @@ def test_a_disk_that_is_too_small_is_told_before_the_run(
 
 
 def test_the_disk_is_in_the_forecast(
-    load: Load, tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load(f"actor.path={tiny_model_folder}", f"run_dir={tmp_path / 'run'}", *SIZES, "--dry-run")
     assert f"disk of {tmp_path / 'run'}: up to " in (shown := capsys.readouterr().out)
@@ -122,7 +120,7 @@ def test_the_disk_is_in_the_forecast(
 
 
 def test_named_shared_memory_has_to_hold_two_versions(
-    load: Load, free: Callable[[int], None], tiny_model_folder: Path, tmp_path: Path
+    free: Callable[[int], None], tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     words = (f"actor.path={tiny_model_folder}", f"run_dir={tmp_path / 'run'}", *SIZES)
     config = load(*words, f"transport.shared_memory={tmp_path / 'memory'}")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from builders import load
 
 from areal_sc.config.parallel_settings import Placement, TrainEngineKind
-from areal_sc.config.schema import GRPOConfig
 from areal_sc.engines.servers.sglang import handle as sglang_handle
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.dry_run import placed_lines
 from areal_sc.preflight.plan import check_turns, placement_lines, plan, settle_placement
 from areal_sc.sizing.machine import Machine
 
-Load = Callable[..., GRPOConfig]
 SIZES = (
     *("rollout.train_batch_groups=2", "rollout.group_size=4", "rollout.max_context_tokens=100"),
     *("rollout.max_running_sequences=5", "generation.max_new_tokens=50"),
@@ -32,21 +30,19 @@ HOST = 1 << 40
         (["rollout.engine=vllm"], "with vLLM on a CPU"),
     ],
 )
-def test_what_cannot_take_turns_is_refused(load: Load, words: list[str], message: str) -> None:
+def test_what_cannot_take_turns_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load("placement=turns", *words)
 
 
-def test_ranks_that_cannot_give_their_memory_up_are_refused(load: Load) -> None:
+def test_ranks_that_cannot_give_their_memory_up_are_refused() -> None:
     config = load()
     config.actor.engine = TrainEngineKind.megatron
     with pytest.raises(ConfigError, match=r"actor\.engine: expected fsdp with placement"):
         check_turns(config, lambda: 1)
 
 
-def test_sglang_without_a_memory_saver_is_refused(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_without_a_memory_saver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("placement=turns", "rollout.engine=sglang", *SIZES)
     with pytest.raises(ConfigError, match="pip install torch-memory-saver there"):
         load(*words, num_devices=1)
@@ -62,7 +58,7 @@ def test_sglang_without_a_memory_saver_is_refused(
     [("both", Placement.auto), ("one", Placement.turns), ("none", Placement.auto)],
 )
 def test_auto_takes_turns_where_nothing_else_fits(
-    load: Load, tiny_model_folder: Path, room: str, expected: Placement
+    tiny_model_folder: Path, room: str, expected: Placement
 ) -> None:
     config = load(f"actor.path={tiny_model_folder}", *SIZES, num_devices=1)
     planned = plan(config, lambda: Machine(HOST, (None,)))
@@ -78,7 +74,7 @@ def test_auto_takes_turns_where_nothing_else_fits(
     assert "yes" in lines[1] if room == "both" else "no: " in lines[1]
 
 
-def test_sides_that_share_no_gpu_have_no_choice(load: Load, tiny_model_folder: Path) -> None:
+def test_sides_that_share_no_gpu_have_no_choice(tiny_model_folder: Path) -> None:
     config = load(f"actor.path={tiny_model_folder}", *SIZES, num_devices=2)
     assert settle_placement(config, lambda: Machine(HOST, (None, None))) == []
     config.placement = config.rollout.placement = Placement.apart
@@ -89,7 +85,7 @@ def test_sides_that_share_no_gpu_have_no_choice(load: Load, tiny_model_folder: P
 @pytest.mark.parametrize("placement", [Placement.auto, Placement.apart])
 @pytest.mark.parametrize("lack", ["GPU", "host"])
 def test_too_little_memory_is_no_shared_gpu(
-    load: Load, tiny_model_folder: Path, lack: str, placement: Placement
+    tiny_model_folder: Path, lack: str, placement: Placement
 ) -> None:
     config = load(
         f"actor.path={tiny_model_folder}", *SIZES, f"placement={placement}", num_devices=2
@@ -106,7 +102,7 @@ def test_too_little_memory_is_no_shared_gpu(
         list(placed_lines(config, machine, generates=True))
 
 
-def test_in_turns_a_gpu_holds_the_larger_side(load: Load, tiny_model_folder: Path) -> None:
+def test_in_turns_a_gpu_holds_the_larger_side(tiny_model_folder: Path) -> None:
     config = load(f"actor.path={tiny_model_folder}", *SIZES, num_devices=1)
     machine = Machine(HOST, (None,))
     beside = plan(config, lambda: machine)

@@ -9,10 +9,10 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from builders import load
 
 from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.placement import Purpose
@@ -26,7 +26,6 @@ from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.output_layer import PIECE_BYTES
 from areal_sc.sizing.worker_plan import PROCESS_BYTES, format_bytes
 
-Load = Callable[..., GRPOConfig]
 NUM_PARAMETERS = 1000
 KV_VALUES = 2 * 2 * 1 * 8  # key and value, 2 layers, 1 head of 8
 SIZES = [
@@ -99,7 +98,7 @@ def half_billion(tmp_path: Path) -> Path:
     )
 
 
-def test_memory_on_one_cpu(load: Load, model: Path) -> None:
+def test_memory_on_one_cpu(model: Path) -> None:
     config = load(f"actor.path={model}", *SIZES)
     result = plan(config, lambda: Machine(host_memory_bytes=1 << 40))
     train, rollout = result.workers
@@ -120,7 +119,7 @@ def test_memory_on_one_cpu(load: Load, model: Path) -> None:
     assert result.fits
 
 
-def test_weights_that_nobody_gets_are_in_no_store(load: Load, model: Path) -> None:
+def test_weights_that_nobody_gets_are_in_no_store(model: Path) -> None:
     """A run on rows of a data set publishes nothing, and nobody generates with a critic."""
     config = load(f"actor.path={model}", f"critic.path={model}", *SIZES)
     assert [worker.store_bytes for worker in plan(config, Machine, generates=False).workers] == [
@@ -131,9 +130,7 @@ def test_weights_that_nobody_gets_are_in_no_store(load: Load, model: Path) -> No
     assert stores == {"train": 2 * 4 * NUM_PARAMETERS, "critic": 0, "rollout": ROW_BYTES}
 
 
-def test_what_has_changed_takes_a_version_more_and_three_on_other_nodes(
-    load: Load, model: Path
-) -> None:
+def test_what_has_changed_takes_a_version_more_and_three_on_other_nodes(model: Path) -> None:
     sizes = [
         f"actor.path={model}",
         *SIZES,
@@ -151,13 +148,13 @@ def test_what_has_changed_takes_a_version_more_and_three_on_other_nodes(
     assert [worker.store_bytes for worker in both] == [versions, without, without]
 
 
-def test_snapshots_in_memory_can_be_done_without(load: Load, model: Path) -> None:
+def test_snapshots_in_memory_can_be_done_without(model: Path) -> None:
     config = load(f"actor.path={model}", *SIZES, "checkpoint.memory_snapshots=false")
     train, _ = plan(config, Machine).workers
     assert (train.copy_bytes, train.snapshot_bytes) == (12 * NUM_PARAMETERS, 0)
 
 
-def test_ranks_share_parameters_and_devices_in_turn(load: Load, model: Path) -> None:
+def test_ranks_share_parameters_and_devices_in_turn(model: Path) -> None:
     config = load(
         f"actor.path={model}",
         *SIZES,
@@ -184,18 +181,18 @@ def test_ranks_share_parameters_and_devices_in_turn(load: Load, model: Path) -> 
     assert needed["host"] == (2 * 2 + 36) * NUM_PARAMETERS + ROW_BYTES + 4 * PROCESS_BYTES
 
 
-def gathered_bytes(load: Load, folder: Path, *settings: str) -> int:
+def gathered_bytes(folder: Path, *settings: str) -> int:
     config = load(f"actor.path={folder}", *SIZES, *settings)
     return plan(config, lambda: Machine(1 << 40)).workers[0].gathered_bytes
 
 
-def test_layers_are_gathered_one_after_the_other(load: Load, tmp_path: Path) -> None:
+def test_layers_are_gathered_one_after_the_other(tmp_path: Path) -> None:
     """One layer with its gradients, which are copied to be averaged, and the next one's parameters.
 
     The output layer, which is one piece, is beside it; what else is outside of layers needs less.
     """
     folder = stand_in(tmp_path / "model", 100, 400, 300, 400)
-    gathered, head = functools.partial(gathered_bytes, load, folder), 4 * 100
+    gathered, head = functools.partial(gathered_bytes, folder), 4 * 100
     assert gathered("actor.parallel.data=2") == 4 * (3 + 1) * 400 + head
     assert gathered("actor.parallel={data: 2, tensor: 2}") == 4 * (3 + 1) * 400 // 2 + head
     assert gathered("actor.parallel.sequence=2") == 4 * (3 + 1) * 400 + head
@@ -204,7 +201,7 @@ def test_layers_are_gathered_one_after_the_other(load: Load, tmp_path: Path) -> 
     assert gathered("actor.parallel.tensor=2") == gathered() == 0
 
 
-def test_what_is_offloaded_lies_in_host_memory(load: Load, tmp_path: Path) -> None:
+def test_what_is_offloaded_lies_in_host_memory(tmp_path: Path) -> None:
     """And the device has what is gathered, of which a layer's share comes and goes."""
     folder = stand_in(tmp_path / "model", 100, 400, 300, 400)
     num_parameters = 1200
@@ -220,7 +217,7 @@ def test_what_is_offloaded_lies_in_host_memory(load: Load, tmp_path: Path) -> No
     assert needed["true"]["host"] - needed["false"]["host"] == held
 
 
-def test_inputs_of_layers_lie_in_host_memory(load: Load, tmp_path: Path) -> None:
+def test_inputs_of_layers_lie_in_host_memory(tmp_path: Path) -> None:
     """All of them, and one of them on the card while its layer goes backward."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
     folder = stand_in(tmp_path / "model", 100, 400, 300, 400, **sizes)
@@ -239,15 +236,15 @@ def test_inputs_of_layers_lie_in_host_memory(load: Load, tmp_path: Path) -> None
     assert needed["false", "cpu"] == needed["true", "cpu"]
 
 
-def test_nothing_is_kept_that_could_be_offloaded(load: Load, model: Path) -> None:
+def test_nothing_is_kept_that_could_be_offloaded(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"without actor\.activation_checkpointing=layers, got"):
         load(f"actor.path={model}", *SIZES, "actor.activation_offload=true")
 
 
-def test_the_vocabulary_is_gathered_in_pieces(load: Load, tmp_path: Path) -> None:
+def test_the_vocabulary_is_gathered_in_pieces(tmp_path: Path) -> None:
     """Values, gradients and their copy; alone, gradients."""
     folder = stand_in(tmp_path / "model", PIECE_BYTES, 400)
-    gathered = functools.partial(gathered_bytes, load, folder)
+    gathered = functools.partial(gathered_bytes, folder)
     assert gathered("actor.parallel.data=2") == 3 * PIECE_BYTES
     assert gathered("actor.parallel={data: 2, tensor: 2}") == 3 * PIECE_BYTES
     assert gathered("actor.parallel.tensor=2", "actor.dtype=bfloat16") == 2 * PIECE_BYTES // 2
@@ -255,12 +252,12 @@ def test_the_vocabulary_is_gathered_in_pieces(load: Load, tmp_path: Path) -> Non
     assert gathered(*both) == 2 * (2 + 4) * PIECE_BYTES
 
 
-def test_store_limit_bounds_the_rows(load: Load, model: Path) -> None:
+def test_store_limit_bounds_the_rows(model: Path) -> None:
     config = load(f"actor.path={model}", *SIZES, f"rollout.store_bytes={2 * GROUP_BYTES}")
     assert plan(config, Machine).workers[1].store_bytes == 2 * GROUP_BYTES
 
 
-def test_too_little_memory(load: Load, model: Path) -> None:
+def test_too_little_memory(model: Path) -> None:
     config = load(f"actor.path={model}", *SIZES)
     needed = plan(config, Machine).needed_bytes["host"]  # unknown memory fits
     plan(config, lambda: Machine(host_memory_bytes=needed))
@@ -278,9 +275,7 @@ def test_too_little_memory(load: Load, model: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", list(TrainEngineKind))
-def test_nothing_is_advised_that_is_set_or_refused(
-    engine: TrainEngineKind, load: Load, model: Path
-) -> None:
+def test_nothing_is_advised_that_is_set_or_refused(engine: TrainEngineKind, model: Path) -> None:
     config = load(f"actor.path={model}", *SIZES, num_devices=1)
     config.actor.engine = engine
     way_out = r"less on a GPU with more ranks of actor\.parallel"
@@ -292,7 +287,7 @@ def test_nothing_is_advised_that_is_set_or_refused(
         plan(config, lambda: Machine(1 << 40, (1,)))
 
 
-def test_lines_say_what_is_not_counted(load: Load) -> None:
+def test_lines_say_what_is_not_counted() -> None:
     lines = plan(load(*SIZES), lambda: Machine(host_memory_bytes=1 << 40)).lines()
     assert lines[0].split()[:2] == ["worker", "device"]
     assert lines[1].split()[:2] == ["train/0", "cpu"]
@@ -301,7 +296,7 @@ def test_lines_say_what_is_not_counted(load: Load) -> None:
     assert lines[-1] == "not counted: the model, which is not there yet"
 
 
-def test_servers_take_their_share_of_each_device(load: Load, model: Path) -> None:
+def test_servers_take_their_share_of_each_device(model: Path) -> None:
     config = load(
         f"actor.path={model}",
         *SIZES,
@@ -331,7 +326,7 @@ def test_servers_take_their_share_of_each_device(load: Load, model: Path) -> Non
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_each_worker_has_a_server_of_its_own(load: Load, model: Path, tp_size: int) -> None:
+def test_each_worker_has_a_server_of_its_own(model: Path, tp_size: int) -> None:
     config = load(
         f"actor.path={model}",
         *SIZES,
@@ -351,7 +346,7 @@ def test_each_worker_has_a_server_of_its_own(load: Load, model: Path, tp_size: i
     assert result.needed_bytes["cuda:4"] == 88_000, "SGLang's own share where none is given"
 
 
-def test_a_device_of_unknown_memory(load: Load, model: Path) -> None:
+def test_a_device_of_unknown_memory(model: Path) -> None:
     config = load(f"actor.path={model}", *SIZES, *SGLANG, num_devices=1)
     server = plan(config, lambda: Machine(1 << 40, (None,))).workers[2]
     assert (server.device, server.parameter_bytes, server.kv_bytes) == ("cuda:0", 2000, 0)
@@ -366,7 +361,7 @@ def test_a_device_of_unknown_memory(load: Load, model: Path) -> None:
         (["+sglang.args.max_total_tokens=200"], 200),
     ],
 )
-def test_servers_on_a_cpu(load: Load, model: Path, overrides: list[str], num_tokens: int) -> None:
+def test_servers_on_a_cpu(model: Path, overrides: list[str], num_tokens: int) -> None:
     config = load(f"actor.path={model}", *SIZES, "rollout.engine=sglang", *overrides)
     result = plan(config, lambda: Machine(host_memory_bytes=1 << 40))
     server = result.workers[2]
@@ -377,7 +372,7 @@ def test_servers_on_a_cpu(load: Load, model: Path, overrides: list[str], num_tok
     }
 
 
-def test_running_servers_cost_this_machine_nothing(load: Load, model: Path) -> None:
+def test_running_servers_cost_this_machine_nothing(model: Path) -> None:
     config = load(
         f"actor.path={model}",
         *SIZES,
@@ -392,7 +387,7 @@ def test_running_servers_cost_this_machine_nothing(load: Load, model: Path) -> N
     assert list(result.workers[1].memory) == ["host"]
 
 
-def test_no_share_fits_beside_a_trainer(load: Load, model: Path) -> None:
+def test_no_share_fits_beside_a_trainer(model: Path) -> None:
     config = load(f"actor.path={model}", *SIZES, *SGLANG, num_devices=1)
     # 18,000 for training leave 1,500, and the parameters alone take 2,000
     with pytest.raises(
@@ -415,16 +410,14 @@ def test_no_share_fits_beside_a_trainer(load: Load, model: Path) -> None:
         ("model_path=x", r"set rollout\.path instead"),
     ],
 )
-def test_impossible_settings_of_servers(
-    load: Load, model: Path, setting: str, message: str
-) -> None:
+def test_impossible_settings_of_servers(model: Path, setting: str, message: str) -> None:
     words = (f"actor.path={model}", *SIZES, *SGLANG, f"+sglang.args.{setting}")
     name = setting.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"sglang\.args\.{name}: .*{message}"):
         plan(load(*words, num_devices=1), lambda: Machine(1 << 40, (100_000,)))
 
 
-def test_servers_on_a_device_too_small_for_both(load: Load, model: Path) -> None:
+def test_servers_on_a_device_too_small_for_both(model: Path) -> None:
     config = load(
         f"actor.path={model}",
         *SIZES,

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import load
 
 from areal_sc.config.fields import value_at
-from areal_sc.config.schema import ActorConfig, GRPOConfig
+from areal_sc.config.schema import ActorConfig
 from areal_sc.preflight.load import load_config
 from areal_sc.sizing.model_formula import numbers_of_parameters
 from areal_sc.sizing.store_room import max_group_bytes
 
-Load = Callable[..., GRPOConfig]
 REPOSITORY = Path(__file__).parents[3]
 SIZES = (
     *("rollout.train_batch_groups=8", "rollout.group_size=4", "rollout.max_context_tokens=1000"),
@@ -62,7 +62,7 @@ def test_shipped_settings_take_models_of_all_sizes_that_they_name(
 
 
 def test_limits_of_time_are_enough_for_a_large_model_on_slow_hardware(
-    load: Load, folder: Callable[..., Path]
+    folder: Callable[..., Path],
 ) -> None:
     path = folder(num_hidden_layers=400)
     num_parameters = numbers_of_parameters(MODEL | {"num_hidden_layers": 400})["num_parameters"]
@@ -88,7 +88,7 @@ def test_limits_of_time_are_enough_for_a_large_model_on_slow_hardware(
 
 
 def test_limits_that_are_set_stay_and_defaults_are_enough_for_small_models(
-    load: Load, folder: Callable[..., Path], tiny_model_folder: Path
+    folder: Callable[..., Path], tiny_model_folder: Path
 ) -> None:
     path = folder(num_hidden_layers=400)
     config = load(f"actor.path={path}", *SIZES, "transport.write_timeout_s=7")
@@ -98,16 +98,14 @@ def test_limits_that_are_set_stay_and_defaults_are_enough_for_small_models(
     assert small.rollout.step_timeout_s == default.rollout.step_timeout_s
 
 
-def test_a_group_lasts_as_long_as_an_agent_that_runs_twice(
-    load: Load, tiny_model_folder: Path
-) -> None:
+def test_a_group_lasts_as_long_as_an_agent_that_runs_twice(tiny_model_folder: Path) -> None:
     words = f"actor.path={tiny_model_folder}", "agents.episode_timeout_s=5000"
     assert load(*words).rollout.group_timeout_s == 10000
     assert load(*words, "rollout.group_timeout_s=6000").rollout.group_timeout_s == 6000
 
 
 def test_a_step_of_the_embedded_engine_on_a_cpu_is_longer_for_a_large_model(
-    load: Load, folder: Callable[..., Path]
+    folder: Callable[..., Path],
 ) -> None:
     words = (f"actor.path={folder()}", *SIZES, "rollout.device=cpu", "actor.device=cpu")
     num_parameters = numbers_of_parameters(MODEL)["num_parameters"]
@@ -119,7 +117,7 @@ def test_a_step_of_the_embedded_engine_on_a_cpu_is_longer_for_a_large_model(
 
 
 def test_auto_asks_shared_memory_for_weights_and_a_batch(
-    load: Load, folder: Callable[..., Path], tiny_model_folder: Path
+    folder: Callable[..., Path], tiny_model_folder: Path
 ) -> None:
     words = (f"actor.path={folder()}", *SIZES, "actor.dtype=bfloat16")
     versions = 2 * 2 * numbers_of_parameters(MODEL)["num_parameters"]
@@ -134,7 +132,7 @@ def test_auto_asks_shared_memory_for_weights_and_a_batch(
         assert unused.transport.shared_memory_bytes == 0
 
 
-def test_micro_batches_hold_the_longest_row(load: Load) -> None:
+def test_micro_batches_hold_the_longest_row() -> None:
     default = ActorConfig.max_tokens_per_micro_batch
     longer = load(f"rollout.max_context_tokens={default + 1}")
     assert longer.actor.max_tokens_per_micro_batch == default + 1

@@ -3,22 +3,18 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import make_evaluation, make_step
 from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from areal_sc.errors import RunFolderError
 from areal_sc.records.learning_curve import plot_learning_curve, smoothed
-from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import History, MetricsLog
-
-MakeStep = Callable[..., StepMetrics]
-MakeEvaluation = Callable[..., EvaluationResult]
 
 BLUE = (0x1F, 0x5F, 0xA8)
 GREEN = (0x2A, 0x8F, 0x5C)
@@ -30,9 +26,7 @@ def count_pixels(png: Path, color: tuple[int, int, int]) -> int:
     return int((abs(pixels - color).max(axis=-1) <= 2).sum())
 
 
-def test_curve_and_evaluations_are_drawn(
-    tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
-) -> None:
+def test_curve_and_evaluations_are_drawn(tmp_path: Path) -> None:
     def draw(name: str, num_steps: int, final: float) -> Path:
         metrics = tmp_path / f"{name}.jsonl"
         with closing(MetricsLog(metrics)) as log:
@@ -57,7 +51,7 @@ def test_curve_and_evaluations_are_drawn(
 
 
 def test_each_of_several_evaluations_has_a_label_and_a_color(
-    tmp_path: Path, make_evaluation: MakeEvaluation, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[tuple[str, str]] = []
 
@@ -75,7 +69,7 @@ def test_each_of_several_evaluations_has_a_label_and_a_color(
     assert len({color for _, color in drawn}) == 3
 
 
-def test_each_of_several_rewards_has_a_panel(tmp_path: Path, make_step: MakeStep) -> None:
+def test_each_of_several_rewards_has_a_panel(tmp_path: Path) -> None:
     png = tmp_path / "parts.png"
     parts = {"reward/right": 1.0, "reward/length": -40.0}
     history = History([make_step(step, workflow=parts) for step in (1, 2)], [])
@@ -83,9 +77,7 @@ def test_each_of_several_rewards_has_a_panel(tmp_path: Path, make_step: MakeStep
     assert imread(png).shape[0] == 150 * (4 + 2 * 3)  # with that of the reward
 
 
-def test_a_resumed_run_shows_nothing_of_the_history_that_it_left(
-    tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
-) -> None:
+def test_a_resumed_run_shows_nothing_of_the_history_that_it_left(tmp_path: Path) -> None:
     def draw(name: str, *, went_back: bool) -> Path:
         metrics = tmp_path / f"{name}.jsonl"
         with closing(MetricsLog(metrics)) as log:
@@ -104,7 +96,7 @@ def test_a_resumed_run_shows_nothing_of_the_history_that_it_left(
     assert np.array_equal(imread(straight), imread(resumed))
 
 
-def test_reward_gets_its_own_panel(tmp_path: Path, make_step: MakeStep) -> None:
+def test_reward_gets_its_own_panel(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     with closing(MetricsLog(metrics)) as log:
         for step in range(1, 30):
@@ -117,7 +109,7 @@ def test_reward_gets_its_own_panel(tmp_path: Path, make_step: MakeStep) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_short_runs_and_missing_values(tmp_path: Path, make_step: MakeStep, num_steps: int) -> None:
+def test_short_runs_and_missing_values(tmp_path: Path, num_steps: int) -> None:
     metrics = tmp_path / "metrics.jsonl"
     with closing(MetricsLog(metrics)) as log:
         for step in range(1, num_steps + 1):
@@ -127,7 +119,7 @@ def test_short_runs_and_missing_values(tmp_path: Path, make_step: MakeStep, num_
     assert (count_pixels(png, GREEN) > 0) == (num_steps > 0)
 
 
-def test_picture_that_cannot_be_written(tmp_path: Path, make_step: MakeStep) -> None:
+def test_picture_that_cannot_be_written(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     with closing(MetricsLog(metrics)) as log:
         log.on_step(make_step())

@@ -3,28 +3,22 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from builders import make_evaluation, make_step
 from small_disk import small_disk
 
 from areal_sc.errors import RunFolderError
-from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import (
     History,
     MetricsLog,
     read_metrics,
 )
 
-MakeStep = Callable[..., StepMetrics]
-MakeEvaluation = Callable[..., EvaluationResult]
 
-
-def test_log_is_read_back(
-    tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
-) -> None:
+def test_log_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     ticks = itertools.count(100.0, 0.5)
     steps = [make_step(1, train={"loss": 0.1, "lr": 4e-4}), make_step(2, accuracy=None)]
@@ -50,7 +44,7 @@ def test_log_is_read_back(
     assert History.read(path) == History(steps, [evaluation])
 
 
-def test_truncated_last_line_is_left_out_and_cut_off(tmp_path: Path, make_step: MakeStep) -> None:
+def test_truncated_last_line_is_left_out_and_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with closing(MetricsLog(path)) as log:
         log.on_step(make_step(1))
@@ -81,7 +75,7 @@ def test_unusable_path_is_an_error(tmp_path: Path) -> None:
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_full_disk_is_an_error_with_its_cause(make_step: MakeStep) -> None:
+def test_full_disk_is_an_error_with_its_cause() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     log = MetricsLog(Path("/dev/full"))
@@ -90,9 +84,7 @@ def test_full_disk_is_an_error_with_its_cause(make_step: MakeStep) -> None:
     log.close()
 
 
-def test_a_line_that_the_disk_took_in_part_is_taken_back(
-    tmp_path: Path, make_step: MakeStep
-) -> None:
+def test_a_line_that_the_disk_took_in_part_is_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with closing(MetricsLog(path)) as log:
         log.on_step(make_step(1))
@@ -112,7 +104,7 @@ def test_a_cause_that_is_no_unicode_is_told_too(tmp_path: Path) -> None:
     assert (record["cause"], record["seconds"]) == ("no rows-?.txt", None)
 
 
-def test_values_that_are_not_finite_are_valid_json(tmp_path: Path, make_step: MakeStep) -> None:
+def test_values_that_are_not_finite_are_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with closing(MetricsLog(path)) as log:
         log.on_step(make_step(reward=math.nan, train={"loss": math.inf, "steps": [1.0, -math.inf]}))
@@ -129,9 +121,7 @@ def test_values_that_are_not_finite_are_valid_json(tmp_path: Path, make_step: Ma
 
 
 @pytest.mark.parametrize("event", ["resumed", "went_back"])
-def test_what_a_run_went_back_behind_is_left_out(
-    tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation, event: str
-) -> None:
+def test_what_a_run_went_back_behind_is_left_out(tmp_path: Path, event: str) -> None:
     path = tmp_path / "metrics.jsonl"
     with closing(MetricsLog(path)) as log:
         log.on_evaluation(make_evaluation("before", step=0))

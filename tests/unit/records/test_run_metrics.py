@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
+from builders import make_evaluation, make_step
 
-from areal_sc.records.metrics import EvaluationResult, StepMetrics, summarize
-
-MakeStep = Callable[..., StepMetrics]
-MakeEvaluation = Callable[..., EvaluationResult]
+from areal_sc.records.metrics import StepMetrics, summarize
 
 
 @pytest.mark.parametrize(
@@ -22,13 +19,11 @@ MakeEvaluation = Callable[..., EvaluationResult]
         (0.0, 0.0, 0.0, "training"),
     ],
 )
-def test_bound(
-    make_step: MakeStep, wait_s: float, train_s: float, sync_s: float, bound: str
-) -> None:
+def test_bound(wait_s: float, train_s: float, sync_s: float, bound: str) -> None:
     assert make_step(wait_s=wait_s, train_s=train_s, sync_s=sync_s).bound == bound
 
 
-def test_rates_and_shares(make_step: MakeStep) -> None:
+def test_rates_and_shares() -> None:
     step = make_step(num_masked_tokens=1000, num_wasted_tokens=5000)
     assert step.generated_tokens_per_s == 12_000
     assert step.trained_tokens_per_s == 8_000
@@ -56,7 +51,7 @@ REQUIRED_IN_SUMMARY = {
 }
 
 
-def test_summary_of_a_run(make_step: MakeStep, make_evaluation: MakeEvaluation) -> None:
+def test_summary_of_a_run() -> None:
     steps = [
         make_step(1, controller_bytes=1000, num_rows=10, token_staleness_max=3),
         make_step(
@@ -111,9 +106,7 @@ def test_summary_of_a_run(make_step: MakeStep, make_evaluation: MakeEvaluation) 
     assert {name: values[name] for name in expected} == expected
 
 
-def test_evaluations_of_further_prompts_are_in_the_summary(
-    make_evaluation: MakeEvaluation,
-) -> None:
+def test_evaluations_of_further_prompts_are_in_the_summary() -> None:
     """And the newest one on the way, which is the last one of a run that was stopped."""
     summary = summarize(
         [],
@@ -143,7 +136,7 @@ def test_summary_of_a_run_without_steps_or_evaluations() -> None:
     } == {None}
 
 
-def test_a_record_has_every_field_property_and_metric(make_step: MakeStep) -> None:
+def test_a_record_has_every_field_property_and_metric() -> None:
     step = make_step(workflow={"accuracy": 0.3, "turns": 1.5}, train={"new": 2.0})
     record = json.loads(json.dumps(step.to_record()))
     assert record["workflow"] == {"accuracy": 0.3, "turns": 1.5}
@@ -153,7 +146,7 @@ def test_a_record_has_every_field_property_and_metric(make_step: MakeStep) -> No
     assert step.value("unknown") is None
 
 
-def test_a_record_of_an_earlier_version_keeps_its_accuracy(make_step: MakeStep) -> None:
+def test_a_record_of_an_earlier_version_keeps_its_accuracy() -> None:
     record = make_step(accuracy=0.4).to_record()
     del record["workflow"]
     assert StepMetrics.from_record(record).accuracy == 0.4

@@ -68,30 +68,27 @@ def test_the_same_seed_gives_the_same_rows_in_every_process() -> None:
     assert len(json.loads(printed)) == 7
 
 
-def test_another_seed_gives_other_rows() -> None:
+def test_tasks_alternate_by_their_weights_and_another_seed_gives_other_rows() -> None:
     """The library's own rows of seed 1 and seed 2 are the same but for one."""
-    first, second = (
-        {row["prompt"] for row in load_prompts(SUMS, size=20, seed=seed)} for seed in (1, 2)
-    )
-    assert len(first & second) < 5
-
-
-def test_tasks_alternate_by_their_weights() -> None:
-    rows = load_prompts([SUMS, LEGS], weights=[2, 1], size=30, seed=1)
-    names = [row["reasoning_gym"]["task"] for row in rows]
-    assert Counter(names) == {"chain_sum": 20, "leg_counting": 10}
-    assert Counter(names[:6]) == {"chain_sum": 4, "leg_counting": 2}
-    assert len({row["prompt"] for row in rows}) == 30
-
-
-def test_settings_and_template() -> None:
-    few = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    rows = load_prompts(
-        [SUMS, SUMS], size=4, settings=[few, {"min_terms": 6}], template="{question} Only that."
-    )
-    num_signs = [row["question"].count(" + ") + row["question"].count(" - ") for row in rows]
-    assert [count > 1 for count in num_signs] == [False, True, False, True]
-    assert all(row["prompt"] == f"{row['question']} Only that." for row in rows)
+    found = []
+    for seed in (1, 2):
+        rows = load_prompts(
+            [SUMS, LEGS],
+            weights=[2, 1],
+            size=30,
+            seed=seed,
+            settings=[{"min_terms": 6}, {}],
+            template="{question} Only that.",
+        )
+        names = [row["reasoning_gym"]["task"] for row in rows]
+        assert Counter(names) == {"chain_sum": 20, "leg_counting": 10}
+        assert Counter(names[:6]) == {"chain_sum": 4, "leg_counting": 2}
+        assert all(row["prompt"] == f"{row['question']} Only that." for row in rows)
+        sums = [it["question"] for it, name in zip(rows, names, strict=True) if name == "chain_sum"]
+        assert min(it.count(" + ") + it.count(" - ") for it in sums) >= 5
+        found.append({row["prompt"] for row in rows})
+        assert len(found[-1]) == 30
+    assert len(found[0] & found[1]) < 5
 
 
 @pytest.mark.parametrize(

@@ -246,14 +246,15 @@ sys.exit(run_script(main))
 """
 
 
-@pytest.mark.parametrize("how", ["sleep", "asyncio"])
 @pytest.mark.parametrize(
-    ("signal_number", "exit_code", "text"),
+    ("how", "signal_number", "exit_code", "text"),
     [
-        (signal.SIGTERM, 143, "stopped by SIGTERM\n"),
-        (signal.SIGHUP, 129, "stopped by SIGHUP\n"),
-        (signal.SIGQUIT, 131, "stopped by SIGQUIT\n"),
-        (signal.SIGINT, 130, "stopped by Ctrl-C\n"),
+        ("sleep", signal.SIGTERM, 143, "stopped by SIGTERM\n"),
+        ("asyncio", signal.SIGTERM, 143, "stopped by SIGTERM\n"),
+        ("sleep", signal.SIGHUP, 129, "stopped by SIGHUP\n"),
+        ("asyncio", signal.SIGQUIT, 131, "stopped by SIGQUIT\n"),
+        ("sleep", signal.SIGINT, 130, "stopped by Ctrl-C\n"),
+        ("asyncio", signal.SIGINT, 130, "stopped by Ctrl-C\n"),
     ],
 )
 def test_signals_stop_cleanly(
@@ -278,32 +279,24 @@ def test_signals_stop_cleanly(
     assert (run_dir / "logs" / "controller.log").read_text().endswith(f"controller: {text}")
 
 
-def test_script_finds_the_log_that_it_writes(run_dir: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, "fail", str(run_dir)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+@pytest.mark.parametrize(
+    ("does", "code", "shown", "logged"),
+    [
+        ("fail", 6, "full traceback: ", "ModelError: no weights"),
+        ("bug", 1, " in main: (no source)", "IndexError: list index out of range"),
+    ],
+)
+def test_a_script_finds_the_log_that_it_writes_and_frames_begin_in_it(
+    does: str, code: int, shown: str, logged: str, run_dir: Path
+) -> None:
+    command = [sys.executable, "-c", SCRIPT, does, str(run_dir)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     log = run_dir / "logs" / "controller.log"
-    assert result.returncode == 6
+    assert result.returncode == code
+    assert shown in result.stderr
     assert f"full traceback: {log}" in result.stderr.splitlines()
-    assert "ModelError: no weights" in log.read_text()
-
-
-def test_frames_of_an_unexpected_error_begin_in_the_script(run_dir: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, "bug", str(run_dir)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 1
-    assert "  IndexError: list index out of range" in result.stderr.splitlines()
-    assert " in main: (no source)" in result.stderr
     assert "run_script" not in result.stderr
+    assert logged in log.read_text()
 
 
 def test_a_warning_of_a_cluster_does_nothing_where_nothing_is_trained() -> None:

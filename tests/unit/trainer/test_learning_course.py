@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
+from builders import make_evaluation, make_step
 
-from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.trainer.learning_course import NUM_STEPS, Course
-
-MakeStep = Callable[..., StepMetrics]
 
 NUM_GROUPS, GROUP_SIZE = 16, 4
 
 
-def follow(
-    make_step: MakeStep, rng: np.random.Generator, num_steps: int, *, prompts_matter: bool
-) -> Course:
+def follow(rng: np.random.Generator, num_steps: int, *, prompts_matter: bool) -> Course:
     """Steps whose answers are right by chance: by that of their prompt, or by the same one."""
     course = Course(1.0)
     for number in range(1, num_steps + 1):
@@ -37,22 +32,20 @@ def follow(
     return course
 
 
-def test_the_error_of_a_reward_is_the_spread_of_runs(make_step: MakeStep) -> None:
+def test_the_error_of_a_reward_is_the_spread_of_runs() -> None:
     """It is the larger one of two estimates, so somewhat above the truth, and not below it."""
     rng = np.random.default_rng(0)
-    runs = [follow(make_step, rng, NUM_STEPS, prompts_matter=True) for _ in range(200)]
+    runs = [follow(rng, NUM_STEPS, prompts_matter=True) for _ in range(200)]
     spread = float(np.std([run.reward().value for run in runs]))
     told = float(np.mean([run.reward().error for run in runs]))
     assert 0.95 * spread < told < 1.5 * spread
 
 
 @pytest.mark.parametrize(("prompts_matter", "share"), [(False, 0.0), (True, 1 / 3)])
-def test_what_prompts_explain_of_the_rewards(
-    make_step: MakeStep, prompts_matter: bool, share: float
-) -> None:
+def test_what_prompts_explain_of_the_rewards(prompts_matter: bool, share: float) -> None:
     """Chances that are uniform have a variance of 1/12, of the 1/4 of all answers."""
     rng = np.random.default_rng(1)
-    runs = [follow(make_step, rng, 30, prompts_matter=prompts_matter) for _ in range(60)]
+    runs = [follow(rng, 30, prompts_matter=prompts_matter) for _ in range(60)]
     found = [run.variance.prompts_share() for run in runs]
     assert np.mean([it.value for it in found]) == pytest.approx(share, abs=0.02)
     if not prompts_matter:
@@ -61,7 +54,7 @@ def test_what_prompts_explain_of_the_rewards(
 
 
 @pytest.mark.parametrize("num_updates", [2, 4, 8])
-def test_no_policy_gains_more_than_its_reach(make_step: MakeStep, num_updates: int) -> None:
+def test_no_policy_gains_more_than_its_reach(num_updates: int) -> None:
     """One answer of two, whose probability equal moves of the policy raise from a half."""
     p, whole = 0.5, 0.01
     moves = [whole * n / num_updates for n in range(num_updates)]
@@ -74,7 +67,7 @@ def test_no_policy_gains_more_than_its_reach(make_step: MakeStep, num_updates: i
     assert course.reach * std == pytest.approx(whole, rel=0.05)
 
 
-def test_one_update_a_step_does_not_tell_how_far_it_goes(make_step: MakeStep) -> None:
+def test_one_update_a_step_does_not_tell_how_far_it_goes() -> None:
     course = Course(1.0)
     course.add_step(make_step(1, train={"proximal_kl": 1e-14, "num_updates": 1}))
     assert (course.reach, course.num_moves) == (0.0, 0)
@@ -89,11 +82,7 @@ def test_one_update_a_step_does_not_tell_how_far_it_goes(make_step: MakeStep) ->
     ],
 )
 def test_the_error_of_an_evaluation(
-    make_step: MakeStep,
-    make_evaluation: Callable[..., EvaluationResult],
-    workflow: dict[str, float],
-    scores: float,
-    errors: float,
+    workflow: dict[str, float], scores: float, errors: float
 ) -> None:
     course = Course(1.0)
     course.add_evaluation(
@@ -105,9 +94,7 @@ def test_the_error_of_an_evaluation(
     assert found.score.error == pytest.approx(errors)
 
 
-def test_an_evaluation_keeps_its_error_where_training_is_solved(
-    make_step: MakeStep, make_evaluation: Callable[..., EvaluationResult]
-) -> None:
+def test_an_evaluation_keeps_its_error_where_training_is_solved() -> None:
     course = Course(1.0)
     course.add_evaluation(make_evaluation("hard/before", reward=1.0, num_prompts=100, workflow={}))
     for step, std in enumerate((3.0, *[0.0] * 20), start=1):

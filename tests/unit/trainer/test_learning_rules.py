@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from builders import make_evaluation, make_step
 
 from areal_sc.config.schema import Dtype
 from areal_sc.records.metrics import EvaluationResult, StepMetrics
@@ -40,41 +41,25 @@ def step(
     if std is None:
         std = math.sqrt(max(0.0, reward * (1 - reward)))
     reported = {"entropy": 1.0, "proximal_kl": 0.001, "num_updates": 4.0, "lr": 1e-3}
-    return StepMetrics(
-        step=number,
+    return make_step(
+        number,
         reward=reward,
-        group_staleness_mean=0.0,
-        group_staleness_max=0,
-        token_staleness_mean=0.0,
-        token_staleness_max=0,
         num_rows=NUM_ROWS,
         num_generated_tokens=NUM_ROWS * answer_tokens,
         num_trained_tokens=NUM_ROWS * answer_tokens,
-        step_time_s=1.0,
-        wait_s=0.1,
-        train_s=0.8,
-        sync_s=0.1,
         signal_share=signal,
         num_groups=NUM_GROUPS,
         num_one_episode_groups=num_alone,
         reward_std=std,
         reward_std_in_groups=math.sqrt(0.75) * std if in_groups is None else in_groups,
-        train=reported | train,  # type: ignore[arg-type]  # null in a record
+        train=reported | train,
         workflow=means,
     )
 
 
 def evaluation(number: int, score: float, num_prompts: int = 100) -> EvaluationResult:
-    return EvaluationResult(
-        name="periodic",
-        step=number,
-        reward=score,
-        num_prompts=num_prompts,
-        version_min=0,
-        version_max=0,
-        temperature=1.0,
-        workflow={"accuracy": score},
-    )
+    scores = {"reward": score, "accuracy": score}
+    return make_evaluation("periodic", step=number, num_prompts=num_prompts, **scores)
 
 
 def follow(
@@ -422,16 +407,16 @@ def test_each_set_of_held_out_prompts_is_judged_by_itself_and_greedy_answers_are
     for number, score in enumerate([0.5, 0.5, 0.1, 0.1]):
         for further in range(NUM_STEPS):
             health.on_step(step(NUM_STEPS * number + further + 1, **is_flat(0.0, rng)))
-        result = EvaluationResult(
-            name=name,
-            step=NUM_STEPS * number,
-            reward=score,
-            num_prompts=100,
-            version_min=0,
-            version_max=0,
-            temperature=0.0 if name == "greedy" else 1.0,
+        health.on_evaluation(
+            make_evaluation(
+                name,
+                step=NUM_STEPS * number,
+                reward=score,
+                accuracy=None,
+                num_prompts=100,
+                temperature=0.0 if name == "greedy" else 1.0,
+            )
         )
-        health.on_evaluation(result)
     if name == "greedy":
         assert health.complaints == {}
     else:

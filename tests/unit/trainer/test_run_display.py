@@ -8,18 +8,15 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from builders import make_evaluation, make_step
 from rich.console import Console
 
-from areal_sc.records.metrics import EvaluationResult, StepMetrics, summarize
+from areal_sc.records.metrics import summarize
 from areal_sc.trainer.display import Display, LiveDisplay, make_display
-
-MakeStep = Callable[..., StepMetrics]
-MakeEvaluation = Callable[..., EvaluationResult]
 
 ESCAPE = "\x1b"
 
@@ -50,9 +47,7 @@ def visible_lines(text: str) -> list[str]:
     return re.split(r"\r\n|\n|\r", text)
 
 
-def show_everything(
-    console: Console, run_dir: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
-) -> None:
+def show_everything(console: Console, run_dir: Path) -> None:
     with closing(make_display(console, run_dir=run_dir, total_steps=80)) as display:
         with display.phase("start-up", 2, "workers") as phase:
             phase.advance(2)
@@ -81,11 +76,9 @@ def show_everything(
         display.on_finish(summary)
 
 
-def test_output_that_is_no_terminal_gets_plain_lines(
-    tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
-) -> None:
+def test_output_that_is_no_terminal_gets_plain_lines(tmp_path: Path) -> None:
     console = plain_console(width=40)
-    show_everything(console, tmp_path, make_step, make_evaluation)
+    show_everything(console, tmp_path)
     text = shown(console)
     assert all(character.isprintable() or character == "\n" for character in text)
     lines = text.splitlines()
@@ -123,7 +116,7 @@ def test_what_a_resumed_run_has_done_already_is_said() -> None:
     assert 'ended="44/80 steps"' in shown(console)
 
 
-def test_plain_phase_reports_quarters_only(make_step: MakeStep) -> None:
+def test_plain_phase_reports_quarters_only() -> None:
     console = plain_console()
     display = make_display(console)
     with display.phase("warm start", 400, "steps") as phase:
@@ -162,7 +155,7 @@ def test_an_interrupted_phase_says_how_far_it_came(
         assert 'INFO phase=training stopped="7/80 steps" duration_s=0.25' in text.splitlines()
 
 
-def test_plain_text_that_the_output_cannot_encode(make_step: MakeStep) -> None:
+def test_plain_text_that_the_output_cannot_encode() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     display = make_display(Console(file=file, force_terminal=False))
     display.note("réponse → ∞")
@@ -172,28 +165,19 @@ def test_plain_text_that_the_output_cannot_encode(make_step: MakeStep) -> None:
 
 @pytest.mark.parametrize("width", [20, 32, 40, 60, 80, 120, 200])
 def test_live_lines_are_never_longer_than_the_terminal(
-    width: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    make_step: MakeStep,
-    make_evaluation: MakeEvaluation,
+    width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     console = live_console(width, monkeypatch)
-    show_everything(console, Path("runs/quickstart"), make_step, make_evaluation)
+    show_everything(console, Path("runs/quickstart"))
     assert {len(line) for line in visible_lines(shown(console)) if len(line) > width} == set()
 
 
-def test_live_display_at_80_columns(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    make_step: MakeStep,
-    make_evaluation: MakeEvaluation,
-) -> None:
+def test_live_display_at_80_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "summary.json").touch()
     (tmp_path / "model").mkdir()
     console = live_console(80, monkeypatch)
-    show_everything(console, Path("."), make_step, make_evaluation)
+    show_everything(console, Path("."))
     lines = [line.rstrip() for line in visible_lines(shown(console))]
     assert "12/80  0.250 0.200    40% 15.62   1.250  0.012   0.9/4  0.50s train rej 1" in lines
     header = " step reward   acc signal   len entropy   loss  tokens   time bound"

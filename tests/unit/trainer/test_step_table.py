@@ -1,17 +1,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
+from builders import make_step
 
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.trainer.step_table import COLUMNS, StepTable, columns_of, named_values
 
-MakeStep = Callable[..., StepMetrics]
 
-
-def test_header_and_rows_at_80_columns(make_step: MakeStep) -> None:
+def test_header_and_rows_at_80_columns() -> None:
     table = StepTable(80, total_steps=80)
     lines = [*table.header(), *table.rows(make_step(1)), *table.rows(make_step(12, wait_s=2.0))]
     assert [line.plain for line in lines] == [
@@ -22,7 +20,7 @@ def test_header_and_rows_at_80_columns(make_step: MakeStep) -> None:
     ]
 
 
-def test_as_many_columns_are_shown_as_the_terminal_is_wide(make_step: MakeStep) -> None:
+def test_as_many_columns_are_shown_as_the_terminal_is_wide() -> None:
     for width, titles in {
         140: " step reward   acc signal   len entropy   loss   grad   prox  behav  tokens  groups "
         "lead slack   gen train   time bound",
@@ -37,13 +35,13 @@ def test_as_many_columns_are_shown_as_the_terminal_is_wide(make_step: MakeStep) 
     assert StepTable(40, 80).rows(make_step(7))[0].plain == "   7  0.250 0.200    40% 15.62   1.250"
 
 
-def test_what_an_engine_does_not_report_is_a_dash(make_step: MakeStep) -> None:
+def test_what_an_engine_does_not_report_is_a_dash() -> None:
     unknown = make_step(7, train={"loss": math.nan}, workflow={}, signal_share=None)
     (row,) = StepTable(60, total_steps=80).rows(unknown)
     assert row.plain == "   7  0.250     -      - 15.62       -    nan  0.50s train"
 
 
-def test_several_rewards_are_shown_where_there_is_room(make_step: MakeStep) -> None:
+def test_several_rewards_are_shown_where_there_is_room() -> None:
     parts = {"reward/right": 0.5, "reward/length_of_the_answer": -40.0}
     step = make_step(7, workflow={"accuracy": 0.2, **parts})
     table = StepTable(130, 80, columns_of(step))
@@ -56,7 +54,7 @@ def test_several_rewards_are_shown_where_there_is_room(make_step: MakeStep) -> N
     assert values["reward/length_of_the_answer"] == -40.0
 
 
-def test_plain_lines_have_every_column_and_what_was_lost(make_step: MakeStep) -> None:
+def test_plain_lines_have_every_column_and_what_was_lost() -> None:
     names = [name for column in COLUMNS for name in column.names]
     values = dict(named_values(make_step()))
     lost = [
@@ -74,9 +72,7 @@ def test_plain_lines_have_every_column_and_what_was_lost(make_step: MakeStep) ->
     assert values["rejected_episodes"] == "rejected x9, timeout x1"
 
 
-def test_of_a_step_on_rows_of_a_data_set_nothing_is_shown_that_it_has_not(
-    make_step: MakeStep,
-) -> None:
+def test_of_a_step_on_rows_of_a_data_set_nothing_is_shown_that_it_has_not() -> None:
     nothing = {"workflow": {}, "num_generated_tokens": 0, "num_rollout_workers": 0}
     nothing |= dict.fromkeys(("signal_share", "lead", "slack"))
     step = make_step(7, reward=math.nan, train={"loss": 2.5, "grad_norm": 0.5}, **nothing)
@@ -90,7 +86,7 @@ def test_of_a_step_on_rows_of_a_data_set_nothing_is_shown_that_it_has_not(
 
 @pytest.mark.parametrize("total_steps", [None, 9, 80, 100_000])
 def test_no_line_is_longer_than_the_terminal_and_columns_stay_aligned(
-    make_step: MakeStep, total_steps: int | None
+    total_steps: int | None,
 ) -> None:
     steps = [
         make_step(1),
@@ -130,7 +126,7 @@ def shown(width: int, step: StepMetrics) -> list[str]:
     return [line.plain for line in StepTable(width, 80).rows(step)]
 
 
-def test_losses_are_shown_only_where_there_are_any(make_step: MakeStep) -> None:
+def test_losses_are_shown_only_where_there_are_any() -> None:
     assert shown(120, make_step())[0].endswith("train")
     losses = make_step(
         num_masked_tokens=4000, num_wasted_tokens=8000, rejected_episodes={"stale": 2}
@@ -140,9 +136,7 @@ def test_losses_are_shown_only_where_there_are_any(make_step: MakeStep) -> None:
     assert shown(80, losses)[0].endswith("train mask 50%")
 
 
-def test_causes_of_rejections_are_told_on_a_line_of_their_own_where_they_do_not_fit(
-    make_step: MakeStep,
-) -> None:
+def test_causes_of_rejections_are_told_on_a_line_of_their_own_where_they_do_not_fit() -> None:
     failing = make_step(
         rejected_episodes={"bad_reward: task.py:9": 1, "reward_error: KeyError at task.py:12": 3}
     )

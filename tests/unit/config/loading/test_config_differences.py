@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 
 import pytest
 import yaml
+from builders import load
 
 from areal_sc.config.fields import known_keys
 from areal_sc.config.loading.differences import (
@@ -18,22 +19,11 @@ from areal_sc.config.loading.loader import config_text
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import RunFolderError
 
-Load = Callable[..., GRPOConfig]
-TextOf = Callable[..., str]
-TEXTS: dict[tuple[str, ...], str] = {}
-"""Overrides -> the text of these settings."""
 
-
-@pytest.fixture
-def text_of(load: Load) -> TextOf:
+@cache
+def text_of(*overrides: str) -> str:
     """The text of settings with overrides, which is made once for all tests."""
-
-    def text(*overrides: str) -> str:
-        if overrides not in TEXTS:
-            TEXTS[overrides] = config_text(load(*overrides))
-        return TEXTS[overrides]
-
-    return text
+    return config_text(load(*overrides))
 
 
 def test_differences_of_nested_settings() -> None:
@@ -48,7 +38,7 @@ def test_differences_of_nested_settings() -> None:
     assert config_differences(old, old) == {}
 
 
-def test_settings_that_do_not_touch_learning_change_in_silence(text_of: TextOf) -> None:
+def test_settings_that_do_not_touch_learning_change_in_silence() -> None:
     old = text_of("run_dir=a")
     new = text_of(
         "run_dir=b",
@@ -64,7 +54,7 @@ def test_settings_that_do_not_touch_learning_change_in_silence(text_of: TextOf) 
     assert check_resumable(old, new) == []
 
 
-def test_other_changes_are_reported(text_of: TextOf) -> None:
+def test_other_changes_are_reported() -> None:
     old = text_of()
     new = text_of("actor.optimizer.lr=0.5", "rollout.max_staleness=1")
     assert check_resumable(old, new) == [
@@ -83,9 +73,7 @@ def test_other_changes_are_reported(text_of: TextOf) -> None:
         ("rollout.train_batch_groups=4", "rollout.train_batch_groups: 32 -> 4"),
     ],
 )
-def test_changes_that_cannot_be_are_refused_with_the_reason(
-    text_of: TextOf, override: str, line: str
-) -> None:
+def test_changes_that_cannot_be_are_refused_with_the_reason(override: str, line: str) -> None:
     old, new = text_of(), text_of(override)
     with pytest.raises(RunFolderError) as caught:
         check_resumable(old, new)
@@ -93,9 +81,7 @@ def test_changes_that_cannot_be_are_refused_with_the_reason(
     assert "--overwrite" in str(caught.value)
 
 
-def test_settings_that_there_are_no_more_are_named_unless_they_said_nothing(
-    text_of: TextOf,
-) -> None:
+def test_settings_that_there_are_no_more_are_named_unless_they_said_nothing() -> None:
     settings = yaml.safe_load(text_of())
     settings["rollout"] |= {"seed": 0, "generation": settings["generation"]}
     settings["critic"] |= {"path": "c", "compile_layers": None}
@@ -120,7 +106,7 @@ def test_unreadable_old_settings(text: str) -> None:
         config_differences(text, "a: 1")
 
 
-def test_an_adapter_stays_what_it_is(text_of: TextOf) -> None:
+def test_an_adapter_stays_what_it_is() -> None:
     none, old = text_of(), text_of("actor.lora.rank=4")
     before_adapters = none.replace("lora:", "unknown:")
     assert not check_resumable(none, text_of("actor.lora.alpha=4"))  # it says nothing

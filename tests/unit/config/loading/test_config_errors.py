@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from builders import load
 
 from areal_sc.config.fields import known_keys
 from areal_sc.config.loading.explain import nearest_keys, unknown_key
@@ -19,7 +20,6 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
 
-Load = Callable[..., GRPOConfig]
 WriteYaml = Callable[..., Path]
 
 
@@ -144,9 +144,9 @@ WriteYaml = Callable[..., Path]
         ("--print", "command line: unrecognized arguments: --print"),
     ],
 )
-def test_wrong_command_line(load: Load, override: str, message: str) -> None:
+def test_wrong_command_line(override: str, message: str, write_yaml: WriteYaml) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(*override.split(" "))
+        load_config(["--config", str(write_yaml()), *override.split(" ")])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
@@ -330,7 +330,7 @@ def test_every_setting_that_others_words_lead_to_is_there() -> None:
     assert own & {word for word in OTHER_WORDS if "." not in word} == set()
 
 
-def test_an_unknown_section_is_told_by_its_first_setting(load: Load) -> None:
+def test_an_unknown_section_is_told_by_its_first_setting() -> None:
     with pytest.raises(
         ConfigError, match=r"algorithm\.kl_ctrl\.kl_coef; here that is actor.ppo.kl_coef"
     ):

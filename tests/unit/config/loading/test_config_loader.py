@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from builders import load
 
 from areal_sc.config.fields import is_section, known_keys
 from areal_sc.config.loading.loader import config_text
@@ -25,7 +26,6 @@ from areal_sc.preflight.load import load_config
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.trainer.snapshots import CONTROLLERS, sealed
 
-Load = Callable[..., GRPOConfig]
 WriteYaml = Callable[..., Path]
 
 
@@ -60,7 +60,7 @@ print(config.run_dir, config.rollout.num_workers, config.rollout.group_size)
 
 
 @pytest.mark.parametrize("given", ["sglang.args={log_level:warn}", "sglang.args.log_level=warn"])
-def test_arguments_of_sglang_need_no_plus(load: Load, given: str) -> None:
+def test_arguments_of_sglang_need_no_plus(given: str) -> None:
     config = load(given, "servers.environment.NCCL_DEBUG=INFO")
     assert config.sglang.args == config.rollout.sglang.args == {"log_level": "warn"}
     assert config.servers.environment == {"NCCL_DEBUG": "INFO"}
@@ -68,7 +68,7 @@ def test_arguments_of_sglang_need_no_plus(load: Load, given: str) -> None:
         load("sglang.arguments.log_level=warn")
 
 
-def test_values_have_the_types_of_the_schema(load: Load) -> None:
+def test_values_have_the_types_of_the_schema() -> None:
     config = load(
         "actor.dtype=bfloat16",
         "actor.device=cpu",
@@ -90,7 +90,7 @@ def test_values_have_the_types_of_the_schema(load: Load) -> None:
     assert type(config.task) is dict
 
 
-def test_settings_follow_those_they_are_taken_from(load: Load) -> None:
+def test_settings_follow_those_they_are_taken_from() -> None:
     config = load("seed=7", "generation.temperature=0.7", "actor.dtype=bfloat16")
     assert (config.actor.seed, config.rollout.seed) == (7, 7)
     assert config.rollout.generation.temperature == 0.7
@@ -141,7 +141,7 @@ def test_user_schema_adds_typed_settings(write_yaml: WriteYaml) -> None:
         load_config(["--config", str(path), "game.size=big"], GameConfig)
 
 
-def test_flags_stand_for_settings(load: Load) -> None:
+def test_flags_stand_for_settings() -> None:
     assert load("--overwrite").overwrite
     assert load("--resume").resume is Resume.must
     plain = load()
@@ -192,7 +192,7 @@ def test_dry_run_says_what_each_kind_of_loop_would_do(
         load_config([*argv, "--dry-run"], GRPOConfig)
 
 
-def test_dry_run_misses_a_model_that_the_script_does_not_make(load: Load) -> None:
+def test_dry_run_misses_a_model_that_the_script_does_not_make() -> None:
     with pytest.raises(ModelError, match="no_such_model: there is no such folder") as missing:
         load("--dry-run")
     assert missing.value.exit_code == 6
@@ -262,7 +262,7 @@ def test_help_tells_every_setting_and_fits_the_terminal(
     assert shown == set(known_keys(GameConfig)) - sections
 
 
-def test_warnings_are_logged(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     load()
     assert caplog.records == []
     load("generation.top_k=5")
@@ -280,7 +280,7 @@ print([name for name in ("torch", "transformers", "numpy") if name in sys.module
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_a_home_folder_is_one_in_every_setting(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_one_in_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     config = load("actor.path=~/model", "weight_update.folder=~/weights", "actor.lora.path='a~b'")
     assert (config.actor.path, config.actor.lora.path) == ("/home/me/model", "a~b")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from builders import engines_on, packed_rows
+from random_models import random_model
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
 from areal_sc.config.schema import ActorConfig
@@ -21,9 +20,7 @@ ROWS = packed_rows((4, 5))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # without FSDP, and with it
-def test_a_frozen_engine_computes_the_same_and_has_no_optimizer(
-    random_model: Callable[..., Any], tmp_path: Path, dtype: str
-) -> None:
+def test_a_frozen_engine_computes_the_same_and_has_no_optimizer(tmp_path: Path, dtype: str) -> None:
     random_model(vocab_size=30).save_pretrained(tmp_path)
     computed = []
     with engines_on(tmp_path) as build:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from builders import engines_on, packed_rows
+from random_models import random_model
 from safetensors.torch import load_file
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
@@ -32,7 +33,7 @@ Build = Callable[..., FSDPEngine]
 
 
 @pytest.fixture
-def model_folder(random_model: Callable[..., Any], tmp_path: Path) -> Path:
+def model_folder(tmp_path: Path) -> Path:
     random_model(vocab_size=30, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -161,9 +162,7 @@ def test_an_interrupted_replacement_is_made_good(build: Build, tmp_path: Path) -
     assert [path.name for path in tmp_path.glob("*snapshot*")] == ["snapshot"]
 
 
-def test_the_model_must_be_the_same(
-    build: Build, random_model: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_model_must_be_the_same(build: Build, tmp_path: Path) -> None:
     build().begin_snapshot(tmp_path / "snapshot").result()
     random_model(vocab_size=31, num_hidden_layers=3, tie_word_embeddings=False).save_pretrained(
         tmp_path / "other"
@@ -202,9 +201,7 @@ def test_the_model_of_a_snapshot_is_what_the_engine_would_have_written(
     assert {"tokenizer.json", "config.json", "model.safetensors"} <= found.keys()
 
 
-def test_a_snapshot_that_gives_no_model_leaves_nothing(
-    build: Build, random_model: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_snapshot_that_gives_no_model_leaves_nothing(build: Build, tmp_path: Path) -> None:
     engine, snapshot = build(), tmp_path / "snapshot"
     engine.begin_snapshot(snapshot).result()
     random_model(vocab_size=31).save_pretrained(tmp_path / "other")

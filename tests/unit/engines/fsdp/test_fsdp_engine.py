@@ -283,48 +283,6 @@ def test_advantages_of_tokens(engine: FSDPEngine) -> None:
     assert stats["loss"] == pytest.approx(expected_loss, rel=1e-5)
 
 
-def pull_to_behavior(tokens: LossTokens, *, strength: float) -> tuple[torch.Tensor, Metrics]:
-    """A loss of a user's own, which has a gradient where the advantage is 0."""
-    distance = (tokens.logprobs - tokens.fields["behavior_logprobs"]).square()
-    loss = strength * distance.sum() / tokens.num_loss_tokens
-    return loss, {"distance": Metric.mean(distance)}
-
-
-def test_a_loss_by_import_path_sees_all_trained_tokens(
-    engine: FSDPEngine, model_folder: Path
-) -> None:
-    rows = replace(make_rows(), advantages=(0.0,) * len(LENGTHS))
-    loss = NamedLoss(f"{__name__}:pull_to_behavior", {"strength": 0.5})
-    logprobs = torch.cat(plain_logprobs(reference_model(model_folder), rows))
-    mask = rows.fields["loss_mask"]
-    expected = 0.5 * (logprobs - rows.fields["behavior_logprobs"])[mask].square().mean()
-    stats = engine.update([rows], loss, step=0)
-    assert stats["loss"] == pytest.approx(expected.item(), rel=1e-5)
-    assert stats["num_effective_tokens"] == mask.sum()
-    assert stats["distance"] == pytest.approx(2 * expected.item(), rel=1e-5)
-    later = [engine.update([rows], loss, step=step)["loss"] for step in range(1, 4)]
-    assert later[-1] < 0.5 * stats["loss"]
-
-
-def test_sft_trains_the_masked_tokens_at_temperature_one(
-    engine: FSDPEngine, model_folder: Path
-) -> None:
-    rows = make_rows()
-    rows = PackedRows({k: rows.fields[k] for k in ("input_ids", "loss_mask")}, rows.lengths)
-    model = reference_model(model_folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    for step in range(3):
-        loss = -torch.cat(plain_logprobs(model, rows))[rows.fields["loss_mask"]].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        stats = engine.update([rows], CROSS_ENTROPY, step=step)
-        assert stats["loss"] == pytest.approx(loss.item(), abs=1e-4)
-        assert stats["logprob"] == pytest.approx(-loss.item(), abs=1e-4)
-        assert stats["num_updates"] == 1
-    assert stats["loss"] < 3.3
-
-
 def test_every_minibatch_is_one_update_at_the_learning_rate_of_the_step(
     model_folder: Path,
 ) -> None:
@@ -340,15 +298,6 @@ def test_every_minibatch_is_one_update_at_the_learning_rate_of_the_step(
     assert stats["num_micro_batches"] == 9
     assert stats["num_skipped_updates"] == 0
     engine.close()
-
-
-def test_nothing_to_train_on_changes_nothing(engine: FSDPEngine) -> None:
-    before = weights(engine)
-    stats = ppo_update(engine, [make_rows()], step=0, min_token_version=99)
-    assert stats["num_updates"] == 0
-    assert stats["num_loss_tokens"] == 0
-    after = weights(engine)
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_first_minibatch_with_tokens_makes_its_own_proximal_logprobs(

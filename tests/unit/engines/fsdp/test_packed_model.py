@@ -25,7 +25,6 @@ from areal_sc.errors import ModelError
 FAST = ModelAbilities(packs=True, has_linear_head=True, shares=True)
 OWN_HEAD = ModelAbilities(packs=True, has_linear_head=False, shares=True)
 PADDED = ModelAbilities(packs=False, has_linear_head=True)
-ITS_OWN_WAY = ModelAbilities(packs=False, has_linear_head=False)
 LONGEST = 64
 
 

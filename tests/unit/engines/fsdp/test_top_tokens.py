@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import engines_on, packed_rows
+from random_models import random_model
 
 from areal_sc.algorithms.distillation import top_k_kl
 from areal_sc.algorithms.loss_tokens import LossTokens
@@ -33,9 +33,7 @@ def whole_logprobs(model: Any, rows: PackedRows) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lacks", ["", "packs", "has_linear_head"])
-def test_an_update_by_the_tokens_of_another_model(
-    random_model: Callable[..., Any], tmp_path: Path, lacks: str
-) -> None:
+def test_an_update_by_the_tokens_of_another_model(tmp_path: Path, lacks: str) -> None:
     """Both sides in float64; rows of several micro-batches; and the divergence falls."""
     models = {name: random_model(seed=seed) for seed, name in enumerate(("teacher", "student"))}
     seen: list[LossTokens] = []
@@ -80,9 +78,7 @@ def test_an_update_by_the_tokens_of_another_model(
         assert torch.allclose(found.double(), of_all[place, top_tokens[place].long()], atol=1e-4)
 
 
-def test_what_a_teacher_and_a_student_refuse(
-    random_model: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_a_teacher_and_a_student_refuse(tmp_path: Path) -> None:
     random_model(vocab_size=30).save_pretrained(tmp_path)
     places = (sum(LENGTHS), 2)
     with engines_on(tmp_path) as build:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from random_models import random_model, reference_logprobs
 from transformers import PreTrainedModel
 from unit.engines.families import build
 
@@ -45,12 +45,7 @@ def changed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         ("llama", {"num_key_value_heads": 4}),
     ],
 )
-def test_mixed_requests_across_weight_updates(
-    family: str,
-    settings: dict[str, object],
-    random_model: Callable[..., PreTrainedModel],
-    reference_logprobs: Callable[..., list[float]],
-) -> None:
+def test_mixed_requests_across_weight_updates(family: str, settings: dict[str, object]) -> None:
     model = random_model(family, **settings)
     models = {0: copy.deepcopy(model), 4: changed(model, 1), 5: changed(model, 2)}
     generator = make_generator(model)
@@ -91,9 +86,7 @@ def test_mixed_requests_across_weight_updates(
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
 
 
-def test_top_p_and_top_k_are_part_of_the_log_probability(
-    random_model: Callable[..., PreTrainedModel],
-) -> None:
+def test_top_p_and_top_k_are_part_of_the_log_probability() -> None:
     model = random_model()
     generator = make_generator(model)
     prompt = np.array([3, 1, 4])
@@ -113,9 +106,7 @@ def test_top_p_and_top_k_are_part_of_the_log_probability(
         assert logprob == pytest.approx(expected.log().item(), abs=2e-5)
 
 
-def test_the_same_request_samples_the_same_alone_and_in_company(
-    random_model: Callable[..., PreTrainedModel],
-) -> None:
+def test_the_same_request_samples_the_same_alone_and_in_company() -> None:
     def completions(num_others: int) -> list[int]:
         generator = make_generator(random_model())
         for i in range(num_others):
@@ -134,9 +125,7 @@ def test_the_same_request_samples_the_same_alone_and_in_company(
     assert completions(0) == completions(3) == completions(5)
 
 
-def test_greedy_completion_is_that_of_transformers(
-    random_model: Callable[..., PreTrainedModel],
-) -> None:
+def test_greedy_completion_is_that_of_transformers() -> None:
     model = random_model("llama")
     generator = make_generator(model)
     generator.table.add(SlotRequest(0, np.array([9, 8, 7]), 43, "length", temperature=0.0))
@@ -153,9 +142,7 @@ def test_greedy_completion_is_that_of_transformers(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt_oss"])
-def test_bfloat16_stays_near_its_own_forward_pass(
-    family: str, reference_logprobs: Callable[..., list[float]]
-) -> None:
+def test_bfloat16_stays_near_its_own_forward_pass(family: str) -> None:
     """Also with windows, soft caps and sinks, on rows beyond the windows."""
     model = build(family).to(torch.bfloat16)
     table = SlotTable(6, 64, 24, seed=5)
@@ -172,9 +159,7 @@ def test_bfloat16_stays_near_its_own_forward_pass(
         assert difference.mean() < 0.03
 
 
-def test_a_float32_output_layer_does_not_round_logits(
-    random_model: Callable[..., PreTrainedModel],
-) -> None:
+def test_a_float32_output_layer_does_not_round_logits() -> None:
     """As in the trainer, so that generation differs from it by hidden states alone."""
     model = random_model("qwen2", hidden_size=64).to(torch.bfloat16)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import random_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
@@ -226,9 +227,7 @@ def test_models_with_their_own_attention_are_refused() -> None:
         LocalModel(bloom)
 
 
-def test_longrope_is_taken_where_no_sequence_is_long(
-    random_model: Callable[..., PreTrainedModel],
-) -> None:
+def test_longrope_is_taken_where_no_sequence_is_long() -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -242,9 +241,7 @@ def test_longrope_is_taken_where_no_sequence_is_long(
         check_context(model, 49)
 
 
-def test_the_given_model_keeps_its_attention_and_shares_its_weights(
-    random_model: Callable[..., PreTrainedModel],
-) -> None:
+def test_the_given_model_keeps_its_attention_and_shares_its_weights() -> None:
     model = random_model()
     ids = torch.tensor([[1, 2, 3]])
     before = model(ids).logits
@@ -260,9 +257,7 @@ def snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("is_flat", [True, False])
 @pytest.mark.parametrize("given_as", ["lm_head.weight", "model.embed_tokens.weight", "both"])
-def test_tied_weights_may_be_given_under_any_name(
-    random_model: Callable[..., PreTrainedModel], is_flat: bool, given_as: str
-) -> None:
+def test_tied_weights_may_be_given_under_any_name(is_flat: bool, given_as: str) -> None:
     model = random_model(tie_word_embeddings=True)
     new = snapshot(random_model(tie_word_embeddings=True, seed=1))
     tied = {"lm_head.weight", "model.embed_tokens.weight"}
@@ -303,9 +298,7 @@ def with_transposed(tensors: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_a_refused_update_changes_nothing(
-    random_model: Callable[..., PreTrainedModel],
-    change: Callable[[dict[str, torch.Tensor]], None],
-    cause: str,
+    change: Callable[[dict[str, torch.Tensor]], None], cause: str
 ) -> None:
     model = random_model(tie_word_embeddings=False)
     before = snapshot(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import chain
 from typing import Any
@@ -11,16 +11,14 @@ from typing import Any
 import local_engines
 import pytest
 from local_engines import ENDLESS, MAX_CONTEXT
-from transformers import PreTrainedModel
+from random_models import random_model
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.errors import WorkerError
 
-Models = Callable[..., PreTrainedModel]
 
-
-def running(random_model: Models) -> AbstractAsyncContextManager[LocalEngine]:
+def running() -> AbstractAsyncContextManager[LocalEngine]:
     return local_engines.running(random_model(max_position_embeddings=MAX_CONTEXT))
 
 
@@ -30,7 +28,7 @@ async def is_idle(engine: LocalEngine) -> bool:
     return engine.stats()["running_requests"] == engine.stats()["waiting_requests"] == 0
 
 
-async def test_every_token_is_told_once_in_the_task_that_waits(random_model: Models) -> None:
+async def test_every_token_is_told_once_in_the_task_that_waits() -> None:
     """Beside others, in rows that move when others end, and behind a stop string."""
 
     async def ask(engine: LocalEngine, number: int) -> None:
@@ -48,13 +46,13 @@ async def test_every_token_is_told_once_in_the_task_that_waits(random_model: Mod
         assert list(chain.from_iterable(told)) == (answer.token_ids if number % 3 else [])
         assert all(told)
 
-    async with running(random_model) as engine:
+    async with running() as engine:
         await asyncio.gather(*(ask(engine, number) for number in range(12)))
         assert await is_idle(engine)
     assert engine._generator.table.take_streamed() == []
 
 
-async def test_tokens_come_before_the_answer_ends_and_across_updates(random_model: Models) -> None:
+async def test_tokens_come_before_the_answer_ends_and_across_updates() -> None:
     told: list[int] = []
     wanted, has_come = 3, asyncio.Event()
 
@@ -64,7 +62,7 @@ async def test_tokens_come_before_the_answer_ends_and_across_updates(random_mode
             has_come.set()
 
     new: Any = list(random_model(seed=1, max_position_embeddings=MAX_CONTEXT).named_parameters())
-    async with running(random_model) as engine:
+    async with running() as engine:
         answering = asyncio.create_task(
             engine.generate([1, 2], ENDLESS, prefix_group="g", on_tokens=tell)
         )
@@ -81,7 +79,7 @@ async def test_tokens_come_before_the_answer_ends_and_across_updates(random_mode
 
 
 @pytest.mark.parametrize("number", [1, 5])
-async def test_what_a_callback_raises_ends_the_answer(random_model: Models, number: int) -> None:
+async def test_what_a_callback_raises_ends_the_answer(number: int) -> None:
     """At its first token, or later; also at the last one of all."""
     told: list[int] = []
 
@@ -90,7 +88,7 @@ async def test_what_a_callback_raises_ends_the_answer(random_model: Models, numb
         if len(told) >= number:
             raise LookupError("enough")
 
-    async with running(random_model) as engine:
+    async with running() as engine:
         other = asyncio.create_task(engine.generate([3], GenerationConfig(max_new_tokens=50)))
         for sampling in (ENDLESS, GenerationConfig(max_new_tokens=number)):
             with pytest.raises(LookupError, match="enough"):
@@ -103,7 +101,7 @@ async def test_what_a_callback_raises_ends_the_answer(random_model: Models, numb
     assert told == []
 
 
-async def test_a_callback_may_cancel_its_task(random_model: Models) -> None:
+async def test_a_callback_may_cancel_its_task() -> None:
     told: list[int] = []
 
     def tell(token_ids: Sequence[int]) -> None:
@@ -111,7 +109,7 @@ async def test_a_callback_may_cancel_its_task(random_model: Models) -> None:
         if len(told) >= 3:
             answering.cancel()
 
-    async with running(random_model) as engine:
+    async with running() as engine:
         answering = asyncio.create_task(engine.generate([1, 2], ENDLESS, on_tokens=tell))
         await asyncio.wait([answering])
         assert answering.cancelled()
@@ -119,7 +117,7 @@ async def test_a_callback_may_cancel_its_task(random_model: Models) -> None:
     assert 3 <= len(told) < 4000
 
 
-async def test_the_engine_s_failure_is_told_behind_the_tokens(random_model: Models) -> None:
+async def test_the_engine_s_failure_is_told_behind_the_tokens() -> None:
     told: list[int] = []
     has_come = asyncio.Event()
 
@@ -127,7 +125,7 @@ async def test_the_engine_s_failure_is_told_behind_the_tokens(random_model: Mode
         told.extend(token_ids)
         has_come.set()
 
-    async with running(random_model) as engine:
+    async with running() as engine:
         answering = asyncio.create_task(engine.generate([1, 2], ENDLESS, on_tokens=tell))
         await has_come.wait()
         await engine.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import random_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -82,7 +83,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_files_hold_what_transformers_writes(
-    family: str, tied: bool, random_model: Callable[..., Any], export: Export, tmp_path: Path
+    family: str, tied: bool, export: Export, tmp_path: Path
 ) -> None:
     model = random_model(family, tie_word_embeddings=tied)
     folder = export(model)
@@ -101,9 +102,7 @@ def test_the_files_hold_what_transformers_writes(
     assert configs[0] == configs[1]
 
 
-def test_a_large_model_is_split_over_files(
-    random_model: Callable[..., Any], export: Export, tmp_path: Path
-) -> None:
+def test_a_large_model_is_split_over_files(export: Export, tmp_path: Path) -> None:
     model = random_model(num_hidden_layers=3)
     limit = 16_000
     folder = export(model, max_file_bytes=limit)
@@ -121,9 +120,7 @@ def test_a_large_model_is_split_over_files(
     assert_same(reloaded(folder), model)
 
 
-def test_weights_are_written_in_the_dtype_of_computation(
-    random_model: Callable[..., Any], export: Export
-) -> None:
+def test_weights_are_written_in_the_dtype_of_computation(export: Export) -> None:
     model = random_model()
     folder = export(model, torch.bfloat16)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
@@ -156,11 +153,7 @@ def test_experts_that_loading_fuses_are_written_apart(export: Export, tmp_path: 
     assert not [path for path in folder.iterdir() if path.is_dir()]
 
 
-def test_weights_are_those_of_the_moment(
-    random_model: Callable[..., Any],
-    writer: BackgroundWriter,
-    tmp_path: Path,
-) -> None:
+def test_weights_are_those_of_the_moment(writer: BackgroundWriter, tmp_path: Path) -> None:
     """The write waits behind another one, which ends after the weights have changed."""
     model = random_model()
     goes_on = threading.Event()
@@ -196,7 +189,7 @@ def test_weights_are_those_of_the_moment(
 
 
 def test_weights_that_are_read_late_are_copied_one_after_the_other(
-    random_model: Callable[..., Any], writer: BackgroundWriter, tmp_path: Path
+    writer: BackgroundWriter, tmp_path: Path
 ) -> None:
     model = random_model()
     copies: list[weakref.ref[Any]] = []
@@ -252,7 +245,7 @@ def test_a_file_of_many_dtypes_and_shapes_is_read_by_safetensors(tmp_path: Path)
 
 
 def test_what_belongs_to_the_model_comes_along_and_no_other_model(
-    export: Export, random_model: Any, tmp_path: Path
+    export: Export, tmp_path: Path
 ) -> None:
     source, folder = tmp_path / "source", tmp_path / "exported"
     for path, content in {

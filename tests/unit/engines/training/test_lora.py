@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from builders import engines_on, packed_rows
+from random_models import random_model
 from safetensors.torch import load_file
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
@@ -36,7 +36,7 @@ Build = Callable[..., FSDPEngine]
 
 
 @pytest.fixture
-def build(random_model: Callable[..., Any], tmp_path: Path) -> Iterator[Build]:
+def build(tmp_path: Path) -> Iterator[Build]:
     """Engines on one model, with a large learning rate."""
     random_model(vocab_size=30).save_pretrained(tmp_path / "model")
     optimizer = OptimizerConfig(lr=1e-2)

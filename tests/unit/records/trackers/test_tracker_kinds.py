@@ -9,18 +9,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import make_evaluation, make_step
 
 from areal_sc.config.follow_settings import TrackerKind
 from areal_sc.config.schema import ActorConfig, GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.preflight import checks
 from areal_sc.preflight.checks import check_config
-from areal_sc.records.metrics import EvaluationResult, StepMetrics
 
 RUN = """
 import json, sys
@@ -109,10 +108,7 @@ READERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TrackerKind)
 def test_a_tracker_keeps_steps_and_evaluations_also_of_a_run_that_was_resumed(
-    kind: TrackerKind,
-    tmp_path: Path,
-    make_step: Callable[..., StepMetrics],
-    make_evaluation: Callable[..., EvaluationResult],
+    kind: TrackerKind, tmp_path: Path
 ) -> None:
     evaluation = json.dumps(make_evaluation("after", reward=0.75).to_record())
     for numbers in ([1, 2], [3]):

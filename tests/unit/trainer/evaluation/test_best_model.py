@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import make_evaluation
 from unit.trainer.conftest import shown
 
 from areal_sc.errors import ConfigError
@@ -56,17 +57,7 @@ def models(run: Run) -> Models:
 
 
 def result(step: int, accuracy: float, name: str = "periodic", **others: Any) -> EvaluationResult:
-    return EvaluationResult(
-        name=name,
-        step=step,
-        reward=accuracy,
-        num_prompts=4,
-        version_min=step,
-        version_max=step,
-        temperature=1.0,
-        workflow={"accuracy": accuracy},
-        **others,
-    )
+    return make_evaluation(name, step=step, reward=accuracy, accuracy=accuracy, **others)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import math
 import pickle
 import random
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any
@@ -210,14 +210,15 @@ def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
+    "make",
     [
-        pytest.param([[]] * 900_000 + [{}] * 900_000, id="in one list"),
-        pytest.param([[0] * 1000 for _ in range(1700)], id="in many lists"),
-        pytest.param([{str(i): i for i in range(1000)} for _ in range(1700)], id="in dicts"),
+        pytest.param(lambda: [[]] * 900_000 + [{}] * 900_000, id="in one list"),
+        pytest.param(lambda: [[0] * 1000] * 1700, id="in many lists"),
+        pytest.param(lambda: [{str(i): i for i in range(1000)}] * 1700, id="in dicts"),
     ],
 )
-def test_more_elements_than_the_limit_are_refused_on_both_sides(value: Any) -> None:
+def test_more_elements_than_the_limit_are_refused_on_both_sides(make: Callable[[], Any]) -> None:
+    value = make()  # not while tests are collected: each process would hold it for all of them
     with pytest.raises(ProtocolError, match="more elements than the limit"):
         encode(Reply("id", pack(value)))
     with pytest.raises(ProtocolError, match="more elements than the limit"):
