@@ -36,7 +36,4 @@ def run(arguments: argparse.Namespace) -> None:
     from areal_sc.serving.serve import serve
 
     config = load_config(["--config", arguments.config, *arguments.overrides], GRPOConfig)
-    try:
-        asyncio.run(serve(config, arguments.port, sys.stdout))
-    except OSError as error:
-        raise CommandError(f"--port {arguments.port}: {error.strerror}") from error
+    asyncio.run(serve(config, arguments.port, sys.stdout))

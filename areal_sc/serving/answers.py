@@ -34,9 +34,21 @@ class Answers:
     Args:
         journal: gets each answer.
         known: answers of an earlier server, by the ids of the requests.
+        ended_by: of an error, whether the server cannot go on: then by what.
+
+    Attributes:
+        failed: by what the server has ended. Requests that met that stay unanswered: the next
+            server does them.
     """
 
-    def __init__(self, journal: ServeJournal, known: dict[str, ApiAnswer]) -> None:
+    def __init__(
+        self,
+        journal: ServeJournal,
+        known: dict[str, ApiAnswer],
+        ended_by: Callable[[ArealError], ArealError | None],
+    ) -> None:
+        self.failed: asyncio.Future[ArealError] = asyncio.get_running_loop().create_future()
+        self._ended_by = ended_by
         self._journal = journal
         self._known = known
         self._tasks: dict[str, asyncio.Task[ApiAnswer]] = {}
@@ -56,8 +68,8 @@ class Answers:
 
     async def settle(self) -> None:
         """Waits for the requests that an earlier server has answered."""
-        if self._settling:
-            await asyncio.wait(self._settling)
+        for task in self._settling:
+            await asyncio.wait([task, self.failed], return_when=asyncio.FIRST_COMPLETED)
         self._settling.clear()
 
     async def wait_for(self, request_id: str, limit_s: float) -> ApiAnswer | None:
@@ -84,6 +96,10 @@ class Answers:
             answer = failure_of(str(refused), is_users=True)
         except ArealError as error:
             logger.exception("a request has failed")
+            if (end := self._ended_by(error)) is not None:
+                if not self.failed.done():
+                    self.failed.set_result(end)
+                await asyncio.Event().wait()
             answer = failure_of(f"{type(error).__name__}: {error}", is_users=False)
         if known is not None:
             answer = known

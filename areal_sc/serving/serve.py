@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -13,6 +12,7 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
+from areal_sc.errors import CommandError
 from areal_sc.serving.journal import ServeJournal
 from areal_sc.serving.served_model import TinkerModel
 from areal_sc.serving.server import TinkerServer, key_of
@@ -21,13 +21,13 @@ from areal_sc.trainer.run import Run
 
 HOST: Final = "127.0.0.1"
 KEY_FILE: Final = "key"
-_LOOK_S: Final = 0.5
 
 
 async def serve(config: GRPOConfig, port: int, output: TextIO) -> None:
     """Serves until it is cancelled.
 
-    Raises: OSError: the port is taken. WorkerError: a worker was given up.
+    Raises: CommandError: the port is taken. WorkerError, StepsLost: the run cannot go on; the same
+        command does.
     """
     with Run(config) as run:
         actor = TrainController(make_actor(run.config.actor), run.scheduler)
@@ -42,7 +42,10 @@ async def serve(config: GRPOConfig, port: int, output: TextIO) -> None:
             runner = web.AppRunner(server.application(), access_log=None)
             await runner.setup()
             try:
-                await web.TCPSite(runner, HOST, port).start()
+                try:
+                    await web.TCPSite(runner, HOST, port).start()
+                except OSError as error:
+                    raise CommandError(f"--port {port}: {error.strerror}") from error
                 bound = runner.addresses[0][1]
                 print(
                     f"serving {Path(model.name).name} at http://{HOST}:{bound}; the key is in "
@@ -50,9 +53,7 @@ async def serve(config: GRPOConfig, port: int, output: TextIO) -> None:
                     file=output,
                     flush=True,
                 )
-                while (lost := actor.worker_lost or rollout.worker_lost) is None:  # noqa: ASYNC110
-                    await asyncio.sleep(_LOOK_S)
-                raise lost
+                raise await server.failed
             finally:
                 await runner.cleanup()
                 await server.close()

@@ -34,6 +34,7 @@ from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.controller.rollout.rejections import INITIAL_STATE
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
+from areal_sc.errors import ArealError, StepsLost
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.wire import (
@@ -133,6 +134,11 @@ class TinkerModel:
     @property
     def lora_rank(self) -> int:
         return self._actor.config.lora.rank
+
+    def ended_by(self, error: ArealError) -> ArealError | None:
+        """Whether the run has ended with this error of a request; None: others can be served."""
+        lost = self._actor.worker_lost or self._rollout.worker_lost
+        return lost or (error if isinstance(error, StepsLost) else None)
 
     def check_base(self, name: str | None) -> None:
         """Raises: RequestRefused: another model is wanted than the one that is served."""

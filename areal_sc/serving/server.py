@@ -69,6 +69,9 @@ class TinkerServer:
         model: is theirs one after the other.
         key: of all of them.
         journal: what an earlier server was asked for.
+
+    Attributes:
+        failed: by what it has ended, once it has.
     """
 
     def __init__(self, model: TinkerModel, key: str, journal: ServeJournal) -> None:
@@ -80,7 +83,8 @@ class TinkerServer:
         known = {
             it.request_id: ApiAnswer(it.body, it.content_type, it.is_failure) for it in answered
         }
-        self._answers = Answers(journal, known)
+        self._answers = Answers(journal, known, model.ended_by)
+        self.failed = self._answers.failed
         self._heard_s: dict[str, float] = {}  # of each session
         self._plain: dict[str, Callable[[bytes], ApiAnswer]] = {
             "client/config": self._config,
