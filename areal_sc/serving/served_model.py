@@ -90,6 +90,26 @@ class InOrder:
                 self._changed.notify_all()
 
 
+class TrainedModel:
+    """What a model has come to by the requests until now.
+
+    Attributes:
+        rows: that its client has given.
+        asked: numbers of those that the next step trains on; `loss`: its loss, if there are some.
+        order: of the requests.
+        version: of the policy.
+        saved: names of folders.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.rows = GivenRows(path)
+        self.asked: list[int] = []
+        self.loss: NamedLoss | None = None
+        self.order = InOrder(first=1)
+        self.version = 0
+        self.saved: set[str] = set()
+
+
 class TinkerModel:
     """One base model, and the model that one client at a time trains from it.
 
@@ -115,6 +135,8 @@ class TinkerModel:
         self._sources = folder.sources
         self._number = 0  # of the models that were trained
         self._samplers: dict[str, Sampler] = {}  # by the id of a session, or a path
+        self._trained: TrainedModel | None = None
+        self._one_trains = asyncio.Lock()
         self._num_samples = 0  # that go on
         self._changed = asyncio.Condition()
         self._is_publishing = False
@@ -122,14 +144,6 @@ class TinkerModel:
     @property
     def _file_name(self) -> str:
         return self.model_id.replace(":", "-")
-
-    def _begin(self) -> None:
-        self._rows = GivenRows(self._sources / f"{GROWING}{self._file_name}.jsonl")
-        self._asked: list[int] = []  # rows of the next step
-        self._loss: NamedLoss | None = None  # of the next step
-        self._order = InOrder(first=1)
-        self._version = 0  # that the requests until now have come to
-        self._saved: set[str] = set()
 
     @property
     def lora_rank(self) -> int:
@@ -160,10 +174,8 @@ class TinkerModel:
         while self.model_id and not is_given_up(self.model_id):  # noqa: ASYNC110 # as silence is
             await asyncio.sleep(_LOOK_S)
 
-    async def create(
-        self, model_id: str, asked: types.CreateModelRequest, known: ApiAnswer | None
-    ) -> ApiAnswer:
-        """A new model begins with the weights of the base model."""
+    def check_wanted(self, asked: types.CreateModelRequest) -> None:
+        """Raises: RequestRefused: such a model is not trained here."""
         self.check_base(asked.base_model)
         rank = asked.lora_config.rank if asked.lora_config else 0
         if rank != self.lora_rank:
@@ -174,13 +186,27 @@ class TinkerModel:
             )
         if not isinstance(asked.optimizer_config, types.AdamOptimizerConfig):
             raise RequestRefused("optimizer_config: expected adamw")
+
+    async def create(self, model_id: str, known: ApiAnswer | None) -> ApiAnswer:
+        """A new model begins with the weights of the base model; that before it is no more."""
         self.model_id = model_id
-        if known is None:
-            async with self._publication():
+        async with self._one_trains, self._publication():
+            if known is None:
                 await asyncio.to_thread(self._go_back)
-        self._number += 1
-        self._begin()
+            self._number += 1
+            self._trained = TrainedModel(self._sources / f"{GROWING}{self._file_name}.jsonl")
         return json_of(types.CreateModelResponse(model_id=model_id))
+
+    @asynccontextmanager
+    async def _turn(self, number: int | None) -> AsyncIterator[TrainedModel]:
+        """The turn of a request of the model, which is the present one all the while."""
+        model = self._trained
+        if model is None:
+            raise RequestRefused("model_id: the model is not there yet", 404)
+        async with model.order.turn(number or 0), self._one_trains:
+            if model is not self._trained:
+                raise RequestRefused("model_id: the model is no more")
+            yield model
 
     def _go_back(self) -> None:
         self._actor.load_snapshot(0)
@@ -196,39 +222,39 @@ class TinkerModel:
 
         Raises: RequestRefused: earlier ones of this step have another loss.
         """
-        async with self._order.turn(wanted.seq_id):
+        async with self._turn(wanted.seq_id) as model:
             asked = await asyncio.to_thread(pass_of, wanted, self.limits)
             loss = NamedLoss(_LOSS, {"name": asked.loss, **asked.settings})
-            if asked.is_backward and self._loss not in (None, loss):
+            if asked.is_backward and model.loss not in (None, loss):
                 raise RequestRefused("loss_fn: one step has one loss, and the same loss_fn_config")
-            numbers = await asyncio.to_thread(self._rows.give, asked.rows)
+            numbers = await asyncio.to_thread(model.rows.give, asked.rows)
             if known is None:
                 logprobs = await asyncio.to_thread(
-                    self._actor.score_rows, self._rows, numbers, per_token=True
+                    self._actor.score_rows, model.rows, numbers, per_token=True
                 )
                 known = pass_output(asked, logprobs)
             if asked.is_backward and not known.is_failure:
-                self._loss = loss
-                self._asked += numbers
+                model.loss = loss
+                model.asked += numbers
             return known
 
     async def take_step(self, asked: types.OptimStepRequest, known: ApiAnswer | None) -> ApiAnswer:
         """Raises: RequestRefused: there is nothing to learn from, or a setting is wrong."""
-        async with self._order.turn(asked.seq_id or 0):
+        async with self._turn(asked.seq_id) as model:
             optimizer = _optimizer_of(asked.optim_params)
-            if self._loss is None:
+            if model.loss is None:
                 raise RequestRefused("optim_step: no forward_backward came before it")
             metrics = dict[str, float]()
-            if not self._is_past:
+            if not self._is_past(model):
                 metrics = await asyncio.to_thread(
                     self._actor.update_rows,
-                    self._rows,
-                    self._asked,
-                    self._loss,
+                    model.rows,
+                    model.asked,
+                    model.loss,
                     advances=False,
                     optimizer=optimizer,
                 )
-            self._asked, self._loss = [], None
+            model.asked, model.loss = [], None
             told = {name: it for name, it in metrics.items() if name in ("grad_norm", "lr")}
             return json_of(types.OptimStepResponse(metrics=told))
 
@@ -236,14 +262,14 @@ class TinkerModel:
         self, asked: types.SaveWeightsForSamplerRequest, _: ApiAnswer | None
     ) -> ApiAnswer:
         """Publishes the weights. Samplers of earlier ones end."""
-        async with self._order.turn(asked.seq_id or 0):
+        async with self._turn(asked.seq_id) as model:
             if asked.path is not None:
                 _check_name(asked.path)
-            if not self._is_past:
+            if not self._is_past(model):
                 async with self._publication():
                     await asyncio.to_thread(self._actor.publish_weights, self._rollout)
-            self._version += 1
-            sampler = Sampler(self._number, self._version)
+            model.version += 1
+            sampler = Sampler(self._number, model.version)
             if asked.path is None:
                 owner = self.model_id.partition(":")[0]
                 session = f"{owner}:sample:{asked.sampling_session_seq_id}"
@@ -255,22 +281,21 @@ class TinkerModel:
                 answer = types.SaveWeightsForSamplerResponseInternal(path=path)
             return json_of(answer)
 
-    @property
-    def _is_past(self) -> bool:
+    def _is_past(self, model: TrainedModel) -> bool:
         """Whether the ranks have done what comes next: they outlived the server that asked them.
 
         Updates behind the newest version are asked for again: the ranks know those they have made.
         """
-        return self._version < self._actor.version
+        return model.version < self._actor.version
 
     async def save(self, asked: types.SaveWeightsRequest, known: ApiAnswer | None) -> ApiAnswer:
         """Writes a folder that `transformers` loads."""
-        async with self._order.turn(asked.seq_id or 0):
+        async with self._turn(asked.seq_id) as model:
             name = _check_name(asked.path or f"step-{asked.seq_id}")
             folder = self._models / self._file_name / name
-            if name in self._saved and not asked.overwrite:
+            if name in model.saved and not asked.overwrite:
                 raise RequestRefused(f"path: {name} was saved already; overwrite=True replaces it")
-            self._saved.add(name)
+            model.saved.add(name)
             if known is None:
                 await asyncio.to_thread(self._actor.save_hf, folder)
             path = f"tinker://{self.model_id}/weights/{name}"
@@ -278,7 +303,7 @@ class TinkerModel:
 
     async def refuse(self, seq_id: int, why: str, _: ApiAnswer | None) -> ApiAnswer:
         """What cannot be read has its turn, too."""
-        async with self._order.turn(seq_id):
+        async with self._turn(seq_id):
             raise RequestRefused(why)
 
     def open_sampler(self, session: str, asked: types.CreateSamplingSessionRequest) -> None:

@@ -227,12 +227,13 @@ class TinkerServer:
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
 
         async def create(known: ApiAnswer | None) -> ApiAnswer:
+            self._model.check_wanted(asked)
             if known is None:
                 await self._model.wait_until_free(
                     lambda other: other.startswith(f"{asked.session_id}:") or self._is_silent(other)
                 )
                 self._journal.begin_anew(KeptRequest("create_model", body))
-            return await self._model.create(model_id, asked, known)
+            return await self._model.create(model_id, known)
 
         return self._begun(f"{model_id}:0", create, model_id)
 

@@ -66,6 +66,9 @@ NOT_RUN_HERE = {
         "tests/integration/test_any_update.py"  # has the same calls
     ),
     "import asyncio": "tests/unit/rewards/test_weighted.py",
+    "import tinker": "tests/integration/test_serve.py, which runs these lines",
+    "pip install areal-sc[serve]": "areal_sc is on no index yet",
+    "python -m areal_sc serve --config x.yaml --port 8321": "tests/integration/test_serve.py",
     "from areal_sc import SingleTurnWorkflow\n\n\ndef reward(": (
         "examples/minimal.py"  # has one like it
     ),

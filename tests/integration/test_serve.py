@@ -7,6 +7,7 @@ nobody disturbed.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from integration.run_process import REPOSITORY
 from integration.serving import (
     NUM_PROMPT,
     WORD,
@@ -174,6 +176,24 @@ def test_a_server_whose_workers_died_with_it_makes_all_steps_again(
         expected = session(server, tiny_model_folder, lambda step: None)
     with served(tmp_path / "lost", tiny_model_folder) as server:
         assert session(server, tiny_model_folder, kill_all) == expected
+
+
+def test_the_loop_of_the_document(
+    server: Served, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall("```python\n(.*?)```", (REPOSITORY / "docs/serve.md").read_text(), re.S)
+    for given, own in {
+        "runs/served/serving/key": str(server.run_dir / "serving" / "key"),
+        "http://127.0.0.1:8321": server.url,
+        "SmolLM2-135M-Instruct": tiny_model_folder.name,
+        "rank=8": "rank=0",
+    }.items():
+        assert given in block
+        block = block.replace(given, own)
+    exec(block, {})
+    losses = [float(it) for it in re.findall("'loss:sum': ([0-9.]+)", capsys.readouterr().out)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] / 2
 
 
 def test_samples_are_of_the_weights_that_were_saved(
