@@ -199,11 +199,13 @@ async def test_rows_by_keys_alone(runs: list[Path], page: Page, tab: Tab) -> Non
     await tab.value("document.activeElement.blur()")
     await tab.press("j", "Enter")
     await tab.wait_for("location.hash.includes('name=2.0.0.0')")
+    await tab.wait_for("/Group 2, answer 1/.test(document.body.innerText)")  # it hears keys now
     await tab.press("Escape")
     await tab.wait_for("document.querySelectorAll('.row').length === 1")
     await shows(tab, "#/row?name=2.0.0.0")
     await tab.press("j")
     await tab.wait_for("location.hash.includes('name=2.0.0.1')")
+    await tab.wait_for("/Group 2, answer 1/.test(document.body.innerText)")
     await tab.press("p")
     await tab.wait_for("/dataset=0&index=7/.test(location.hash)")
     assert tab.errors == []
