@@ -167,10 +167,15 @@ class ServerClient:
         self._control_timeout_s = control_timeout_s
         self._step_timeout_s = step_timeout_s
         self._answers: set[aiohttp.ClientResponse] = set()
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-            trust_env=False,
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
+        # Answers are many, and share connections. Each of the others has one of its own: it cannot
+        # be asked twice, and a server closes idle ones, maybe just when this process is held up.
+        self._session, self._others = (
+            aiohttp.ClientSession(headers=headers, connector=connector, trust_env=False)
+            for connector in (
+                aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                aiohttp.TCPConnector(limit=0, force_close=True),
+            )
         )
 
     async def check_health(self, *, timeout_s: float) -> None:
@@ -337,6 +342,7 @@ class ServerClient:
         for answer in self._answers:  # the session would leave who reads one waiting
             answer.close()
         await self._session.close()
+        await self._others.close()
 
     async def request(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
@@ -457,7 +463,8 @@ class ServerClient:
         body: Mapping[str, Any] | None,
         limits: aiohttp.ClientTimeout,
     ) -> aiohttp.ClientResponse:
-        ask = partial(self._session.request, method, self.url + path, json=body, timeout=limits)
+        session = self._session if path == self.answers_at else self._others
+        ask = partial(session.request, method, self.url + path, json=body, timeout=limits)
         try:
             return await ask()
         except aiohttp.ClientOSError as error:

@@ -117,10 +117,10 @@ async def test_an_idle_connection_that_the_server_has_closed_is_replaced(
             return await whole(*arguments, **named)
 
         monkeypatch.setattr(client._session, "request", ask)
-        await client.begin_update()
+        await client.request("POST", client.answers_at, {}, 60.0)
         assert num_asked == 2
         with pytest.raises(PeerLost, match="no route"):
-            await client.begin_update()
+            await client.request("POST", client.answers_at, {}, 60.0)
 
 
 async def test_a_client_that_was_closed() -> None:
