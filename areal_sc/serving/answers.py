@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 
 from areal_sc.errors import ArealError
 from areal_sc.serving.journal import ServeJournal, WrittenReply
@@ -69,7 +69,8 @@ class Answers:
     async def settle(self) -> None:
         """Waits for the requests that an earlier server has answered."""
         for task in self._settling:
-            await asyncio.wait([task, self.failed], return_when=asyncio.FIRST_COMPLETED)
+            first: list[asyncio.Future[Any]] = [task, self.failed]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         self._settling.clear()
 
     async def wait_for(self, request_id: str, limit_s: float) -> ApiAnswer | None:
