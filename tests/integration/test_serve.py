@@ -178,13 +178,20 @@ def test_a_server_whose_workers_died_with_it_makes_all_steps_again(
         assert session(server, tiny_model_folder, kill_all) == expected
 
 
+@pytest.fixture
+def own_server(tiny_model_folder: Path, tmp_path: Path) -> Iterator[Served]:
+    """Of a client that would wait for the model of another one."""
+    with served(tmp_path / "run", tiny_model_folder) as server:
+        yield server
+
+
 def test_the_loop_of_the_document(
-    server: Served, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+    own_server: Served, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (block,) = re.findall("```python\n(.*?)```", (REPOSITORY / "docs/serve.md").read_text(), re.S)
     for given, own in {
-        "runs/served/serving/key": str(server.run_dir / "serving" / "key"),
-        "http://127.0.0.1:8321": server.url,
+        "runs/served/serving/key": str(own_server.run_dir / "serving" / "key"),
+        "http://127.0.0.1:8321": own_server.url,
         "SmolLM2-135M-Instruct": tiny_model_folder.name,
         "rank=8": "rank=0",
     }.items():
