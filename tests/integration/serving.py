@@ -30,6 +30,7 @@ class Served:
         own = "total_steps=1000", "rollout.max_context_tokens=64"
         self._overrides = (f"actor.path={model}", *own, *PATIENT, *overrides)
         self._runs: list[RunProcess] = []
+        self._clients: list[tinker.ServiceClient] = []
         self._port = 0
         self.start()
 
@@ -66,11 +67,21 @@ class Served:
         os.kill(next(pids), signal.SIGKILL)
 
     def client(self) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=self.key)
+        """A client that ends with the server."""
+        self._clients.append(tinker.ServiceClient(base_url=self.url, api_key=self.key))
+        return self._clients[-1]
 
     def close(self) -> None:
+        for client in self._clients:
+            end(client)
         for run in self._runs:
             run.kill_all()
+
+
+def end(client: tinker.ServiceClient) -> None:
+    """Else it tells its server that it lives for as long as this process does, and logs warnings
+    into other tests when nobody hears it."""
+    client._get_session_holder().close()
 
 
 @contextmanager

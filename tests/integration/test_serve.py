@@ -23,6 +23,7 @@ from integration.serving import (
     Served,
     begun,
     datum,
+    end,
     sampled,
     served,
     tokens_of,
@@ -197,7 +198,9 @@ def test_the_loop_of_the_document(
     }.items():
         assert given in block
         block = block.replace(given, own)
-    exec(block, {})
+    names = dict[str, Any]()
+    exec(block, names)
+    end(names["client"])
     losses = [float(it) for it in re.findall("'loss:sum': ([0-9.]+)", capsys.readouterr().out)]
     assert len(losses) == 10
     assert losses[-1] < 0.95 * losses[0]  # random weights, tokens of which most are padding
@@ -225,12 +228,9 @@ def test_what_is_wrong_is_refused_and_changes_nothing(
     server: Served, client: tinker.ServiceClient, tiny_model_folder: Path
 ) -> None:
 
-    def come_as_stranger() -> None:
-        stranger = tinker.ServiceClient(base_url=server.url, api_key="tml-wrong")
-        stranger.create_sampling_client(base_model=tiny_model_folder.name).result()
-
+    stranger = tinker.ServiceClient(base_url=server.url, api_key="tml-wrong")
     with pytest.raises(tinker.AuthenticationError, match="this is not the key"):
-        come_as_stranger()
+        stranger.create_sampling_client(base_model=tiny_model_folder.name).result()
 
     def refused(what: str, ask: Callable[[], Any]) -> None:
         with pytest.raises(tinker.RequestFailedError, match=what):
