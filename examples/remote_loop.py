@@ -2,7 +2,7 @@
 
     python examples/letter_sort.py --config configs/letter_sort.yaml total_steps=1  # its model
     python -m areal_sc serve --config configs/letter_sort.yaml run_dir=runs/served
-    python examples/remote_loop.py http://127.0.0.1:8321 runs/served/serving/key
+    python examples/remote_loop.py http://127.0.0.1:8321 runs/served/serving/keys/default
 
 The model learns to sort letters by importance sampling, from 16 prompts with 8 answers a step. The
 server may be killed and started again meanwhile. Needs `pip install 'areal-sc[serve]'`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
 from importlib.util import find_spec
 from typing import Final
@@ -14,10 +15,10 @@ from areal_sc.preflight.load import load_config
 
 COMMAND: Final = dict(
     help="train and sample a model for clients of the Tinker API",
-    usage="python -m areal_sc serve --config FILE.yaml [--port N] [key=value ...]",
+    usage="python -m areal_sc serve --config FILE.yaml [--port N] [--tenants A,B] [key=value ...]",
     description="Starts the trainer and the generators of the settings, and answers the official "
-    "client of the Tinker API, `tinker`, on this machine. RUN_DIR/serving/key holds the key that "
-    "clients need. Ctrl-C ends it. docs/serve.md says what is served.",
+    "client of the Tinker API, `tinker`, on this machine. RUN_DIR/serving/keys/TENANT holds the "
+    "key that a tenant's clients need. Ctrl-C ends it. docs/serve.md says what is served.",
 )
 
 
@@ -26,6 +27,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces one setting")
     parser.add_argument("--config", metavar="FILE.yaml", required=True, help="settings of a run")
     parser.add_argument("--port", type=int, default=8321, metavar="N", help="default: 8321")
+    parser.add_argument(
+        "--tenants",
+        type=_names,
+        default=["default"],
+        metavar="A,B",
+        help="names of those who have a key each; default: default",
+    )
+
+
+def _names(given: str) -> list[str]:
+    names = given.split(",")
+    if not all(re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) for name in names):
+        raise argparse.ArgumentTypeError("expected names of letters, digits, '_', '-'")
+    return names
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -36,4 +51,4 @@ def run(arguments: argparse.Namespace) -> None:
     from areal_sc.serving.serve import serve
 
     config = load_config(["--config", arguments.config, *arguments.overrides], GRPOConfig)
-    asyncio.run(serve(config, arguments.port, sys.stdout))
+    asyncio.run(serve(config, arguments.port, arguments.tenants, sys.stdout))

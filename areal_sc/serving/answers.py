@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 
 from areal_sc.errors import ArealError
 from areal_sc.serving.journal import ServeJournal, WrittenReply
@@ -52,7 +52,7 @@ class Answers:
         self._journal = journal
         self._known = known
         self._tasks: dict[str, asyncio.Task[ApiAnswer]] = {}
-        self._settling: list[asyncio.Task[ApiAnswer]] = []
+        self._given_up = set[str]()
         self._num_bytes = 0
 
     def begin(self, request_id: str, work: Work) -> None:
@@ -60,18 +60,20 @@ class Answers:
         if request_id in self._tasks:
             return
         known = self._known.get(request_id)
-        done = asyncio.create_task(self._done(request_id, work, known), name=request_id)
-        self._tasks[request_id] = done
-        if known is not None:
-            self._settling.append(done)
+        done = self._done(request_id, work, known)
+        self._tasks[request_id] = asyncio.create_task(done, name=request_id)
         self._forget_oldest()
 
-    async def settle(self) -> None:
-        """Waits for the requests that an earlier server has answered."""
-        for task in self._settling:
-            first: list[asyncio.Future[Any]] = [task, self.failed]
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        self._settling.clear()
+    def knows(self, request_id: str) -> bool:
+        """Whether it was begun, or an earlier server has answered it."""
+        return request_id in self._tasks or request_id in self._known
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody waits for the answer any more, and the work changes nothing: it ends."""
+        task = self._tasks.get(request_id)
+        if task is not None and not task.done():
+            self._given_up.add(request_id)
+            task.cancel()
 
     async def wait_for(self, request_id: str, limit_s: float) -> ApiAnswer | None:
         """The answer; None: it is not there yet.
@@ -95,6 +97,10 @@ class Answers:
             answer = await work(known)
         except RequestRefused as refused:
             answer = failure_of(str(refused), is_users=True)
+        except asyncio.CancelledError:
+            if request_id not in self._given_up:
+                raise
+            answer = failure_of("the client has given the request up", is_users=True)
         except ArealError as error:
             logger.exception("a request has failed")
             if (end := self._ended_by(error)) is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_sc.serving.losses import HIGH, LOSS, LOW
 from areal_sc.sources.prompts import row_to_wire
 from areal_sc.sources.row_file import WrittenRows
 from areal_sc.sources.values import to_json
@@ -14,24 +15,29 @@ from areal_sc.system.durable import own_file
 
 
 class GivenRows(WrittenRows):
-    """Rows by their numbers, from 0 on, in the order in which they were given.
+    """Rows by the numbers that they were given with.
+
+    The loss of a row and its settings are one number each in the file, and one a token here.
 
     Args: path: of a file in the run's folder of sources.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._num_given = 0
 
     def __len__(self) -> int:
         return sys.maxsize  # further ones come
 
-    def give(self, rows: Sequence[Mapping[str, Any]]) -> range:
-        """Their numbers. A row whose number the file has was given by an earlier server: it stays.
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = super().__getitem__(index)
+        length = len(row["input_ids"])
+        return row | {name: [row[name]] * length for name in (LOSS, LOW, HIGH)}
+
+    def give(self, numbers: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes rows; one whose number the file has was given by an earlier server: it stays.
 
         Raises: OSError: the file cannot be written.
         """
-        numbers = range(self._num_given, self._num_given + len(rows))
         with open(self._path, "a+b", opener=own_file) as file:
             self._look_on(file)
             file.truncate(self._end)  # a death has cut a line short
@@ -40,5 +46,3 @@ class GivenRows(WrittenRows):
                     wire = to_json(row_to_wire(row, number, "given"))
                     file.write(b'{"index": %d, "row": %s}\n' % (number, wire))
             self._look_on(file)
-        self._num_given = numbers.stop
-        return numbers

@@ -1,16 +1,18 @@
-"""What clients have asked for and were answered, in a file of the run folder.
+"""What clients have asked for, were answered, and what the ranks were asked for then.
 
-    request ──► its line, then its work ──► the answer's line, then the client gets it
+    request ──► its record, then its work ──► the answer's record, then the client gets it
+                        │
+                        └─► the record of a turn of the ranks, then the turn: see `rank_turns`
 
 A server that was killed reads it when it starts again: answered requests are answered again, and
-the others are worked on, in the order in which they came. The file begins anew with each model.
+the others are worked on, in the order in which they came.
 """
 
 from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,10 +27,11 @@ _HEAD_BYTES: Final = 8  # length and checksum of what follows
 
 
 class KeptRequest(Struct, frozen=True, array_like=True, tag=True):
-    """A request: what serves it, and its body."""
+    """A request: what serves it, its body, and the name of the key that it came with."""
 
     name: str
     body: bytes
+    tenant: str
 
 
 class WrittenReply(Struct, frozen=True, array_like=True, tag=True):
@@ -40,7 +43,71 @@ class WrittenReply(Struct, frozen=True, array_like=True, tag=True):
     is_failure: bool
 
 
-Record = KeptRequest | WrittenReply
+class Source(Struct, frozen=True, array_like=True):
+    """What a model begins with where it gets a place.
+
+    Attributes:
+        folder: of an adapter; "": it is new.
+        has_optimizer: the optimizer's state of that folder counts, too.
+        seed, rank: of a new adapter.
+    """
+
+    folder: str = ""
+    has_optimizer: bool = False
+    seed: int = 0
+    rank: int = 0
+
+
+class Entered(Struct, frozen=True, array_like=True, tag=True):
+    """A model gets a place among those that are trained, or other weights there.
+
+    Attributes:
+        version: of the ranks before it, as in the other turns.
+        number: of the turn, from 0 on, which names what the ranks do.
+        request_id: of the client that asks for other weights; "": it came to the model's turn.
+    """
+
+    version: int
+    number: int
+    model_id: str
+    place: int
+    source: Source
+    request_id: str = ""
+
+
+class Left(Struct, frozen=True, array_like=True, tag=True):
+    """A model leaves its place to another one; what it has come to is in a folder."""
+
+    version: int
+    number: int
+    model_id: str
+    folder: str
+
+
+class Stepped(Struct, frozen=True, array_like=True, tag=True):
+    """One update of the models that these requests are of."""
+
+    version: int
+    number: int
+    request_ids: tuple[str, ...]
+
+
+class Published(Struct, frozen=True, array_like=True, tag=True):
+    """The weights of the one model that there is are published."""
+
+    version: int
+    number: int
+    request_id: str
+
+
+class Failed(Struct, frozen=True, array_like=True, tag=True):
+    """The turn of this number has failed, and changed nothing."""
+
+    number: int
+
+
+Turn = Entered | Left | Stepped | Published
+Record = KeptRequest | WrittenReply | Turn | Failed
 
 _DECODER: Final = msgspec.msgpack.Decoder(Record)
 
@@ -65,10 +132,11 @@ class ServeJournal:
             self._file.truncate(end)
         return [record for record, _ in found]
 
-    def begin_anew(self, first: Record) -> None:
+    def begin_anew(self, first: Sequence[Record]) -> None:
         """Nothing that came before counts any more."""
         self._file.truncate(0)
-        self.write(first)
+        for record in first:
+            self.write(record)
 
     def write(self, record: Record) -> None:
         content = msgspec.msgpack.encode(record)

@@ -1,5 +1,8 @@
 """The losses that the Tinker API names: sums over tokens, as its documentation defines them.
 
+Rows of several models, each with a loss of its own, are computed together, so each token says what
+its loss is.
+
 Source: https://tinker-docs.thinkingmachines.ai/losses
 """
 
@@ -13,18 +16,22 @@ import torch
 from areal_sc.algorithms.loss_tokens import LossTokens
 from areal_sc.algorithms.losses import Metrics
 
-WEIGHTS: Final = "token_weights"
-SAMPLED: Final = "sampled_logprobs"
-ADVANTAGES: Final = "token_advantages"
+LOSSES: Final = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+"""Their names; a token's `LOSS` is the place of one here."""
 
-FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
-    "cross_entropy": {WEIGHTS: "weights"},
-    **{
-        name: {SAMPLED: "logprobs", ADVANTAGES: "advantages"}
-        for name in ("importance_sampling", "ppo", "cispo", "dro")
-    },
+GAINS: Final = "token_gains"
+SAMPLED: Final = "sampled_logprobs"
+LOSS: Final = "token_loss"
+LOW: Final = "loss_low"
+HIGH: Final = "loss_high"
+FIELDS: Final = (GAINS, SAMPLED, LOSS, LOW, HIGH)
+"""Fields that each token has."""
+
+INPUTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "cross_entropy": {GAINS: "weights"},
+    **{name: {SAMPLED: "logprobs", GAINS: "advantages"} for name in LOSSES[1:]},
 }
-"""By the name of a loss, the fields that it reads, and what the API calls them."""
+"""By the name of a loss, the fields that a client gives, and what the API calls them."""
 
 SETTINGS: Final[Mapping[str, Mapping[str, float]]] = {
     "cross_entropy": {},
@@ -33,37 +40,39 @@ SETTINGS: Final[Mapping[str, Mapping[str, float]]] = {
     "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "dro": {"beta": 0.05},
 }
-"""What `loss_fn_config` may set, and what it is otherwise."""
+"""What `loss_fn_config` may set, and what it is otherwise; in the order of `LOW` and `HIGH`."""
 
 
-def token_losses(
-    name: str,
-    logprobs: torch.Tensor,
-    fields: Mapping[str, torch.Tensor],
-    settings: Mapping[str, float],
-) -> torch.Tensor:
+def token_losses(logprobs: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """[N] the loss of each token.
 
     Args:
         logprobs: [N] of the model that is trained, nats.
-        fields: [N] each, those of `FIELDS`.
-        settings: all of `SETTINGS`.
+        fields: [N] each of `FIELDS`.
     """
-    if name == "cross_entropy":
-        return -fields[WEIGHTS] * logprobs
-    gaps, advantages = logprobs - fields[SAMPLED], fields[ADVANTAGES]
-    if name == "dro":
-        return settings["beta"] / 2 * gaps.square() - logprobs * advantages
-    ratio = gaps.exp()
-    if name == "importance_sampling":
-        return -ratio * advantages
-    clipped = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
-    if name == "cispo":
-        return -clipped.detach() * logprobs * advantages
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    gains, low, high = fields[GAINS], fields[LOW], fields[HIGH]
+    losses = torch.zeros_like(logprobs)
+    for number, name in enumerate(LOSSES):
+        is_its = fields[LOSS] == number
+        if not bool(is_its.any()):
+            continue
+        gaps = torch.where(is_its, logprobs - fields[SAMPLED], 0.0)
+        ratio = gaps.exp()
+        if name == "cross_entropy":
+            its = -gains * logprobs
+        elif name == "importance_sampling":
+            its = -ratio * gains
+        elif name == "ppo":
+            its = -torch.minimum(ratio * gains, ratio.clamp(low, high) * gains)
+        elif name == "cispo":
+            its = -ratio.clamp(low, high).detach() * logprobs * gains
+        else:
+            its = low / 2 * gaps.square() - logprobs * gains
+        losses = torch.where(is_its, its, losses)
+    return losses
 
 
-def summed(tokens: LossTokens, *, name: str, **settings: float) -> tuple[torch.Tensor, Metrics]:
+def summed(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
     """The loss of an update: the sum over all tokens."""
-    fields = {field: tokens.fields[field] for field in FIELDS[name]}
-    return token_losses(name, tokens.logprobs, fields, settings).sum(), {}
+    fields = {field: tokens.fields[field] for field in FIELDS}
+    return token_losses(tokens.logprobs, fields).sum(), {}

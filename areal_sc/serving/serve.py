@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -10,34 +11,52 @@ from transformers import AutoConfig
 
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.starting import TakenOver
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import CommandError
-from areal_sc.serving.journal import ServeJournal
-from areal_sc.serving.served_model import TinkerModel
+from areal_sc.serving.journal import Failed, ServeJournal, Turn
+from areal_sc.serving.served_models import TinkerModels
 from areal_sc.serving.server import TinkerServer, key_of
 from areal_sc.serving.wire import RowLimits
 from areal_sc.trainer.run import Run
+from areal_sc.trainer.snapshots import SnapshotState
 
 HOST: Final = "127.0.0.1"
-KEY_FILE: Final = "key"
+PLACES: Final = 8
+"""Adapters that are trained together, where the settings say nothing."""
+KEYS: Final = "keys"
+"""Folder with a file a tenant."""
 
 
-async def serve(config: GRPOConfig, port: int, output: TextIO) -> None:
+class ServeRun(Run):
+    """Its steps are those of clients, who keep their own account of them."""
+
+    def _take_over(self, taken: TakenOver, rollout: SnapshotState) -> None:
+        self.display.note(str(taken))
+
+
+async def serve(config: GRPOConfig, port: int, tenants: Sequence[str], output: TextIO) -> None:
     """Serves until it is cancelled.
 
     Raises: CommandError: the port is taken. WorkerError, StepsLost: the run cannot go on; the same
         command does.
     """
-    with Run(config) as run:
+    if config.actor.lora.rank and config.actor.lora.places == 1:
+        config.actor.lora.places = PLACES
+    with ServeRun(config) as run:
         actor = TrainController(make_actor(run.config.actor), run.scheduler)
         rollout = RolloutController(make_generator(run.config.rollout), run.scheduler)
         with run.training(actor, rollout):
             folder = run.folder.serving
-            folder.mkdir(exist_ok=True)
+            (folder / KEYS).mkdir(parents=True, exist_ok=True)
+            keys = {tenant: key_of(folder / KEYS / tenant) for tenant in tenants}
             journal = ServeJournal(folder / "journal")
-            model = TinkerModel(actor, rollout, limits_of(run.config), run.folder)
-            server = TinkerServer(model, key_of(folder / KEY_FILE), journal)
+            found = journal.records()
+            turns = [it for it in found if isinstance(it, Turn | Failed)]
+            limits = limits_of(run.config)
+            models = TinkerModels(actor, rollout, limits, run.folder, journal, turns)
+            server = TinkerServer(models, keys, journal, found)
             await server.go_on()
             runner = web.AppRunner(server.application(), access_log=None)
             await runner.setup()
@@ -48,8 +67,8 @@ async def serve(config: GRPOConfig, port: int, output: TextIO) -> None:
                     raise CommandError(f"--port {port}: {error.strerror}") from error
                 bound = runner.addresses[0][1]
                 print(
-                    f"serving {Path(model.name).name} at http://{HOST}:{bound}; the key is in "
-                    f"{folder / KEY_FILE}",
+                    f"serving {Path(models.name).name} at http://{HOST}:{bound}; keys are in "
+                    f"{folder / KEYS}",
                     file=output,
                     flush=True,
                 )

@@ -15,7 +15,18 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.serving.losses import FIELDS, SETTINGS, WEIGHTS, token_losses
+from areal_sc.serving.losses import (
+    FIELDS,
+    GAINS,
+    HIGH,
+    INPUTS,
+    LOSS,
+    LOSSES,
+    LOW,
+    SAMPLED,
+    SETTINGS,
+    token_losses,
+)
 from areal_sc.workers.calls import Generated
 
 B = TypeVar("B", bound=pydantic.BaseModel)
@@ -68,16 +79,16 @@ class WantedPass:
     """A forward pass that was asked for, or a forward and backward one.
 
     Attributes:
-        loss: one of `FIELDS`.
-        settings: all of its `SETTINGS`.
-        rows: `input_ids` and `loss_mask`, each [T], and [T] each the fields of the loss; each
-            token but the first one is trained.
+        rows: `input_ids` and `loss_mask`, each [T], [T] each what the client gives for the loss,
+            and the loss and its settings; each token but the first one is trained.
     """
 
-    loss: str
-    settings: Mapping[str, float]
-    rows: list[dict[str, list[Any]]]
+    rows: list[dict[str, Any]]
     is_backward: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row["input_ids"]) for row in self.rows)
 
 
 def read_json(body: bytes, kind: type[B]) -> B:
@@ -100,9 +111,9 @@ def read_pass(body: bytes) -> pb.ForwardBackwardRequest:
 
 def pass_of(asked: pb.ForwardBackwardRequest, limits: RowLimits) -> WantedPass:
     """Raises: RequestRefused: what it asks for is not served."""
-    if asked.loss_fn not in FIELDS:
+    if asked.loss_fn not in LOSSES:
         raise RequestRefused(
-            f"loss_fn: expected one of {', '.join(FIELDS)}, got {asked.loss_fn!r:.80}"
+            f"loss_fn: expected one of {', '.join(LOSSES)}, got {asked.loss_fn!r:.80}"
         )
     settings = dict(SETTINGS[asked.loss_fn])
     for name, value in asked.loss_fn_config.items():
@@ -114,20 +125,21 @@ def pass_of(asked: pb.ForwardBackwardRequest, limits: RowLimits) -> WantedPass:
         settings[name] = value
     if not asked.data:
         raise RequestRefused("data: expected at least one datum")
+    low, high = [*settings.values(), 0.0, 0.0][:2]
+    own = {LOSS: LOSSES.index(asked.loss_fn), LOW: low, HIGH: high}
     rows = []
     for number, datum in enumerate(asked.data):
         try:
-            rows.append(_row_of(datum, asked.loss_fn, limits))
+            rows.append(_row_of(datum, asked.loss_fn, limits) | own)
         except RequestRefused as error:
             raise RequestRefused(f"data[{number}]: {error}") from error
-    backward = not asked.forward_only
-    return WantedPass(asked.loss_fn, settings, rows, backward)
+    return WantedPass(rows, is_backward=not asked.forward_only)
 
 
-def _row_of(datum: Any, loss: str, limits: RowLimits) -> dict[str, list[Any]]:
+def _row_of(datum: Any, loss: str, limits: RowLimits) -> dict[str, Any]:
     tokens = [_tokens_of(chunk) for chunk in datum.model_input]
     given = np.concatenate([np.empty(0, np.int32), *tokens])
-    known = {"target_tokens", *FIELDS[loss].values()}
+    known = {"target_tokens", *INPUTS[loss].values()}
     if others := datum.loss_fn_inputs.keys() - known:
         raise RequestRefused(
             f"loss_fn_inputs: {loss} reads {', '.join(sorted(known))}, got {min(others)!r:.80}"
@@ -140,12 +152,13 @@ def _row_of(datum: Any, loss: str, limits: RowLimits) -> dict[str, list[Any]]:
         )
     ids = np.concatenate([given, targets[-1:]]).astype(np.int64)
     check_tokens(ids, limits)
-    row: dict[str, list[Any]] = {
+    row: dict[str, Any] = {
         "input_ids": ids.tolist(),
         "loss_mask": [0] + [1] * len(given),
+        SAMPLED: [0.0] * len(ids),
     }
-    for field, name in FIELDS[loss].items():
-        if field == WEIGHTS and name not in datum.loss_fn_inputs:
+    for field, name in INPUTS[loss].items():
+        if loss == "cross_entropy" and name not in datum.loss_fn_inputs:
             values = np.ones(len(given))  # of a loss that the client computes
         else:
             values = _tensor_of(datum, name, len(given))
@@ -193,11 +206,10 @@ def pass_output(asked: WantedPass, logprobs: Sequence[Sequence[float]]) -> ApiAn
     of_rows = [np.asarray(row[1:], np.float32) for row in logprobs]
     losses = 0.0
     for row, known in zip(asked.rows, of_rows, strict=True):
-        fields = {
-            name: torch.tensor(row[name][1:], dtype=torch.float64) for name in FIELDS[asked.loss]
-        }
-        computed = torch.from_numpy(known).double()
-        losses += float(token_losses(asked.loss, computed, fields, asked.settings).sum())
+        constant = {name: [row[name]] * len(known) for name in (LOSS, LOW, HIGH)}
+        each = constant | {name: row[name][1:] for name in (GAINS, SAMPLED)}
+        fields = {name: torch.tensor(each[name], dtype=torch.float64) for name in FIELDS}
+        losses += float(token_losses(torch.from_numpy(known).double(), fields).sum())
     offsets = np.cumsum([0, *(row.nbytes for row in of_rows)], dtype=np.int64)
     tensor = pb.BatchedTensor(
         data=b"".join(row.tobytes() for row in of_rows),
@@ -213,14 +225,32 @@ def pass_output(asked: WantedPass, logprobs: Sequence[Sequence[float]]) -> ApiAn
 
 
 _UNSERVED: Final = (
-    *("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs"),
-    *("prompt_alt_tokens_k", "record_stability_info"),
+    *("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"),
+    "record_stability_info",
 )
+
+_MOST_TOP_K: Final = 128
+
+
+@dataclass(frozen=True)
+class WantedSample:
+    """Completions that were asked for, each of them.
+
+    Attributes:
+        prompt_logprobs: those of the prompt are, too.
+        top_k, prompt_top_k: most probable tokens of each sampled token, and of the prompt.
+    """
+
+    prompt: list[int]
+    sampling: GenerationConfig
+    prompt_logprobs: bool
+    top_k: int
+    prompt_top_k: int
 
 
 def sampling_of(
     asked: types.SampleRequest, limits: RowLimits, own: GenerationConfig
-) -> tuple[list[int], GenerationConfig]:
+) -> WantedSample:
     """The tokens of a prompt, and how completions of it are sampled.
 
     Args: own: the settings of the server, whose `max_new_tokens` counts where nothing is asked for.
@@ -229,8 +259,13 @@ def sampling_of(
     for name in _UNSERVED:
         if getattr(asked, name):
             raise RequestRefused(f"{name} is not served")
-    if not 1 <= asked.num_samples <= 1024:
-        raise RequestRefused(f"num_samples: expected 1 to 1024, got {asked.num_samples}")
+    top_ks = {
+        name: getattr(asked, name) for name in ("topk_sample_logprobs", "topk_prompt_logprobs")
+    }
+    for name, number in {"num_samples": asked.num_samples - 1, **top_ks}.items():
+        most = 1023 if name == "num_samples" else min(_MOST_TOP_K, limits.vocab_size)
+        if not 0 <= number <= most:
+            raise RequestRefused(f"{name}: expected at most {most}, got {getattr(asked, name)}")
     try:
         tokens = asked.prompt.to_ints()
     except ValueError as error:
@@ -260,10 +295,16 @@ def sampling_of(
         stop=[it for it in stop if isinstance(it, str)],
         stop_token_ids=[it for it in stop if isinstance(it, int)],
     )
-    return tokens, sampling
+    return WantedSample(
+        tokens,
+        sampling,
+        bool(asked.prompt_logprobs) or asked.topk_prompt_logprobs > 0,
+        asked.topk_sample_logprobs,
+        asked.topk_prompt_logprobs,
+    )
 
 
-def sample_output(completions: Sequence[Generated]) -> ApiAnswer:
+def sample_output(wanted: WantedSample, completions: Sequence[Generated]) -> ApiAnswer:
     """What was sampled; a completion that its context cut has the reason `length`."""
     sequences = [
         pb.SampledSequence(

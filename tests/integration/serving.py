@@ -54,7 +54,7 @@ class Served:
 
     @property
     def key(self) -> str:
-        return (self.run_dir / "serving" / "key").read_text()
+        return (self.run_dir / "serving" / "keys" / "default").read_text()
 
     def kill(self, who: str) -> None:
         """Kills a worker, or the server, which is started again."""

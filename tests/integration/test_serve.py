@@ -191,7 +191,7 @@ def test_the_loop_of_the_document(
 ) -> None:
     (block,) = re.findall("```python\n(.*?)```", (REPOSITORY / "docs/serve.md").read_text(), re.S)
     for given, own in {
-        "runs/served/serving/key": str(own_server.run_dir / "serving" / "key"),
+        "runs/served/serving/keys/default": str(own_server.run_dir / "serving" / "keys" / "default"),
         "http://127.0.0.1:8321": own_server.url,
         "SmolLM2-135M-Instruct": tiny_model_folder.name,
         "rank=8": "rank=0",

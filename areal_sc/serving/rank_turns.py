@@ -1,0 +1,436 @@
+"""Turns of the ranks: what the requests of several models want, computed together.
+
+    a request's turn among its model's ──► a wish ──► a turn of the ranks ──► its result
+                                             │
+        scores    of all models that wish for them, in one forward pass
+        a step    of all models that wish for one: each has its loss, its optimizer, its step
+        a place   for a model that rests, whose wish waits; another one leaves its own
+        the rest  one after the other: weights to a folder
+
+The kinds alternate, and each model has at most one wish at a time. So no model waits for more than
+one turn of each kind before its own, however much another one asks for.
+
+What changes the ranks is in the journal before they are asked. A server that was killed repeats
+these turns in their order, with the models that were in them: ranks that live join or skip what
+they have done, and ranks that begin anew make it again.
+
+consumes     wishes
+waits for    the ranks, one turn after the other
+unblocked by them; what ends the run ends all wishes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from areal_sc.config.optimizer_settings import OptimizerConfig
+from areal_sc.errors import ArealError
+from areal_sc.serving.journal import (
+    Entered,
+    Failed,
+    Left,
+    Published,
+    ServeJournal,
+    Source,
+    Stepped,
+    Turn,
+)
+from areal_sc.serving.trained_model import TrainedModel
+from areal_sc.serving.wire import RequestRefused
+
+RESTING: Final = "resting"
+"""Begins the names of folders of models that rest."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The log-probabilities of rows: each row's, [T], nats."""
+
+    rows: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer update on rows: its metrics."""
+
+    rows: Sequence[int]
+    optimizer: OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Save:
+    """The weights as they are, in a folder of the model.
+
+    Attributes:
+        has_optimizer: with the optimizer's state.
+        is_shown: for samplers, from the next request of theirs on.
+    """
+
+    name: str
+    has_optimizer: bool = False
+    is_shown: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    """Other weights in place of those of the model."""
+
+    source: Source
+
+
+Wanted = Score | Step | Save | Load
+
+
+class Host(Protocol):
+    """What trains the models. Its methods block.
+
+    Attributes:
+        num_places: models that are trained together.
+        publishes: weights for samplers are a version of the policy, and there is one model.
+    """
+
+    num_places: int
+    publishes: bool
+
+    @property
+    def version(self) -> int:
+        """Of the ranks."""
+
+    def enter(self, place: int, source: Source, turn: int) -> None:
+        """The weights at a place are those of a source. Args: turn: names what the ranks do."""
+
+    def score(self, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Any]]:
+        """By place, of rows by number, the log-probabilities."""
+
+    def step(self, steps: Mapping[int, Step]) -> dict[int, dict[str, float]]:
+        """By place, the metrics of an update."""
+
+    def save(self, place: int, model: TrainedModel, wanted: Save) -> None:
+        """Writes a folder, or publishes."""
+
+
+@dataclass(eq=False)
+class _Wish:
+    model: TrainedModel
+    request_id: str
+    wanted: Wanted
+    num_tokens: int
+    done: asyncio.Future[Any] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    num_turns: int = 0  # that it has seen
+
+    @property
+    def place(self) -> int:
+        assert self.model.place is not None, "models without a place have no turn"
+        return self.model.place
+
+
+class RankTurns:
+    """Decides who is next, and asks the ranks.
+
+    Args:
+        past: turns of an earlier server, which come first, and numbers of those that failed.
+        model_of: the model of an id, also of one that is no more.
+
+    Attributes:
+        busy_s: time of the ranks by tenant, which models that are computed together share by their
+            tokens.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        journal: ServeJournal,
+        past: Iterable[Turn | Failed],
+        model_of: Callable[[str], TrainedModel],
+    ) -> None:
+        self.busy_s: Counter[str] = Counter()
+        self._host = host
+        self._journal = journal
+        turns = list(past)
+        failed = {turn.number for turn in turns if isinstance(turn, Failed)}
+        self._past: list[Turn] = [
+            turn for turn in turns if not isinstance(turn, Failed) and turn.number not in failed
+        ]
+        self._model_of = model_of
+        self._number = 1 + max((turn.number for turn in turns), default=-1)
+        self._wishes: list[_Wish] = []
+        self._placed: list[TrainedModel] = []  # who has waited longest for a turn first
+        self._changed = asyncio.Event()
+        self._is_repeated = asyncio.Event()
+        self._kinds = deque[Any]([Save | Load, Score, Step])  # the next one first
+
+    async def ask(
+        self, model: TrainedModel, request_id: str, wanted: Wanted, num_tokens: int = 0
+    ) -> Any:
+        """The result of what is wanted; see there. Raises: what the ranks raise."""
+        wish = _Wish(model, request_id, wanted, num_tokens)
+        self._wishes.append(wish)
+        self._changed.set()
+        try:
+            return await wish.done
+        finally:
+            if wish in self._wishes:
+                self._wishes.remove(wish)
+
+    @property
+    def num_waiting(self) -> Counter[str]:
+        """Wishes by tenant."""
+        return Counter(wish.model.tenant for wish in self._wishes)
+
+    def forget(self, model: TrainedModel) -> None:
+        """A model is no more: its place is free."""
+        self._drop_place(model)
+        model.is_ended = True
+        gone = RequestRefused("model_id: the model is no more")
+        self._fail([wish for wish in self._wishes if wish.model is model], gone)
+
+    async def wait_until_repeated(self) -> None:
+        """Waits until the turns of the earlier server are made."""
+        await self._is_repeated.wait()
+
+    async def run(self) -> None:
+        """Takes turns until it is cancelled; an error ends it that is none of a request."""
+        while True:
+            while await (self._repeat() if self._past else self._take()):
+                pass
+            if not self._past:
+                self._is_repeated.set()
+            await self._changed.wait()
+            self._changed.clear()
+
+    # Turns of an earlier server
+
+    async def _repeat(self) -> bool:
+        """The next one of them; False: it waits for requests that are not at their turn yet."""
+        turn, is_last = self._past[0], len(self._past) == 1
+        by_id = {wish.request_id: wish for wish in self._wishes}
+        is_past = turn.version < self._host.version
+        match turn:
+            case Entered():
+                wish = by_id.get(turn.request_id)
+                if turn.request_id and wish is None:
+                    return False
+                self._past.pop(0)
+                # where versions are published, a new model begins at version 0 once more
+                if self._host.publishes and not is_last:
+                    is_past = True
+                await self._enter(turn, wish, is_past=is_past)
+            case Left():
+                self._past.pop(0)
+                await self._leave(turn, is_past=is_past)
+            case Stepped():
+                if any(it not in by_id for it in turn.request_ids):
+                    return False
+                self._past.pop(0)
+                wishes = [by_id[it] for it in turn.request_ids]
+                await self._step(turn, wishes, is_past=is_past)
+            case Published():
+                if turn.request_id not in by_id:
+                    return False
+                self._past.pop(0)
+                await self._save(by_id[turn.request_id], is_past=is_past)
+        return True
+
+    # Turns of this one
+
+    async def _take(self) -> bool:
+        """The next turn; False: nobody wishes for one."""
+        if not self._wishes:
+            return False
+        if await self._give_place():
+            return True
+        ready = [wish for wish in self._wishes if wish.model.place is not None]
+        for kind in list(self._kinds):
+            self._kinds.rotate(-1)
+            if wishes := [wish for wish in ready if isinstance(wish.wanted, kind)]:
+                break
+        else:
+            return False
+        for wish in self._wishes:
+            wish.num_turns += 1
+        if kind is Score:
+            await self._score(wishes)
+        elif kind is Step:
+            await self._step(self._stepped(wishes), wishes)
+        else:
+            for wish in wishes:
+                await self._serve_alone(wish)
+        return True
+
+    async def _give_place(self) -> bool:
+        """Gives a model that rests a place, if it wishes for something, and there is one.
+
+        The model leaves that has had a turn the longest time ago, and wishes for nothing; where
+        all do, and the other one has waited for two turns, it leaves all the same.
+        """
+        homeless = next((it for it in self._wishes if it.model.place is None), None)
+        if homeless is None:
+            return False
+        taken = {model.place for model in self._placed}
+        free = next((it for it in range(self._host.num_places) if it not in taken), None)
+        if free is None:
+            wishing = {wish.model for wish in self._wishes}
+            idle = [model for model in self._placed if model not in wishing]
+            if not idle and homeless.num_turns < 2:
+                return False
+            leaving = (idle or self._placed)[0]
+            folder = f"{RESTING}-{self._number}" if leaving.is_changed else ""
+            await self._leave(self._write(Left(*self._next, leaving.model_id, folder)))
+            return True
+        await self._load(homeless, free)
+        return True
+
+    async def _load(self, wish: _Wish, place: int) -> None:
+        """A model gets its weights at a place; a wish for them ends with that."""
+        model_id, source = wish.model.model_id, wish.model.source
+        if isinstance(wish.wanted, Load):
+            source = wish.wanted.source
+            entered = Entered(*self._next, model_id, place, source, wish.request_id)
+            await self._enter(self._write(entered), wish)
+        else:
+            await self._enter(self._write(Entered(*self._next, model_id, place, source)))
+
+    async def _serve_alone(self, wish: _Wish) -> None:
+        if isinstance(wish.wanted, Load):
+            await self._load(wish, wish.place)
+            return
+        assert isinstance(wish.wanted, Save)
+        if wish.wanted.is_shown and self._host.publishes:
+            self._write(Published(*self._next, wish.request_id))
+        await self._save(wish)
+
+    @property
+    def _next(self) -> tuple[int, int]:
+        return self._host.version, self._number
+
+    def _write(self, turn: Any) -> Any:
+        self._journal.write(turn)
+        self._number += 1
+        return turn
+
+    def _stepped(self, wishes: Sequence[_Wish]) -> Stepped:
+        stepped = Stepped(*self._next, tuple(wish.request_id for wish in wishes))
+        self._write(stepped)
+        return stepped
+
+    # What a turn does
+
+    def _drop_place(self, model: TrainedModel) -> None:
+        model.place = None
+        if model in self._placed:
+            self._placed.remove(model)
+
+    def _take_source(self, model: TrainedModel, source: Source) -> None:
+        model.source, model.is_changed = source, False
+
+    def _note_turn(self, models: Iterable[TrainedModel]) -> None:
+        for model in models:
+            if model in self._placed:
+                self._placed.remove(model)
+                self._placed.append(model)
+
+    def _end(self, wish: _Wish, result: Any) -> None:
+        if wish in self._wishes:
+            self._wishes.remove(wish)
+        if not wish.done.done():
+            wish.done.set_result(result)
+
+    def _fail(self, wishes: Iterable[_Wish], error: Exception) -> None:
+        for wish in wishes:
+            if wish in self._wishes:
+                self._wishes.remove(wish)
+            if not wish.done.done():
+                wish.done.set_exception(error)
+
+    async def _on_ranks(self, wishes: Sequence[_Wish], call: Callable[[], Any]) -> Any:
+        """What the ranks say. Raises: ArealError, RequestRefused: it is told to these wishes."""
+        began = time.monotonic()
+        try:
+            return await asyncio.to_thread(call)
+        finally:
+            total = sum(wish.num_tokens for wish in wishes)
+            for wish in wishes:
+                share = wish.num_tokens / total if total else 1 / len(wishes)
+                self.busy_s[wish.model.tenant] += (time.monotonic() - began) * share
+
+    async def _enter(
+        self, turn: Entered, wish: _Wish | None = None, *, is_past: bool = False
+    ) -> None:
+        model, source = self._model_of(turn.model_id), turn.source
+        self._take_source(model, source)
+        model.place = turn.place
+        if model not in self._placed:
+            self._placed.append(model)
+        asking = [it for it in self._wishes if it.model is model]
+        try:
+            if not is_past:
+                call = lambda: self._host.enter(turn.place, source, turn.number)  # noqa: E731
+                await self._on_ranks(asking, call)
+        except (ArealError, RequestRefused) as error:
+            self._journal.write(Failed(turn.number))
+            self._drop_place(model)
+            self._fail(asking, error)
+            return
+        if wish is not None:
+            self._end(wish, None)
+
+    async def _leave(self, turn: Left, *, is_past: bool = False) -> None:
+        model = self._model_of(turn.model_id)
+        place = model.place
+        if turn.folder:
+            if not is_past and place is not None:
+                wanted = Save(turn.folder, has_optimizer=True)
+                await asyncio.to_thread(lambda: self._host.save(place, model, wanted))
+            rested = f"{model.file_name}/{turn.folder}"
+            self._take_source(model, Source(rested, has_optimizer=True, rank=model.source.rank))
+        self._drop_place(model)
+
+    async def _score(self, wishes: Sequence[_Wish]) -> None:
+        rows = {wish.place: wish.wanted.rows for wish in wishes}  # type: ignore[union-attr]
+        try:
+            scores = await self._on_ranks(wishes, lambda: self._host.score(rows))
+        except ArealError as error:
+            self._fail(wishes, error)
+            return
+        self._note_turn(wish.model for wish in wishes)
+        for wish in wishes:
+            self._end(wish, scores[wish.place])
+
+    async def _step(self, turn: Stepped, wishes: Sequence[_Wish], *, is_past: bool = False) -> None:
+        """Where the ranks fail at what several models want, each gets a turn of its own."""
+        steps: dict[int, Any] = {wish.place: wish.wanted for wish in wishes}
+        metrics: dict[int, dict[str, float]] = {}
+        if not is_past:
+            try:
+                metrics = await self._on_ranks(wishes, lambda: self._host.step(steps))
+            except ArealError as error:
+                self._journal.write(Failed(turn.number))
+                if len(wishes) == 1:
+                    self._fail(wishes, error)
+                else:
+                    for wish in wishes:
+                        await self._step(self._stepped([wish]), [wish])
+                return
+        self._note_turn(wish.model for wish in wishes)
+        for wish in wishes:
+            wish.model.is_changed = True
+            self._end(wish, metrics.get(wish.place, {}))
+
+    async def _save(self, wish: _Wish, *, is_past: bool = False) -> None:
+        wanted: Any = wish.wanted
+        try:
+            if not is_past:
+                await self._on_ranks(
+                    [wish], lambda: self._host.save(wish.place, wish.model, wanted)
+                )
+        except (ArealError, RequestRefused) as error:
+            self._fail([wish], error)
+        else:
+            self._end(wish, None)

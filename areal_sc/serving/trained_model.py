@@ -1,0 +1,87 @@
+"""What a model of a client has come to by the requests until now."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from areal_sc.serving.journal import Source
+from areal_sc.serving.wire import RequestRefused
+
+ROWS_A_MODEL: Final = 1 << 22
+"""Numbers of the rows of one model: the file of all has rows of earlier models, too."""
+
+
+class InOrder:
+    """Lets requests begin in the order of their numbers, one after the other."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def turn(self, number: int) -> AsyncIterator[None]:
+        """Raises: RequestRefused: a request of that number was served."""
+        async with self._changed:
+            if number < self._next:
+                raise RequestRefused(f"seq_id: expected {self._next} or above, got {number}")
+            await self._changed.wait_for(lambda: self._next == number)
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._next += 1
+                self._changed.notify_all()
+
+
+class TrainedModel:
+    """A model, its place among those that are trained, and what its next step trains on.
+
+    Args:
+        model_id: which begins with the id of its session.
+        source: what it begins with.
+
+    Attributes:
+        file_name: of its folder.
+        first_row: number of its first row.
+        num_rows: that it was given.
+        asked: numbers of the rows that the next step trains on.
+        num_asked_tokens: of these.
+        order: of its requests.
+        place: among the models that are trained; None: it rests.
+        is_changed: the weights at its place are not those of `source` any more.
+        saved: names of folders that it has.
+        samplers: folders of weights for sampling that have no name, the newest ones last.
+        is_ended: it is no more.
+    """
+
+    def __init__(self, model_id: str, tenant: str, source: Source) -> None:
+        self.model_id = model_id
+        self.tenant = tenant
+        self.file_name = model_id.replace(":", "-")
+        self.source = source
+        digest = hashlib.blake2b(model_id.encode(), digest_size=5).digest()
+        self.first_row = int.from_bytes(digest) * ROWS_A_MODEL
+        self.num_rows = 0
+        self.asked: list[int] = []
+        self.num_asked_tokens = 0
+        self.order = InOrder(first=1)
+        self.place: int | None = None
+        self.is_changed = False
+        self.saved: set[str] = set()
+        self.samplers: list[str] = []
+        self.is_ended = False
+
+    @property
+    def session(self) -> str:
+        """Id of the session that it is of."""
+        return self.model_id.partition(":")[0]
+
+    def take_numbers(self, count: int) -> range:
+        """Numbers of so many further rows."""
+        first = self.first_row + self.num_rows
+        self.num_rows += count
+        return range(first, first + count)
