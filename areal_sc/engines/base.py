@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 OnTokens: TypeAlias = Callable[[Sequence[int]], None]
 """Takes the tokens of an answer that have been sampled since its last call, one or more."""
 
+TopTokens: TypeAlias = list[tuple[int, float]]
+"""The most probable tokens of one place, with their log-probabilities in nats, falling."""
+
 SCORES: Final = "scores"
 """What a model with a value head says of a row up to a token, that token included."""
 
@@ -74,6 +77,12 @@ class Completion:
         routes: [P + C, layers, experts of a token], with `routing_replay`: the experts that the
             tokens of prompt and answer went through when the log-probabilities were computed;
             zeros where that is not known, as of the last one. None: the engine was not asked.
+        prompt_logprobs: [P] nats, of each token of the prompt given those before it, at temperature
+            1 whatever the answer is sampled at; NaN at the first. []: they were not asked for.
+        prompt_top: [P], the most probable tokens where those of the prompt stand, at temperature 1;
+            none at the first. []: they were not asked for.
+        top: [C], the same where the sampled ones stand: at the temperature that they were sampled
+            at, greedy ones at 1, before top-p and top-k. []: they were not asked for.
     """
 
     token_ids: list[int]
@@ -83,6 +92,9 @@ class Completion:
     temperature: float
     stop: tuple[str, ...] = ()
     routes: Any = field(default=None, compare=False)  # an array; journals need its type
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top: list[TopTokens] = field(default_factory=list)
+    top: list[TopTokens] = field(default_factory=list)
 
 
 class GenerationEngine(Protocol):
@@ -123,6 +135,31 @@ class FollowingEngine(GenerationEngine, Protocol):
 
     It generates, and follows a policy that is trained.
     """
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig,
+        *,
+        prefix_group: str | None = None,
+        on_tokens: OnTokens | None = None,
+        adapter: str = "",
+        prompt_logprobs: bool = False,
+        top_k_logprobs: int = 0,
+    ) -> Completion:
+        """Samples one completion; see `GenerationEngine`.
+
+        Args:
+            adapter: a folder of peft's format, whose content never changes, to compute with beside
+                the weights. It is loaded at its first use, and stays while it is among the newest.
+                "": the weights alone.
+            prompt_logprobs: the completion tells those of the prompt, which costs its prefill: none
+                of it is shared.
+            top_k_logprobs: the most probable tokens that it tells at each place that was sampled,
+                and with `prompt_logprobs` at each of the prompt; 0: none.
+        Raises: ModelError: the adapter cannot be served. ConfigError: the engine has not what is
+            asked for.
+        """
 
     @property
     def is_cuda(self) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import ModelError
 from areal_sc.nodes.spec import Launch, Shipped, Welcome, WorkerOrder
 from areal_sc.records.record_files import FilesOfProcess, RecordStore
 from areal_sc.run.run_folder import RunFolder
@@ -107,6 +108,19 @@ class WorkerFiles:
 
         Raises: WorkflowError: it cannot be had.
         """
+
+    async def bring_adapter(self, name: str) -> Path:
+        """The folder of an adapter, once it is here.
+
+        Args:
+            name: its path below the run folder.
+        Raises: ModelError: it is not in the run folder, or cannot be had.
+        """
+        root = self._here.path
+        folder = await asyncio.to_thread((root / name).resolve)
+        if not folder.is_relative_to(root.resolve()):
+            raise ModelError(f"adapter {name}: expected a folder in the run folder, {root}")
+        return folder
 
     async def bring_snapshot(self, folder: Path) -> None:
         """Returns when a snapshot, if there is one, is in its folder.

@@ -9,6 +9,7 @@ No torch is imported here.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -76,31 +77,50 @@ def check_adapter(lora: LoraConfig) -> None:
     Raises: ModelError: there is none, it is of another kind, or of another rank or alpha.
     """
     folder = Path(lora.path)
-    settings = _read(folder)
-    for name, value in ({"peft_type": None} | settings).items():
-        if name not in _WITHOUT_EFFECT and value not in _PLAIN.get(name, _OFF):
-            plain = f"with {name}={_PLAIN[name][0]}" if name in _PLAIN else f"without {name}"
-            raise ModelError(
-                f"actor.lora.path={folder}: expected an adapter {plain}, got {value!r}: merge it "
-                "into the model with peft, and train a new one"
-            )
-    for name, own, key in (("r", lora.rank, "rank"), ("lora_alpha", lora.alpha, "alpha")):
-        stored = settings.get(name, PEFTS_SIZE)
+    for stored, own, key in zip(
+        rank_and_alpha(folder, f"actor.lora.path={folder}"),
+        (lora.rank, lora.alpha),
+        ("rank", "alpha"),
+        strict=True,
+    ):
         if stored != own:
             raise ModelError(
                 f"actor.lora.{key}: expected {stored}, which the adapter in {folder} has, got "
                 f"{own:g}"
             )
+
+
+def rank_and_alpha(folder: Path, name: str) -> tuple[int, float]:
+    """The size of an adapter, and what its product is multiplied by, before it is divided by that.
+
+    Args:
+        name: of the adapter, for messages.
+    Raises: ModelError: there is no adapter, or it is of another kind than is trained here.
+    """
+    settings = _read(folder, name)
+    for key, value in ({"peft_type": None} | settings).items():
+        if key not in _WITHOUT_EFFECT and value not in _PLAIN.get(key, _OFF):
+            plain = f"with {key}={_PLAIN[key][0]}" if key in _PLAIN else f"without {key}"
+            raise ModelError(
+                f"{name}: expected an adapter {plain}, got {value!r}: merge it "
+                "into the model with peft, and train a new one"
+            )
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ModelError(f"actor.lora.path={folder}: it has no {ADAPTER_WEIGHTS}")
+        raise ModelError(f"{name}: it has no {ADAPTER_WEIGHTS}")
+    rank, alpha = settings.get("r", PEFTS_SIZE), settings.get("lora_alpha", PEFTS_SIZE)
+    if type(rank) is not int or rank < 1:
+        raise ModelError(f"{name}: expected r to be a count above 0, got {rank!r}")
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise ModelError(f"{name}: expected lora_alpha to be a number above 0, got {alpha!r}")
+    return rank, alpha
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path, name: str) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"actor.lora.path={folder}: cannot read {path.name}: {error}") from error
+        raise ModelError(f"{name}: cannot read {path.name}: {error}") from error
     if not isinstance(settings, dict):
-        raise ModelError(f"actor.lora.path={folder}: {path.name} is no JSON object")
+        raise ModelError(f"{name}: {path.name} is no JSON object")
     return settings

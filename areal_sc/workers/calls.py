@@ -14,6 +14,7 @@ from msgspec.structs import asdict
 
 from areal_sc.agents.routes import AgentsAt
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import TopTokens
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 from areal_sc.rejection import Rejection
 from areal_sc.transport.plane_stats import PlaneStats
@@ -192,11 +193,16 @@ class Generate(Struct, frozen=True, array_like=True):
 
     Attributes:
         prefix_group: requests of one group share their prompt's prefill; "": of none.
+        adapter: its folder's path below the run folder; "": the weights alone.
+        prompt_logprobs, top_k_logprobs: see `FollowingEngine.generate`.
     """
 
     input_ids: list[int]
     sampling: GenerationConfig
     prefix_group: str = ""
+    adapter: str = ""
+    prompt_logprobs: bool = False
+    top_k_logprobs: int = 0
 
 
 class Generated(Struct, frozen=True, array_like=True):
@@ -206,6 +212,9 @@ class Generated(Struct, frozen=True, array_like=True):
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
+    prompt_logprobs: list[float] = []
+    prompt_top: list[TopTokens] = []
+    top: list[TopTokens] = []
 
 
 class RunEvaluation(Struct, frozen=True, array_like=True):

@@ -351,10 +351,24 @@ class RolloutWorker(Worker):
         return await evaluation_reply(rows, seen, text, self._rewards)
 
     async def generate(self, wanted: calls.Generate) -> calls.Generated:
+        adapter = await self.files.bring_adapter(wanted.adapter) if wanted.adapter else ""
         it = await self.engine.generate(
-            wanted.input_ids, wanted.sampling, prefix_group=wanted.prefix_group or None
+            wanted.input_ids,
+            wanted.sampling,
+            prefix_group=wanted.prefix_group or None,
+            adapter=str(adapter),
+            prompt_logprobs=wanted.prompt_logprobs,
+            top_k_logprobs=wanted.top_k_logprobs,
         )
-        return calls.Generated(it.token_ids, it.logprobs, it.versions, it.finish_reason)
+        return calls.Generated(
+            it.token_ids,
+            it.logprobs,
+            it.versions,
+            it.finish_reason,
+            it.prompt_logprobs,
+            it.prompt_top,
+            it.top,
+        )
 
     async def sweep(self, sweep: calls.Sweep) -> int:
         last_sequence = await super().sweep(sweep)

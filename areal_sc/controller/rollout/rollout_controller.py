@@ -14,9 +14,11 @@ what fails meanwhile is raised by the next call that waits.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -386,17 +388,38 @@ class RolloutController(Controller):
         await self._scaling.scale(num_workers, "as the script has asked for")
 
     def begin_generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig, *, prefix_group: str = ""
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig,
+        *,
+        prefix_group: str = "",
+        adapter: str | Path = "",
+        prompt_logprobs: bool = False,
+        top_k_logprobs: int = 0,
     ) -> Future[calls.Generated]:
         """One completion of the present policy version, which belongs to no episode.
 
         Args:
             sampling: how; temperature 0 is greedy.
-            prefix_group: calls of one group share their prompt's prefill.
-        Returns: a future, which fails with WorkerLost where several workers died of it, and with
-            WorkflowError where the engine does not take the prompt.
+            prefix_group: calls of one group, and of one adapter, share their prompt's prefill.
+            adapter: to compute with beside the weights: a folder of peft's format in the run
+                folder, whose content never changes. "": the weights alone.
+            prompt_logprobs: the log-probabilities of the prompt are told, too, which costs its
+                prefill.
+            top_k_logprobs: so many of the most probable tokens are told at each place that was
+                sampled, and with `prompt_logprobs` at each of the prompt; 0: none.
+        Returns: a future, which fails with WorkerLost where several workers died of it, with
+            WorkflowError where the engine does not take the prompt, with ModelError where it cannot
+            serve the adapter, and with ConfigError where it has not what is asked for.
         """
-        wanted = calls.Generate(list(input_ids), sampling, prefix_group)
+        wanted = calls.Generate(
+            list(input_ids),
+            sampling,
+            prefix_group,
+            os.path.relpath(self._folder.path / adapter, self._folder.path) if adapter else "",
+            prompt_logprobs,
+            top_k_logprobs,
+        )
         return self._submit(self._workers.generate(wanted, self.version))
 
     async def pause_async(self) -> None:

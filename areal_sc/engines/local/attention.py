@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from areal_sc.engines.local.adapters import PassAdapters
 from areal_sc.engines.local.slots import PrefillChunk, StepPlan
 from areal_sc.engines.plain_attention import (
     AttentionRule,
@@ -64,13 +65,15 @@ def attention_forward(
 
 @dataclass
 class CurrentStep:
-    """What the attention layers of a model share: not all models hand arguments down to them.
+    """What the layers of a model share: not all models hand arguments down to them.
 
     Attributes:
         attention: of the pass in progress.
+        adapters: of its tokens; None: they have none.
     """
 
     attention: SlotAttention | None = None
+    adapters: PassAdapters | None = None
 
 
 class SlotCache:
@@ -116,6 +119,13 @@ class SlotCache:
         larger = self._zeros_like(table)
         larger[: table.shape[0], :, : table.shape[2]] = table
         return larger
+
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Forgets all entries of rows."""
+        present = [row for row in rows if row < self.num_rows]
+        for tables in self._tables:
+            for table in tables:
+                table[present] = 0
 
     def copy_rows(self, pairs: Sequence[tuple[int, int]], length: int) -> None:
         """Copies `length` entries of each (source, target) rows; no row is both."""

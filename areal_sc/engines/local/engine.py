@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate, RolloutConfig
+from areal_sc.engines.adapter_places import AdapterPlaces
 from areal_sc.engines.base import Completion
+from areal_sc.engines.local.adapters import LoadedAdapter
 from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import (
     LocalModel,
@@ -34,7 +37,9 @@ from areal_sc.engines.partial_answers import hand_over
 from areal_sc.engines.request_checks import check_request
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.tokenizer import end_token_ids
-from areal_sc.errors import EngineFailed
+from areal_sc.engines.training.adapters.adapter_files import read_layers
+from areal_sc.errors import EngineFailed, ModelError
+from areal_sc.sizing.adapter_folder import ADAPTER_WEIGHTS
 from areal_sc.sizing.machine import resolved_device
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.weights.group import NamedTensor, WeightReceiver
@@ -44,6 +49,13 @@ if TYPE_CHECKING:
     from areal_sc.engines.base import OnTokens, TensorSource
 
 logger = logging.getLogger(__name__)
+
+LEAST_ADAPTER_BYTES = 256 << 20
+"""In host memory adapters may always have so much, and else a share of what the model has."""
+ADAPTER_SHARE = 0.5
+
+_MAX_ASKED_LOGITS = 1 << 26
+"""Of the prompts whose log-probabilities one pass tells: more are told by several passes."""
 
 UPDATE_TIMES = ("update_open_s", "update_drain_s", "update_load_s", "update_bytes")
 """Sums over weight updates: getting the weights, waiting for a step or for running requests to end,
@@ -90,12 +102,23 @@ class LocalEngine(GenerationThread):
         self._request_ids = itertools.count()
         self._receiver: WeightReceiver | None = None
         self._update_times = dict.fromkeys(UPDATE_TIMES, 0.0)
+        self._adaptable = {
+            name: (it.out_features, it.in_features) for name, it in local_model.adaptable.items()
+        }
+        own_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self._adapters = AdapterPlaces(
+            max(LEAST_ADAPTER_BYTES, int(ADAPTER_SHARE * own_bytes)),
+            self._adapter_bytes,
+            self._load_adapter,
+            self._unload_adapter,
+        )
         table = SlotTable(
             config.max_running_sequences,
             config.max_context_tokens,
             config.max_prefill_tokens,
             config.seed,
             local_model.routers.sizes.field if local_model.routers else None,
+            max_asked_tokens=max(1, _MAX_ASKED_LOGITS // local_model.vocab_size),
         )
         generator = SlotGenerator(local_model, table, config.max_context_tokens)
         super().__init__(generator, config.num_threads, config.step_timeout_s)
@@ -117,6 +140,9 @@ class LocalEngine(GenerationThread):
         *,
         prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
+        adapter: str = "",
+        prompt_logprobs: bool = False,
+        top_k_logprobs: int = 0,
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task frees its place at once.
 
@@ -124,12 +150,36 @@ class LocalEngine(GenerationThread):
         model's generation config; what ends it is part of it.
         Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
-            engine has failed or is closed.
+            engine has failed or is closed. ModelError: the adapter cannot be served.
         """
         request = self._make_request(input_ids, sampling, prefix_group)
-        if on_tokens is None:
-            return await self.complete(request)
-        return await hand_over(on_tokens, partial(self.complete, request))
+        if top_k_logprobs:
+            request.num_top = top_k_logprobs
+        if prompt_logprobs:
+            request.prompt_logprobs = np.full(len(input_ids), np.nan, dtype=np.float32)
+            request.prompt_top = [[] for _ in input_ids if top_k_logprobs]
+        async with AsyncExitStack() as held:
+            if adapter:
+                request.adapter = await held.enter_async_context(self._adapters.using(adapter))
+                if prefix_group is not None:  # entries of keys and values differ by adapter
+                    request.prefix_group = f"{adapter}\n{prefix_group}"
+            if on_tokens is None:
+                return await self.complete(request)
+            return await hand_over(on_tokens, partial(self.complete, request))
+
+    async def _adapter_bytes(self, folder: str) -> int:
+        try:
+            return (Path(folder) / ADAPTER_WEIGHTS).stat().st_size
+        except OSError as error:
+            raise ModelError(f"adapter {folder}: no {ADAPTER_WEIGHTS}: {error.strerror}") from error
+
+    async def _load_adapter(self, folder: str) -> LoadedAdapter:
+        dtype = getattr(torch, self._config.dtype)
+        read = partial(read_layers, Path(folder), self._adaptable, dtype)
+        return LoadedAdapter(folder, await asyncio.to_thread(read))
+
+    async def _unload_adapter(self, adapter: LoadedAdapter) -> None:
+        """Its memory is free as soon as the generator computes with others."""
 
     async def sleep(self) -> None:
         """Drops weights and KV cache, whose memory others get; see the protocol."""

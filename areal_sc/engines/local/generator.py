@@ -9,14 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import Completion, TopTokens
+from areal_sc.engines.local.adapters import AdapterStack, PassAdapters
 from areal_sc.engines.local.attention import SlotAttention, SlotCache
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.sampling import sample
 from areal_sc.engines.local.slots import Ints, SlotRequest, SlotTable, StepPlan
 from areal_sc.errors import ModelError
 
-Finished = list[tuple[SlotRequest, Completion]]
+Finished = list[tuple[SlotRequest, Completion | ModelError]]
+"""What ended in a step: with an error, where a request's own adapter is to blame."""
 
 
 class SlotGenerator:
@@ -52,6 +54,7 @@ class SlotGenerator:
         self._model = model
         self._max_context_tokens = max_context_tokens
         self._cache = SlotCache(table.max_rows, max_context_tokens)
+        self._adapters = AdapterStack((), {})
 
     @property
     def device(self) -> torch.device:
@@ -90,6 +93,7 @@ class SlotGenerator:
             self._model.drop_weights()
             self._cache = SlotCache(self.table.max_rows, self._max_context_tokens)
             self.table.invalidate()
+            self._adapters = AdapterStack((), {})
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -101,11 +105,14 @@ class SlotGenerator:
             moves = table.admit()
             plan = table.plan()
             cache.reserve(plan.num_rows, plan.max_length)
+            if foreign := table.take_foreign_rows():
+                cache.clear_rows(foreign)
             if moves:
                 cache.copy_rows(moves, max(int(table.cached[target]) for _, target in moves))
             for length, pairs in plan.row_copies.items():
                 cache.copy_rows(pairs, length)
             token_ids, logprobs = self._forward(plan)
+        failed = self._fail_adapted(plan, logprobs)
         if not np.isfinite(logprobs[plan.is_ready]).all():
             raise ModelError(
                 f"the model of policy version {self.version} gave a log-probability that is not "
@@ -113,7 +120,10 @@ class SlotGenerator:
             )
         routers = self._model.routers
         routes = None if routers is None else routers.routes().cpu().numpy()
-        finished = table.record(plan, token_ids, logprobs, self.version, routes)
+        finished: Finished = [
+            *failed,
+            *table.record(plan, token_ids, logprobs, self.version, routes),
+        ]
         counters = self.counters
         counters["generated_tokens"] += int(plan.is_ready.sum())
         counters["prefill_tokens"] += plan.num_prefill_tokens
@@ -127,17 +137,82 @@ class SlotGenerator:
         counters["recompute_s"] += spent_s * plan.num_recomputed_tokens / len(plan.token_ids)
         return finished
 
+    def _fail_adapted(self, plan: StepPlan, logprobs: npt.NDArray[np.float32]) -> Finished:
+        """Takes out the requests whose adapter gives no numbers; the others know nothing of it."""
+        table = self.table
+        if not table.num_adapted:
+            return []
+        is_bad = plan.is_ready & ~np.isfinite(logprobs)
+        failed: Finished = []
+        for row in np.flatnonzero(is_bad).tolist():
+            if (adapter := table.request_of(row).adapter) is not None:
+                error = ModelError(
+                    f"adapter {adapter.name}: with it the model gives a log-probability that is "
+                    "not finite"
+                )
+                failed.append((table.fail(plan, row), error))
+        return failed
+
     def _forward(self, plan: StepPlan) -> tuple[Ints, npt.NDArray[np.float32]]:
         """[N] int64 sampled tokens and [N] float32 log-probabilities, on the host."""
         device, n = self._model.device, plan.num_rows
         token_ids = torch.from_numpy(plan.token_ids).to(device)
         positions = torch.from_numpy(plan.positions).to(device)
         attention = SlotAttention(plan, self._cache, positions)
-        logits = self._model(token_ids, positions, attention, n)
         table = self.table
+        asked, adapters = None, self._of_tokens(plan) if table.num_adapted else None
+        if plan.asked_chunks:
+            places = [np.arange(it.num_tokens) + it.first_token for it in plan.asked_chunks]
+            asked = torch.from_numpy(np.concatenate(places)).to(device)
+        logits = self._model(token_ids, positions, attention, n, asked, adapters)
+        self._tell_prompts(plan, logits[:-n])
+        logits = logits[-n:]
         sampled, logprobs = sample(
             logits, table.random(), table.temperature[:n], table.top_p[:n], table.top_k[:n]
         )
+        self._tell_top(plan, logits)
         # one transfer: every token id is exact in float64
         both = torch.stack((sampled.double(), logprobs.double())).cpu().numpy()
         return both[0].astype(np.int64), both[1].astype(np.float32)
+
+    def _of_tokens(self, plan: StepPlan) -> PassAdapters:
+        model, of_rows = self._model, self.table.adapters()
+        wanted = [adapter for adapter in of_rows if adapter is not None]
+        stack = self._adapters.covering(wanted, model.adaptable)
+        if stack is not self._adapters:
+            model.adapt(stack.layers)
+            self._adapters = stack
+        return stack.of_tokens(of_rows, plan.token_rows(), model.device)
+
+    def _tell_prompts(self, plan: StepPlan, logits: torch.Tensor) -> None:
+        """Notes the log-probabilities of prompts that are asked for.
+
+        Args:
+            logits: [A, V] at the tokens of the chunks that are asked for.
+        """
+        at = 0
+        for chunk in plan.asked_chunks:
+            own = logits[at : at + chunk.num_tokens]
+            at += chunk.num_tokens
+            request, new = self.table.request_of(chunk.row), slice(chunk.start + 1, chunk.end + 1)
+            logprobs = torch.log_softmax(own.float(), dim=-1)
+            targets = torch.from_numpy(request.prompt[new]).to(logprobs.device)
+            assert request.prompt_logprobs is not None
+            told = logprobs.gather(1, targets[:, None])[:, 0]
+            request.prompt_logprobs[new] = told.cpu().numpy()
+            if request.num_top:
+                request.prompt_top[new] = _top(logprobs, request.num_top)
+
+    def _tell_top(self, plan: StepPlan, logits: torch.Tensor) -> None:
+        """Notes the most probable tokens of [N, V], for the requests that ask for them."""
+        for request in self.table.asking_for_top():
+            if plan.is_ready[request.row]:
+                own = logits[request.row].float() / (request.temperature or 1.0)
+                request.top += _top(torch.log_softmax(own, dim=-1)[None], request.num_top)
+
+
+def _top(logprobs: torch.Tensor, num_tokens: int) -> list[TopTokens]:
+    """The most probable tokens of [T, V]."""
+    values, tokens = logprobs.topk(min(num_tokens, logprobs.shape[-1]))
+    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+    return [list(zip(*pair, strict=True)) for pair in pairs]

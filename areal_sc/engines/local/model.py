@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -23,6 +24,7 @@ from transformers import (
 
 from areal_sc.algorithms.logprobs import float32_linear
 from areal_sc.config.schema import Dtype
+from areal_sc.engines.local.adapters import AdaptedLinear, PassAdapters
 from areal_sc.engines.local.attention import (
     ATTENTION_NAME,
     CurrentStep,
@@ -32,6 +34,7 @@ from areal_sc.engines.local.attention import (
 from areal_sc.engines.rotary import rope_limits
 from areal_sc.engines.routers import Routers
 from areal_sc.engines.tokenizer import load_tokenizer
+from areal_sc.engines.training.adapters.lora import named_linear
 from areal_sc.engines.training.causal_lm import check_all_used
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.sizing.model_folder import check_model_folder
@@ -161,19 +164,49 @@ class LocalModel:
         positions: torch.Tensor,
         attention: SlotAttention,
         num_last: int,
+        asked: torch.Tensor | None = None,
+        adapters: PassAdapters | None = None,
     ) -> torch.Tensor:
-        """[num_last, V] logits of the last tokens of a packed pass.
+        """[A + num_last, V] logits of some tokens of a packed pass, and behind them of its last.
 
         Args:
             token_ids, positions: [T] int64.
+            asked: [A] int64, indices of those tokens; None: there are none.
+            adapters: of the tokens; None: they have none.
         """
-        keep = {"logits_to_keep": num_last} if self._keeps_logits else {}
-        self._step.attention = attention
+        kept: int | torch.Tensor = num_last
+        if asked is not None:
+            last = torch.arange(len(token_ids) - num_last, len(token_ids), device=self.device)
+            kept = torch.cat((asked, last))
+        keep = {"logits_to_keep": kept} if self._keeps_logits else {}
+        self._step.attention, self._step.adapters = attention, adapters
         output = self._model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **keep
         )
-        logits: torch.Tensor = output.logits[0, -num_last:]
-        return logits
+        logits: torch.Tensor = output.logits[0]
+        if keep:
+            return logits
+        return logits[kept] if asked is not None else logits[-num_last:]
+
+    @functools.cached_property
+    def adaptable(self) -> dict[str, nn.Linear]:
+        """The layers that an adapter may have a part beside, by their names.
+
+        Those of single experts are none: not all tokens of a pass go through one.
+        """
+        return {
+            name: module
+            for name, module in named_linear(self._model).items()
+            if ".experts." not in name
+        }
+
+    def adapt(self, names: Iterable[str]) -> None:
+        """These layers add what the adapters of a pass make of their inputs, from now on."""
+        targets = self.adaptable
+        for name in names:
+            module = targets[name]
+            vars(module)["layer_name"] = name
+            module.__class__ = AdaptedLinear
 
     @property
     def weight_names(self) -> Container[str]:

@@ -21,15 +21,18 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import Completion, TopTokens
 from areal_sc.engines.local.random import stream_key, uniforms
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.token_fields import TensorMetadata
+
+if TYPE_CHECKING:
+    from areal_sc.engines.local.adapters import LoadedAdapter
 
 Ints = npt.NDArray[np.int64]
 
@@ -46,6 +49,11 @@ class SlotRequest:
         stop_token_ids: tokens that end the completion.
         stops: strings that end it.
         is_streamed: its tokens are kept for `take_streamed`.
+        adapter: that its tokens are computed with; None: none.
+        num_top: the most probable tokens are told, so many at each place; 0: they are not.
+        prompt_logprobs: [P], as in `Completion`, as far as they are known; None: they are not
+            asked for.
+        prompt_top, top: [P] and [C] of the most probable tokens, if they are asked for.
         row: row of the table while running, -1 otherwise.
         is_finished: it has left the table.
     """
@@ -61,6 +69,11 @@ class SlotRequest:
     stops: StopStrings | None = None
     prefix_group: str | None = None
     is_streamed: bool = False
+    adapter: LoadedAdapter | None = None
+    num_top: int = 0
+    prompt_logprobs: npt.NDArray[np.float32] | None = None
+    prompt_top: list[TopTokens] = field(default_factory=list)
+    top: list[TopTokens] = field(default_factory=list)
     row: int = -1
     is_finished: bool = False
 
@@ -92,6 +105,7 @@ class StepPlan:
         positions: [T] int64, within the token's sequence.
         is_ready: [N] bool, rows whose next token is sampled; results of others are void.
         chunks: in the order of the tokens.
+        asked_chunks: those whose tokens' log-probabilities are asked for.
         row_copies: length -> (source, target) rows: cache entries copied before the pass.
         write_tokens: [M] int64, which token's entry is written ...
         write_rows: [M] int64, ... to which row (entries of shared prefixes to several).
@@ -108,6 +122,7 @@ class StepPlan:
     write_rows: Ints
     max_length: int
     chunks: list[PrefillChunk] = field(default_factory=list)
+    asked_chunks: list[PrefillChunk] = field(default_factory=list)
     row_copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     num_prefill_tokens: int = 0
     num_recomputed_tokens: int = 0
@@ -117,12 +132,21 @@ class StepPlan:
     def num_rows(self) -> int:
         return len(self.is_ready)
 
+    def token_rows(self) -> Ints:
+        """[T] the row of each token of the pass."""
+        chunks = [np.full(chunk.num_tokens, chunk.row) for chunk in self.chunks]
+        return np.concatenate([*chunks, np.arange(self.num_rows)])
+
 
 class SlotTable:
     """Waiting and running requests.
 
     Args:
         routes: the field of the experts that a token goes through, to be noted; None: they are not.
+        max_asked_tokens: of prompts, whose log-probabilities one pass may tell.
+
+    Attributes:
+        num_adapted: running requests that have an adapter.
 
     A token goes through experts each time that its cache entry is computed: once, and again after
     new weights. Its `entry_routes` are those of the entry as it is now. Its `routes`, of the first
@@ -137,9 +161,11 @@ class SlotTable:
         max_prefill_tokens: int,
         seed: int,
         routes: TensorMetadata | None = None,
+        max_asked_tokens: int = 1 << 31,
     ) -> None:
         self.max_rows = max_rows
         self.max_prefill_tokens = max_prefill_tokens
+        self.max_asked_tokens = max_asked_tokens
         self.seed = seed
         self.num_rows = 0
         self.waiting: deque[SlotRequest] = deque()
@@ -148,6 +174,9 @@ class SlotTable:
         self._free_rows: list[int] = []  # below num_rows, until filled or compacted
         self._groups: dict[str, list[SlotRequest]] = {}  # running, oldest first
         self._streamed: list[tuple[int, int]] = []
+        self.num_adapted = 0
+        self._is_foreign = np.zeros(max_rows, dtype=np.bool_)
+        self._foreign_rows: list[int] = []
 
         self.tokens = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
         self.logprobs = np.zeros((max_rows, max_context_tokens), dtype=np.float32)
@@ -214,6 +243,33 @@ class SlotTable:
         if not plan.is_ready.all():
             self._plan_prefill(plan)
         return plan
+
+    def adapters(self) -> list[LoadedAdapter | None]:
+        """[N] the adapter of each running row."""
+        return [self._requests[row].adapter for row in range(self.num_rows)]
+
+    def asking_for_top(self) -> list[SlotRequest]:
+        """Running requests that are told the most probable tokens."""
+        return [request for request in self._requests.values() if request.num_top]
+
+    def request_of(self, row: int) -> SlotRequest:
+        return self._requests[row]
+
+    def fail(self, plan: StepPlan, row: int) -> SlotRequest:
+        """Removes a running request, of which the plan samples nothing; returns it."""
+        request = self._requests[row]
+        plan.is_ready[row] = False
+        self._release(request)
+        return request
+
+    def take_foreign_rows(self) -> list[int]:
+        """Rows that were given anew since last time, and whose cache entries are of an adapter.
+
+        What an adapter computes may be no number, which would spread even from entries that are
+        masked out: these have to be cleared.
+        """
+        rows, self._foreign_rows = self._foreign_rows, []
+        return rows
 
     def record(
         self,
@@ -290,6 +346,10 @@ class SlotTable:
     def _place(self, request: SlotRequest, row: int) -> None:
         request.row = row
         self._requests[row] = request
+        if self._is_foreign[row]:
+            self._foreign_rows.append(row)
+        self._is_foreign[row] = request.adapter is not None
+        self.num_adapted += request.adapter is not None
         self.tokens[row, : len(request.prompt)] = request.prompt
         self.length[row] = len(request.prompt)
         self.cached[row] = 0
@@ -315,6 +375,7 @@ class SlotTable:
         row, start, end = request.row, len(request.prompt), int(self.length[request.row])
         routes = self.routes[row, :end].copy()
         routes[end - 1 :] = 0  # nothing was sampled behind the last token
+        asked = request.prompt_logprobs
         return Completion(
             token_ids=self.tokens[row, start:end].tolist(),
             logprobs=self.logprobs[row, start:end].tolist(),
@@ -323,10 +384,14 @@ class SlotTable:
             temperature=request.temperature,
             stop=request.stops.strings if request.stops else (),
             routes=routes if routes.size else None,
+            prompt_logprobs=[] if asked is None else asked.tolist(),
+            prompt_top=request.prompt_top,
+            top=request.top,
         )
 
     def _release(self, request: SlotRequest) -> None:
         del self._requests[request.row]
+        self.num_adapted -= request.adapter is not None
         self._free_rows.append(request.row)
         request.row = -1
         request.is_finished = True
@@ -363,6 +428,8 @@ class SlotTable:
             self.num_routed,
         ):
             column[targets] = column[sources]
+        self._foreign_rows += [row for row in targets if self._is_foreign[row]]
+        self._is_foreign[targets] = self._is_foreign[sources]
         moves = list(zip(sources, targets, strict=True))
         for source, target in moves:
             request = self._requests[target] = self._requests.pop(source)
@@ -371,7 +438,7 @@ class SlotTable:
 
     def _plan_prefill(self, plan: StepPlan) -> None:
         """Adds what the rows lack besides their last token, oldest requests first."""
-        budget = self.max_prefill_tokens
+        budget, num_askable = self.max_prefill_tokens, self.max_asked_tokens
         cached_before = self.cached[: self.num_rows].copy()
         # row -> (row that takes over its entries, from, to) where both start in this step
         shared: dict[int, list[tuple[int, int, int]]] = {}
@@ -379,11 +446,18 @@ class SlotTable:
         for request in sorted(behind, key=attrgetter("request_id")):
             row = request.row
             last = int(self.length[row]) - 1
-            start = self._share_prefix(request, cached_before, plan, shared)
-            end = min(last, start + budget)
+            is_asked = request.prompt_logprobs is not None and last == len(request.prompt) - 1
+            if is_asked:
+                start = int(self.cached[row])
+                end = min(last, start + budget, start + num_askable)
+                num_askable -= end - start
+            else:
+                start = self._share_prefix(request, cached_before, plan, shared)
+                end = min(last, start + budget)
             if end > start:
                 first_token = self.max_prefill_tokens - budget
                 plan.chunks.append(PrefillChunk(row, start, end, first_token))
+                plan.asked_chunks += plan.chunks[-1:] if is_asked else []
                 budget -= end - start
             plan.is_ready[row] = end == last
             if self.is_recomputing[row]:

@@ -105,6 +105,7 @@ class GenerationThread:
         Args:
             on_tokens: takes its tokens after each step, and never raises.
         Raises: WorkerError: it has failed, is closed, or was not started; also while it waits.
+            ModelError: with its adapter the model gives no numbers.
         """
         request.is_streamed = on_tokens is not None
         self._post(lambda: self._generator.table.add(request))
@@ -171,7 +172,8 @@ class GenerationThread:
                 on_tokens((token,))
         for request, completion in finished:
             if future := self._completions.pop(request.request_id, None):
-                _settle(future, completion)
+                error = completion if isinstance(completion, ArealError) else None
+                _settle(future, completion, error)
 
     def _fail(self, error: ArealError) -> None:
         """Ends all pending calls; later ones raise the same error."""

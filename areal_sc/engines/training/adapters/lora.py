@@ -180,15 +180,20 @@ def without_adapters(causal_lm: Any) -> Iterator[None]:
             layer.is_adapted = True
 
 
-def targeted(causal_lm: Any, targets: Sequence[str]) -> list[nn.Linear]:
-    """The layers that adapters go beside. Raises: ModelError: see `add_adapters`."""
+def named_linear(causal_lm: Any) -> dict[str, nn.Linear]:
+    """The linear layers in its decoder layers, by their names: adapters may go beside them."""
     names = {id(module): name for name, module in causal_lm.named_modules()}
-    linear = {
+    return {
         names[id(module)]: module
         for layer in decoder_layers(causal_lm)
         for module in layer.modules()
         if type(module) is nn.Linear
     }
+
+
+def targeted(causal_lm: Any, targets: Sequence[str]) -> list[nn.Linear]:
+    """The layers that adapters go beside. Raises: ModelError: see `add_adapters`."""
+    linear = named_linear(causal_lm)
     chosen = {
         target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets
     }
