@@ -165,7 +165,10 @@ class TinkerModels:
         return self._model(model_id).source.rank
 
     def source_wanted(self, asked: types.CreateModelRequest, model_id: str) -> Source:
-        """What a new model begins with. Raises: RequestRefused: such a model is not trained here."""
+        """What a new model begins with.
+
+        Raises: RequestRefused: such a model is not trained here.
+        """
         self.check_base(asked.base_model)
         lora = asked.lora_config or types.LoraConfig(rank=0)
         if not (1 <= lora.rank <= self.lora_rank or lora.rank == self.lora_rank == 0):
@@ -271,7 +274,7 @@ class TinkerModels:
             yield model
 
     async def run_pass(self, wanted: ForwardBackwardRequest, known: ApiAnswer | None) -> ApiAnswer:
-        """A forward pass; its rows are trained on by the next step, if it is also a backward one."""
+        """A forward pass; the next step trains on its rows, if it is also a backward one."""
         async with self._turn(wanted.model_id, wanted.seq_id) as model:
             asked = await asyncio.to_thread(pass_of, wanted, self.limits)
             numbers = model.take_numbers(len(asked.rows))
@@ -405,7 +408,7 @@ class TinkerModels:
                     prefix_group=group,
                     adapter=folder,
                     prompt_logprobs=wanted.prompt_logprobs and not number,
-                    top_k_logprobs=wanted.top_k,
+                    top_k_logprobs=max(wanted.top_k, wanted.prompt_top_k),
                 )
                 for number in range(asked.num_samples)
             ]

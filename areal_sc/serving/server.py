@@ -190,6 +190,14 @@ class TinkerServer:
 
         return handle
 
+    def _tenant_of(self, given: bytes) -> str:
+        """Raises: RequestRefused: 401: nobody has this key."""
+        equal = (name for name, key in self._keys.items() if hmac.compare_digest(given, key))
+        tenant = next(equal, None)
+        if tenant is None:
+            raise RequestRefused("X-API-Key: this is not the key of this server", 401)
+        return tenant
+
     async def _keep(self, name: str, request: web.Request, tenant: str) -> ApiAnswer:
         """A request that a later server has to know, too."""
         body = await request.read()

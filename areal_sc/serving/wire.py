@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -15,6 +15,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import TopTokens
 from areal_sc.serving.losses import (
     FIELDS,
     GAINS,
@@ -306,17 +307,36 @@ def sampling_of(
 
 def sample_output(wanted: WantedSample, completions: Sequence[Generated]) -> ApiAnswer:
     """What was sampled; a completion that its context cut has the reason `length`."""
-    sequences = [
-        pb.SampledSequence(
+    answer = pb.SampleResponse()
+    for it in completions:
+        sequence = pb.SampledSequence(
             stop_reason=(
                 pb.STOP_REASON_STOP if it.finish_reason == "stop" else pb.STOP_REASON_LENGTH
             ),
             tokens=np.asarray(it.token_ids, np.int32).tobytes(),
             logprobs=np.asarray(it.logprobs, np.float32).tobytes(),
         )
-        for it in completions
-    ]
-    return ApiAnswer(pb.SampleResponse(sequences=sequences).SerializeToString(), PROTOBUF)
+        if wanted.top_k:
+            sequence.topk_sampled_logprobs.CopyFrom(_top_of(it.top, wanted.top_k))
+        answer.sequences.append(sequence)
+    first = completions[0]
+    if wanted.prompt_logprobs:
+        answer.prompt_logprobs = np.asarray(first.prompt_logprobs, np.float32).tobytes()
+    if wanted.prompt_top_k:
+        answer.topk_prompt_logprobs.CopyFrom(_top_of(first.prompt_top, wanted.prompt_top_k))
+    return ApiAnswer(answer.SerializeToString(), PROTOBUF)
+
+
+def _top_of(places: Sequence[TopTokens], top_k: int) -> pb.TopkLogprobs:
+    """Cells of places without so many tokens have the token 0, and -99999, as the API has it."""
+    tokens = np.zeros((len(places), top_k), np.int32)
+    logprobs = np.full((len(places), top_k), -99999.0, np.float32)
+    for number, place in enumerate(places):
+        for rank, (token, logprob) in enumerate(place[:top_k]):
+            tokens[number, rank], logprobs[number, rank] = token, logprob
+    return pb.TopkLogprobs(
+        token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=top_k, length=len(places)
+    )
 
 
 def json_of(body: pydantic.BaseModel) -> ApiAnswer:
