@@ -6,7 +6,8 @@ A start may go on where an earlier one was killed: workers live, and the journal
                             are, or new ones
     each RolloutController  goes on from the journal if all models do, and takes over what its
                             workers run and hold; else it gives all of that up
-    both                    workers without the newest weights, or with drawn ones, get them
+    both                    workers without the newest weights, or with drawn ones, get them,
+                            but from a model that publishes none
 
 What the script then asks for is what it asked for before: the same batch, with the same rows in the
 same order, the same updates and the same publication. So it joins what is done, or goes on.
@@ -203,9 +204,10 @@ async def take_over(controllers: Sequence[Controller]) -> TakenOver | None:
         for model in models:
             await model.begin_anew()
     for rollout in rollouts:
-        found = await rollout.take_over_async(goes_on=goes_on)
+        is_followed = actor is not None and actor.publishes
+        found = await rollout.take_over_async(goes_on=goes_on and is_followed)
         num_groups, num_again = num_groups + len(found.owners), num_again + found.num_again
-        if actor is None:
+        if actor is None or not is_followed:
             continue  # all are as they were built
         if goes_on:
             await _go_on(actor, rollout)

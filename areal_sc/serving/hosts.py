@@ -39,7 +39,7 @@ class WholeModel:
     def version(self) -> int:
         return self._actor.version
 
-    def enter(self, place: int, source: Source, turn: int) -> None:
+    def enter(self, place: int, source: Source) -> None:
         self._actor.load_snapshot(0)
         self._rollout.go_back(INITIAL_STATE)
         self._actor.share_weights(self._rollout)
@@ -77,14 +77,13 @@ class Adapters:
     def version(self) -> int:
         return self._actor.version
 
-    def enter(self, place: int, source: Source, turn: int) -> None:
+    def enter(self, place: int, source: Source) -> None:
         self._actor.fill_adapter(
             place,
             self._models / source.folder if source.folder else None,
             rank=source.rank or None,
             seed=source.seed,
             with_optimizer=source.has_optimizer,
-            turn=turn,
         )
 
     def score(self, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Any]]:

@@ -101,8 +101,8 @@ class Host(Protocol):
     def version(self) -> int:
         """Of the ranks."""
 
-    def enter(self, place: int, source: Source, turn: int) -> None:
-        """The weights at a place are those of a source. Args: turn: names what the ranks do."""
+    def enter(self, place: int, source: Source) -> None:
+        """The weights at a place are those of a source."""
 
     def score(self, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Any]]:
         """By place, of rows by number, the log-probabilities."""
@@ -371,7 +371,7 @@ class RankTurns:
         asking = [it for it in self._wishes if it.model is model]
         try:
             if not is_past:
-                call = lambda: self._host.enter(turn.place, source, turn.number)  # noqa: E731
+                call = lambda: self._host.enter(turn.place, source)  # noqa: E731
                 await self._on_ranks(asking, call)
         except (ArealError, RequestRefused) as error:
             self._journal.write(Failed(turn.number))
