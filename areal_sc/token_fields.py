@@ -27,6 +27,10 @@ ROUTED_EXPERTS: Final = "routed_experts"
 """The field of rollout workers, with `actor.routing_replay`: the experts that each token went
 through, [layers, experts of a token]."""
 
+ADAPTER: Final = "adapter"
+"""The place of the adapter that a row belongs to, with `actor.lora.places`; the same number at each
+token of the row. Rows without the field belong to place 0."""
+
 TOP_LOGPROBS, TOP_TOKENS = "teacher_top_logprobs", "teacher_top_tokens"
 """Fields of a teacher that tells its k most probable tokens at each place: [T, k] float32, nats,
 and [T, k] of integers, the tokens. An update computes its model's log-probabilities of them."""

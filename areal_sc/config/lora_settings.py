@@ -41,6 +41,12 @@ class LoraConfig:
     path: str = setting(
         "", "adapter to begin from, a folder of peft's format; empty: a new one", idle=_NO_RANK
     )
+    places: int = setting(
+        1,
+        "adapters that are trained beside each other; field `adapter` of a row says which is its",
+        ge=1,
+        idle=_NO_RANK,
+    )
     save_merged: bool = setting(
         True,
         "models are written with the adapter merged; false: the adapter alone",

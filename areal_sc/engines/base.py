@@ -317,7 +317,7 @@ class TrainEngine(Protocol):
         step: int,
         min_token_version: int | None = None,
         trace: UpdateTrace | None = None,
-        optimizer: OptimizerConfig | None = None,
+        optimizers: Mapping[int, OptimizerConfig] | None = None,
     ) -> dict[str, float]:
         """One optimizer update a minibatch; returns the same numbers on every rank.
 
@@ -328,6 +328,33 @@ class TrainEngine(Protocol):
             min_token_version: tokens sampled by older versions add nothing to the loss and its
                 denominator; None trains all.
             trace: gets what the forward gives of some rows.
+            optimizers: of this update, by the place of an adapter; None: the model's, of all.
+        """
+
+    def fill_adapter(
+        self,
+        place: int,
+        folder: Path | None,
+        *,
+        rank: int,
+        seed: int,
+        with_optimizer: bool,
+    ) -> None:
+        """The adapter of a place begins anew, or goes on from what `begin_save_adapter` wrote.
+
+        Args:
+            folder: that rank 0 sees; None: it is new.
+            rank: up to `lora.rank`; 0: that one, or the folder's.
+            seed: of a new one.
+            with_optimizer: also the moments and the count of updates, where the folder has them;
+                else these are 0.
+        Raises: ModelError: on every rank: there is no such adapter. Nothing has changed.
+        """
+
+    def begin_save_adapter(self, place: int, folder: Path, *, with_optimizer: bool) -> Future[None]:
+        """Takes the adapter of a place as it is now. The future: when the folder has been written.
+
+        Args: with_optimizer: also its moments and its count of updates.
         """
 
     def published_parts(self) -> tuple[dict[str, torch.Tensor], Iterator[torch.Tensor]]:

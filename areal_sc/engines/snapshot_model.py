@@ -13,7 +13,7 @@ import torch
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.training.adapters.adapter_files import begin_adapter
-from areal_sc.engines.training.adapters.lora import add_adapters, is_of_adapter, merged_values
+from areal_sc.engines.training.adapters.lora import adapter_place, add_adapters, merged_values
 from areal_sc.engines.training.background import FAILURES, BackgroundWriter
 from areal_sc.engines.training.causal_lm import compute_dtype
 from areal_sc.engines.training.export import ModelExport
@@ -80,7 +80,7 @@ def export_snapshot(
                 return whole
 
             if adapter_alone:
-                adapter = {name: values(name) for name in held if is_of_adapter(name)}
+                adapter = {name: values(name) for name in held if adapter_place(name) == 0}
                 begin_adapter(config, adapter, folder, writer).result()
                 return
             merged = merged_values(causal_lm, values, parts, alone)

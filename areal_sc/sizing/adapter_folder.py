@@ -71,6 +71,14 @@ def adapter_config(lora: LoraConfig, base: str, layers: Iterable[str]) -> str:
     return json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
 
+def stored_rank(folder: Path) -> int:
+    """The rank of the adapter in a folder. Raises: ModelError: there is none."""
+    rank = _read(folder).get("r", PEFTS_SIZE)
+    if not isinstance(rank, int) or rank < 1:
+        raise ModelError(f"{folder}: expected an adapter with a rank r, got {rank!r}")
+    return rank
+
+
 def check_adapter(lora: LoraConfig) -> None:
     """Checks that the adapter in `lora.path` is one that training can begin from.
 

@@ -67,9 +67,18 @@ class BegunWrites:
                 name = digest([operation.lineage, operation.version, operation.which])
                 folder = self._run_folder.exports / self._role / name
                 of_rank = None if self._rank.number == 0 else list[str]()
+
+                def begin() -> Future[None]:
+                    if write.adapter is None:
+                        return engine.begin_save_hf(folder)
+                    with_optimizer = write.with_optimizer
+                    return engine.begin_save_adapter(
+                        write.adapter, folder, with_optimizer=with_optimizer
+                    )
+
                 await self._begin(
                     write,
-                    lambda: engine.begin_save_hf(folder),
+                    begin,
                     lambda: self._rank.files.bring_back(folder, of_rank),
                 )
         return self._rank.files.script_path(folder)

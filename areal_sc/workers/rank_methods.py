@@ -136,13 +136,13 @@ class Update(Change, frozen=True, array_like=True):
         loss: number of the registered loss.
         rows: of this rank's share.
         advances: it makes the next version by itself.
-        optimizer: of this update alone; None: that of the model.
+        optimizers: of this update alone, by the place of an adapter; None: that of the model.
     """
 
     loss: int
     rows: Rows
     advances: bool
-    optimizer: OptimizerConfig | None = None
+    optimizers: dict[int, OptimizerConfig] | None = None
 
     @property
     def batches(self) -> tuple[BatchMetadata, ...]:
@@ -152,6 +152,20 @@ class Update(Change, frozen=True, array_like=True):
         if isinstance(self.rows, Demonstrations):
             return self
         return replace(self, rows=tuple(map(current, self.rows)))
+
+
+class FillAdapter(Change, frozen=True, array_like=True):
+    """The adapter of a place begins anew, or from a folder: see `TrainEngine.fill_adapter`.
+
+    Attributes:
+        folder: as the script names it; "": it is new.
+    """
+
+    place: int
+    folder: str
+    rank: int
+    seed: int
+    with_optimizer: bool
 
 
 class SnapshotPlace(StrEnum):
@@ -173,9 +187,13 @@ class Write(Change, frozen=True, array_like=True):
 
     Attributes:
         call: names the call of the script, whose repeats join the write.
+        adapter: the place whose adapter alone is written; None: the model.
+        with_optimizer: and what AdamW knows of it.
     """
 
     call: str
+    adapter: int | None = None
+    with_optimizer: bool = False
 
 
 class KeepState(Change, frozen=True, array_like=True):
@@ -231,6 +249,8 @@ SCORE_BATCH = Method("score_batch", Compute, tuple[float, ...])
 TRY_LOSS = Method("try_loss", TryLoss, tuple[str, ...])
 """The names of its metrics."""
 UPDATE = Method("update", Update, Numbers)
+FILL_ADAPTER = Method("fill_adapter", FillAdapter, Numbers)
+"""As an update it changes weights, and has no numbers to tell."""
 BEGIN_WRITE = Method("begin_write", Write, str, writes=True)
 """Takes this rank's part of what is written, and names its folder. A snapshot on the disk is
 completed by the controller."""

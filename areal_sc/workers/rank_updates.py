@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
                 step=version,
                 min_token_version=oldest,
                 trace=trace,
-                optimizer=args.optimizer,
+                optimizers=args.optimizers,
             )
             for it in () if trace is None else trace.rows():
                 row = TrainedRow(
@@ -156,6 +157,26 @@ async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
 
     next_version = operation.version + 1 if args.advances else None
     return await rank.operations.join(operation, run, next_version=next_version)
+
+
+async def fill_adapter(rank: Rank, args: rank_methods.FillAdapter) -> dict[str, float]:
+    """Raises: what `Operations.join` and the engine raise."""
+    folder = Path(rank.files.place(args.folder)) if args.folder else None
+
+    async def run() -> dict[str, float]:
+        def fill() -> None:
+            rank.engine.fill_adapter(
+                args.place,
+                folder,
+                rank=args.rank,
+                seed=args.seed,
+                with_optimizer=args.with_optimizer,
+            )
+
+        await rank.compute(fill)
+        return {}
+
+    return await rank.operations.join(args.operation, run)
 
 
 def _trace_of(rank: Rank, minibatches: Sequence[PackedRows]) -> UpdateTrace | None:

@@ -35,6 +35,9 @@ class TrainWorker(Rank):
             rank_methods.SCORE_BATCH.served_by(self.using(partial(rank_updates.score_batch, self))),
             rank_methods.TRY_LOSS.served_by(partial(rank_updates.try_registered_loss, self)),
             rank_methods.UPDATE.served_by(self.using(partial(rank_updates.update, self))),
+            rank_methods.FILL_ADAPTER.served_by(
+                self.using(partial(rank_updates.fill_adapter, self))
+            ),
             *self._weights.served(),
             rank_methods.BEGIN_WRITE.served_by(self.using(self._writes.begin)),
             rank_methods.KEEP_STATE.served_by(self.using(self._writes.keep_state)),

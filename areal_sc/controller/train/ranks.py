@@ -340,10 +340,14 @@ class Ranks:
         _, finish = await self._begin_write(self.operation(Kind.snapshot))
         return finish
 
-    async def begin_export(self, target: Path) -> Finish:
-        """The same of a model, which replaces `target`, maybe on another file system."""
-        operation = self.operation(Kind.export, digest(str(target)))
-        exported, finish_write = await self._begin_write(operation)
+    async def begin_export(
+        self, target: Path, adapter: int | None = None, *, with_optimizer: bool = False
+    ) -> Finish:
+        """The same of a model, or of the adapter of a place, which replaces `target`, maybe on
+        another file system."""
+        what = [str(target), *([] if adapter is None else [adapter, with_optimizer])]
+        operation = self.operation(Kind.export, digest(what))
+        exported, finish_write = await self._begin_write(operation, adapter, with_optimizer)
 
         async def finish() -> None:
             await finish_write()
@@ -356,9 +360,9 @@ class Ranks:
 
         return finish
 
-    async def _begin_write(self, operation: Operation) -> tuple[str, Finish]:
+    async def _begin_write(self, operation: Operation, *what: Any) -> tuple[str, Finish]:
         """The folder that is written to, and what waits for the end."""
-        shares = [rank_methods.Write(operation, random_id())] * self.layout.num_shares
+        shares = [rank_methods.Write(operation, random_id(), *what)] * self.layout.num_shares
         self.state.note(write := Asked(rank_methods.BEGIN_WRITE, shares))
         try:
             written: str = (await self.ask(write))[0]

@@ -16,7 +16,7 @@ needs them takes longer then.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
@@ -299,25 +299,100 @@ class TrainController(Controller):
         loss: NamedLoss,
         *,
         advances: bool = True,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: OptimizerConfig | Mapping[int, OptimizerConfig] | None = None,
     ) -> dict[str, float]:
         """`sft_update` by any loss; an item may also be a pair of such, `chosen` and `rejected`.
 
-        Further lists of an item, one number a token, are fields that the loss reads.
+        Further lists of an item, one number a token, are fields that the loss reads. With
+        `actor.lora.places` the field `adapter` says which adapter a row is computed with, and
+        trains; without it that is the one of place 0. Each place takes a step of its own: with its
+        gradient's norm and its count of updates, or none, where there is no gradient, or one that
+        is not finite.
 
         Args:
-            optimizer: AdamW's settings for this update; None: those of `actor.optimizer`.
+            optimizer: AdamW's settings for this update, or those of each place that rows are of;
+                None: those of `actor.optimizer`.
+        Returns: see `sft_update`; where `optimizer` is given, also `grad_norm_<place>` of each
+            place that has stepped.
+        Raises: ConfigError: as `sft_update`, or there is no such place.
         """
         self._check_trains()
-        if advances and (self.ranks.reader or (self.role == TRAIN_ROLE and self._common.needs)):
+        has_reader = self.role == TRAIN_ROLE and self._common.needs and self._num_places == 1
+        if advances and (self.ranks.reader or has_reader):
             raise ConfigError(POLICY_ADVANCES)
+        if isinstance(optimizer, OptimizerConfig):
+            optimizer = dict.fromkeys(range(self._num_places), optimizer)
+        for place in optimizer or ():
+            self._check_place(place)
         if advances:  # else it is part of a step that goes on
             await self.standstill.hold(self._check_lives)
         named = await self._step.readable(rows, indices)
         shares = self._step.named(*named)
         return await self._step.update(
-            shares, loss, list(named), (), (), advances=advances, optimizer=optimizer
+            shares, loss, list(named), (), (), advances=advances, optimizers=optimizer
         )
+
+    async def fill_adapter_async(
+        self,
+        place: int,
+        folder: str | Path | None = None,
+        *,
+        rank: int | None = None,
+        seed: int = 0,
+        with_optimizer: bool = False,
+    ) -> None:
+        """The adapter of a place begins anew, as a new one does, or goes on from a folder.
+
+        It is a part of the step that goes on, as an update is: the folder stays as it is until the
+        next version. Its moments and its count of updates are 0.
+
+        Args:
+            folder: what `save_adapter` or peft has written, where rank 0 sees it; None: it is new.
+            rank: up to `actor.lora.rank`; None: that one, or the folder's.
+            seed: of a new one.
+            with_optimizer: moments and count of updates are those of the folder, if it has them.
+        Raises: ConfigError: there is no such place, or the rank is larger. ModelError: the folder
+            has no adapter of this model; nothing has changed.
+        """
+        self._check_trains()
+        self._check_place(place)
+        largest = self.config.lora.rank
+        smallest = 1 if self._num_places > 1 else largest
+        if rank is not None and not smallest <= rank <= largest:
+            raise ConfigError(
+                f"rank of an adapter: expected {smallest} to {largest} (actor.lora.rank), got "
+                f"{rank}"
+            )
+        await self._step.fill_adapter(
+            place, _absolute(folder), rank or 0, seed, with_optimizer=with_optimizer
+        )
+
+    async def save_adapter_async(
+        self, place: int, folder: str | Path, *, with_optimizer: bool
+    ) -> None:
+        """Writes the adapter of a place in peft's format; replaces a model or adapter there.
+
+        Args:
+            with_optimizer: also `optimizer.safetensors`, its moments and its count of updates.
+        Raises: ConfigError: there is no such place. CheckpointError: as `save_hf`.
+        """
+        self._check_place(place)
+        finish = await self.ranks.begin_export(
+            check_replaceable(folder), place, with_optimizer=with_optimizer
+        )
+        await finish()
+
+    @property
+    def _num_places(self) -> int:
+        return self.config.lora.places if self.config.has_adapter else 1
+
+    def _check_place(self, place: int) -> None:
+        """Raises: ConfigError: there is no such place."""
+        if not 0 <= place < self._num_places:
+            raise ConfigError(
+                f"place of an adapter: expected 0 to {self._num_places - 1} (actor.lora.places), "
+                f"got {place}"
+            )
 
     def _check_trains(self) -> None:
         """Raises: ConfigError: the model only computes."""
@@ -374,11 +449,21 @@ class TrainController(Controller):
             ConfigError: the model is frozen.
         """
         self._check_trains()
+        self._check_publishes()
         await self._step.publish(rollout, self.version + 1)
 
     async def share_weights_async(self, rollout: WeightsReader) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
+        self._check_publishes()
         await self._step.publish(rollout, self.version)
+
+    def _check_publishes(self) -> None:
+        """Raises: ConfigError: generation gets the adapters from folders."""
+        if self._num_places > 1:
+            raise ConfigError(
+                f"actor.lora.places: expected 1 to publish weights, got {self._num_places}: "
+                "save_adapter writes the adapter of a place"
+            )
 
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces a model there.
@@ -452,12 +537,18 @@ class TrainController(Controller):
     ppo_update = blocking(ppo_update_async)
     sft_update = blocking(sft_update_async, before=Controller.copy_prompts)
     update_rows = blocking(update_rows_async, before=Controller.copy_prompts)
+    fill_adapter = blocking(fill_adapter_async)
+    save_adapter = blocking(save_adapter_async)
     score_rows = blocking(score_rows_async, before=Controller.copy_prompts)
     score = blocking(score_async)
     publish_weights = blocking(publish_weights_async)
     share_weights = blocking(share_weights_async)
     save_hf = blocking(save_hf_async)
     load_snapshot = blocking(load_snapshot_async)
+
+
+def _absolute(folder: str | Path | None) -> str:
+    return "" if folder is None else str(Path(folder).expanduser().absolute())
 
 
 def _check_role(role: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, islice
 from typing import Any, Final
@@ -33,7 +33,7 @@ from areal_sc.controller.train.ranks import Ranks
 from areal_sc.errors import ROWS_GONE, ArealError, BatchLost, ConfigError, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.token_fields import ROUTED_EXPERTS, TOP_LOGPROBS
+from areal_sc.token_fields import ADAPTER, ROUTED_EXPERTS, TOP_LOGPROBS
 from areal_sc.weights.channel import WeightsReader
 from areal_sc.workers import rank_methods
 from areal_sc.workers.operations import Kind
@@ -121,7 +121,7 @@ class TrainStep:
     def read_of_model(self, batch: BatchMetadata, *also: str) -> BatchMetadata:
         """What the model reads of a batch, and further fields where these are there."""
         its = self.without_idle_routes(batch)
-        further = [name for name in (ROUTED_EXPERTS, *also) if name in its.fields]
+        further = [name for name in (ROUTED_EXPERTS, ADAPTER, *also) if name in its.fields]
         return its.select([*MODEL_FIELDS, *further])
 
     def note_without_first(self, batch: BatchMetadata) -> None:
@@ -355,7 +355,7 @@ class TrainStep:
         split: Split,
         *,
         advances: bool,
-        optimizer: OptimizerConfig | None = None,
+        optimizers: Mapping[int, OptimizerConfig] | None = None,
     ) -> dict[str, float]:
         """Metrics of the update, which every rank makes once.
 
@@ -364,13 +364,15 @@ class TrainStep:
             trained: the rows, where they are those of a batch.
             split: which of them are in which share.
             advances: the ranks are at the next version then.
-            optimizer: its settings; None: those of the model.
+            optimizers: its settings, by the place of an adapter; None: those of the model.
         """
         named, number = await self._number_of(loss), self._ranks.step.num_updates
-        decisive = [content, named, *([] if optimizer is None else [asdict(optimizer)])]
+        settings = None if optimizers is None else dict(optimizers)
+        decisive = [content, named]
+        decisive += [sorted((place, asdict(it)) for place, it in (settings or {}).items())]
         operation = self._ranks.operation(Kind.update, str(number), decisive)
         updates = [
-            rank_methods.Update(operation, named, rows, advances, optimizer) for rows in shares
+            rank_methods.Update(operation, named, rows, advances, settings) for rows in shares
         ]
         asked = Asked(rank_methods.UPDATE, updates)
 
@@ -386,6 +388,17 @@ class TrainStep:
             metrics |= weight_spread(metrics)
             del metrics["behavior_weight_square"]
         return metrics
+
+    async def fill_adapter(
+        self, place: int, folder: str, rank: int, seed: int, *, with_optimizer: bool
+    ) -> None:
+        """Every rank does once what `TrainEngine.fill_adapter` says; as an update it is noted."""
+        number, what = self._ranks.step.num_updates, (place, folder, rank, seed, with_optimizer)
+        operation = self._ranks.operation(Kind.update, str(number), ["fill_adapter", *what])
+        shares = [rank_methods.FillAdapter(operation, *what)] * self._ranks.layout.num_shares
+        asked = Asked(rank_methods.FILL_ADAPTER, shares)
+        await self._ranks.update(asked, number, (), (), None)
+        self._ranks.step.num_updates = number + 1
 
     async def publish(self, reader: WeightsReader, version: int) -> None:
         """Gives the reader the present version, or the next one, which it makes.

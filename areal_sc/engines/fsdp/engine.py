@@ -11,7 +11,7 @@ and added up in each rank's own part, so no rank ever holds those of the whole m
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
@@ -29,12 +29,13 @@ from areal_sc.engines.fsdp.handle import needs_fsdp
 from areal_sc.engines.fsdp.model import load_sharded_model
 from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
+from areal_sc.engines.fsdp.place_states import PlaceStates
 from areal_sc.engines.fsdp.sharded_state import ShardedState
 from areal_sc.engines.handle_base import FLOAT32_BYTES
 from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.training.adapters.adapter_files import begin_adapter
 from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
-from areal_sc.engines.training.adapters.lora import is_of_adapter, merged_values, without_adapters
+from areal_sc.engines.training.adapters.lora import adapter_place, merged_values, without_adapters
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import compute_dtype
 from areal_sc.engines.training.export import ModelExport
@@ -112,12 +113,16 @@ class FSDPEngine(RankEngine):
         held = parameters
         if self.config.has_adapter:  # what is not trained is read from the model again
             held = {name: p for name, p in parameters.items() if p.requires_grad}
-        state = ShardedState(type(causal_lm).__name__, held, self._parts, self._optimizer)
+        beside = PlaceStates(self.config, causal_lm, self._parts, self._optimizer, self._writer)
+        self._place_states = beside
+        state = ShardedState(
+            type(causal_lm).__name__, held, self._parts, self._optimizer, beside.further_state
+        )
         self._snapshots = Snapshots(state, self._writer)
         self._kept_states = KeptStates(state, self._writer)
         is_alone = self._is_adapter_published_alone
         self._publication = Publication(
-            [name for name in parameters if is_of_adapter(name) == is_alone],
+            [name for name in parameters if adapter_place(name) == (0 if is_alone else None)],
             self._parts,
             (lambda: self._values) if is_alone else self._take_values,
             groups.world,
@@ -269,8 +274,10 @@ class FSDPEngine(RankEngine):
         self._model.forget_gradients()
         super().load_state(folder, name)
 
-    def _take_step(self, step: int, optimizer: OptimizerConfig, *, is_void: bool) -> float:
-        return self._optimizer.update(step, optimizer, is_void=is_void)
+    def _take_step(
+        self, step: int, optimizers: Mapping[int, OptimizerConfig], *, is_void: bool
+    ) -> dict[int, float]:
+        return self._optimizer.update(step, optimizers, is_void=is_void)
 
     def _own_metrics(self) -> dict[str, float]:
         scale = self._optimizer.loss_scale
@@ -318,10 +325,24 @@ class FSDPEngine(RankEngine):
 
     def _begin_save_adapter(self, folder: Path, probe: AdapterProbe | None = None) -> Future[None]:
         self._writer.wait()
-        names = [name for name in self._parts.shapes if is_of_adapter(name)]
+        names = [name for name in self._parts.shapes if adapter_place(name) == 0]
         whole = gather_whole(names, self._values, self._parts, self.world, torch.float32)
         copies = {name: values.to("cpu", copy=True) for name, values in whole}
         return begin_adapter(self.config, copies, folder, self._writer, probe)
+
+    def fill_adapter(
+        self,
+        place: int,
+        folder: Path | None,
+        *,
+        rank: int,
+        seed: int,
+        with_optimizer: bool,
+    ) -> None:
+        self._place_states.fill(place, folder, rank, seed, with_optimizer=with_optimizer)
+
+    def begin_save_adapter(self, place: int, folder: Path, *, with_optimizer: bool) -> Future[None]:
+        return self._place_states.begin_save(place, folder, with_optimizer=with_optimizer)
 
     def _leave(self) -> None:
         if hasattr(self, "_groups"):
@@ -338,7 +359,7 @@ class FSDPEngine(RankEngine):
             size = padded_size(num_tokens, self.config.max_tokens_per_micro_batch)
             # torch.compile would compile layers anew for a rank that has one token
             size = max(size, 2 * self._groups.sequence.size)
-        return make_micro_batch(
+        micro_batch = make_micro_batch(
             batch.rows,
             batch.packed[number],
             batch.asked,
@@ -348,7 +369,13 @@ class FSDPEngine(RankEngine):
             num_tokens=size,
             is_behind=batch.is_behind,
             numbers=batch.numbers,
+            row_places=batch.row_places,
         )
+        if (places := self._place_states.places) is not None:
+            layout = micro_batch.layout
+            also = batch.places if self.rows.size > 1 else ()
+            places.lay_out(micro_batch.places, layout, also, are_padded=self._pads_rows)
+        return micro_batch
 
     def _forward(self, batch: MicroBatch, rows: PackedRows, top_k: int = 0) -> Outputs:
         logprobs, entropy = self._model(

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, Device, Dtype
+from areal_sc.config.schema import (
+    ActivationCheckpointing,
+    ActorConfig,
+    Device,
+    Dtype,
+    ModelHead,
+)
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import Machine, resolved_device
@@ -56,6 +62,8 @@ class FSDPPPOActor(TrainHandle):
                     f"actor.parallel.{name}: expected 1 with actor.engine=fsdp, got {size}; "
                     "actor.engine=megatron has it, and more data or tensor saves as much memory"
                 )
+        if self.config.lora.places > 1 and not self.config.is_frozen:
+            self._check_places()
         is_of_layers = self.config.activation_checkpointing is ActivationCheckpointing.layers
         if self.config.activation_offload and not is_of_layers:
             raise ConfigError(
@@ -78,6 +86,22 @@ class FSDPPPOActor(TrainHandle):
                     "not installed here; install it, or set actor.compile_layers=false"
                 )
 
+    def _check_places(self) -> None:
+        """Raises: ConfigError: several adapters would not be exact, or not be told apart."""
+        config, lora = self.config, self.config.lora
+        for name, expected, found, is_wrong in (
+            ("lora.rank", "one above 0", lora.rank, not lora.rank),
+            ("lora.dropout", "0", lora.dropout, lora.dropout > 0),
+            ("head", "lm", config.head, config.head is not ModelHead.lm),
+            ("dtype", "float32 or bfloat16", config.dtype, config.dtype is Dtype.float16),
+            ("compile_layers", "false", config.compile_layers, config.compile_layers),
+        ):
+            if is_wrong:
+                raise ConfigError(
+                    f"actor.{name}: expected {expected} with actor.lora.places={lora.places}, got "
+                    f"{found}"
+                )
+
     @property
     def can_sleep(self) -> bool:
         return True
@@ -97,6 +121,7 @@ class FSDPPPOActor(TrainHandle):
         if self._is_model_fixed:
             lora, layer, fixed = self.config.lora, shape.layer, share
             of_adapter = layer.adapter_values(lora.rank, lora.targets) if layer else 0
+            of_adapter *= lora.places
             trained = 0 if self.config.is_frozen else -(-of_adapter // parallel.num_ranks)
         is_rounded = rounds_copies(parallel.num_ranks // parallel.tensor, self.config)
         return [

@@ -43,6 +43,7 @@ from areal_sc.engines.rotary import DYNAMIC, rope_limits
 from areal_sc.engines.rounding import Expected
 from areal_sc.engines.training.adapters.adapter_files import read_adapter
 from areal_sc.engines.training.adapters.lora import (
+    adapter_place,
     add_adapters,
     fill_adapters,
     is_of_adapter,
@@ -182,6 +183,8 @@ def _wrap_layers(model: PackedModel, config: ActorConfig, device: torch.device) 
     """
     layers = decoder_layers(model.causal_lm)
     compiles = config.compile_layers
+    if config.has_adapter and config.lora.places > 1:
+        compiles = False  # which tokens are of which place is known to no graph
     if compiles is None:
         is_whole = config.parallel.tensor * config.parallel.sequence == 1  # others are not tried
         compiles = is_whole and model.attends_by_interface and model.routers is None
@@ -390,7 +393,9 @@ def _fill_adapters(
     stored = error = None
     if config.lora.path and world.rank == 0:
         try:
-            stored = read_adapter(config, {name: parts.shapes[name] for name in local})
+            stored = read_adapter(
+                config, {name: parts.shapes[name] for name in local if adapter_place(name) == 0}
+            )
         except ModelError as failure:  # the other ranks wait
             error = failure
     stored, message = world.broadcast((stored, str(error) if error else None))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.loss_scale import LossScale
+from areal_sc.engines.training.adapters.lora import adapter_place
 from areal_sc.engines.training.learning_rate import check_schedule, learning_rate
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
@@ -31,6 +32,9 @@ class ShardedAdamW:
 
     Weights decay, norms and biases do not: what has one dimension only.
 
+    Each place, of adapters beside each other, has settings, a norm and counts of updates of its
+    own: it steps, or not, whatever becomes of the others. All that is no adapter's is of place 0.
+
     Args:
         parameters: by the names that `parts` knows them by.
         parts: this rank's.
@@ -39,6 +43,7 @@ class ShardedAdamW:
         loss_scale: of the first update; None: losses are not scaled.
 
     Attributes:
+        world: as given.
         num_updates: optimizer updates so far.
         loss_scale: factor of the gradients that the next update expects.
     Raises: ConfigError: the learning rate falls, and nothing says over how many steps.
@@ -58,7 +63,7 @@ class ShardedAdamW:
         self.config = config
         self.num_updates = 0
         self._parts = parts
-        self._world = world
+        self.world = world
         self._tensor = tensor
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         # Same storage as the model's parameters: stepping these updates the model.
@@ -68,11 +73,19 @@ class ShardedAdamW:
         }
         held = {name: shard for name, shard in self._shards.items() if shard.numel()}
         is_weight = {name: len(parts.cuts[name].shape) > 1 for name in held}
+        self._places = {name: adapter_place(name) or 0 for name in self._shards}
+        self._numbers = sorted({0, *self._places.values()})
         groups: list[dict[str, Any]] = [
             {
-                "params": [shard for name, shard in held.items() if is_weight[name] is decays],
+                "params": [
+                    shard
+                    for name, shard in held.items()
+                    if is_weight[name] is decays and self._places[name] == place
+                ],
                 "decays": decays,
+                "place": place,
             }
+            for place in self._numbers
             for decays in (True, False)
         ]
         self._adamw = torch.optim.AdamW(
@@ -95,15 +108,19 @@ class ShardedAdamW:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def update(
-        self, step: int, config: OptimizerConfig | None = None, *, is_void: bool = False
-    ) -> float:
+        self,
+        step: int,
+        configs: Mapping[int, OptimizerConfig] | None = None,
+        *,
+        is_void: bool = False,
+    ) -> dict[int, float]:
         """Clips the accumulated gradients and takes one step; the gradients are gone afterwards.
 
         Args:
-            config: of this step; None: as given.
-            is_void: this rank's gradients do not count: the norm is NaN on all ranks.
-        Returns: the global gradient norm before clipping, of the loss itself. Where it is not
-            finite, no step is taken, so that the weights survive; nor where it is 0, so that
+            configs: of this step, by place, of those that may step; None: as given, of all places.
+            is_void: this rank's gradients do not count: the norms are NaN on all ranks.
+        Returns: by place, the global gradient norm before clipping, of the loss itself. Where it is
+            not finite, no step is taken, so that the weights survive; nor where it is 0, so that
             neither momentum nor decay moves them.
         """
         for name, parameter in self._parameters.items():
@@ -111,10 +128,17 @@ class ShardedAdamW:
             self._shards[name].grad = None if gradient is None else local_part(gradient)
             parameter.grad = None
         self._add_up_partial_gradients()
-        config = config or self.config
-        norm = self._clip(config.max_grad_norm, is_void=is_void)
-        if norm != 0 and math.isfinite(norm):
+        configs = configs or dict.fromkeys(self._numbers, self.config)
+        norms = self._clip(configs, is_void=is_void)
+        stepping = {place for place, norm in norms.items() if norm != 0 and math.isfinite(norm)}
+        if stepping:
+            for name, shard in self._shards.items():
+                if self._places[name] not in stepping:
+                    shard.grad = None
             for settings in self._adamw.param_groups:
+                if settings["place"] not in stepping:
+                    continue
+                config = configs[settings["place"]]
                 settings["lr"] = learning_rate(config, step)
                 settings["betas"] = config.beta1, config.beta2
                 settings["eps"] = config.eps
@@ -122,9 +146,9 @@ class ShardedAdamW:
             self._adamw.step()
             self.num_updates += 1
         if self.loss_scale is not None:
-            self.loss_scale = self.loss_scale.after(norm)
+            self.loss_scale = self.loss_scale.after(norms[0])  # there is one place
         self._adamw.zero_grad()
-        return norm
+        return norms
 
     def _add_up_partial_gradients(self) -> None:
         """Ranks that have copies of a parameter, and parts of its gradient, get the whole one."""
@@ -152,29 +176,34 @@ class ShardedAdamW:
                 own = flat.view(-1, shard.numel())[_number_of(boxes, self._tensor.rank)]
                 shard.grad.copy_(own.view_as(shard))
 
-    def _clip(self, limit: float, *, is_void: bool) -> float:
-        """Takes the scale of the loss off all gradients, and shortens them so that their global
-        norm is at most `limit` (0: never)."""
-        held = {
-            name: shard.grad
-            for name, shard in self._shards.items()
-            if shard.grad is not None and shard.numel()
-        }
-        counted = [gradient for name, gradient in held.items() if self._parts.is_first(name)]
-        gradients = list(held.values())
-        squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        if counted:
-            norms = torch.stack(torch._foreach_norm(counted))
-            squares = norms.double().square().sum()
+    def _clip(self, configs: Mapping[int, OptimizerConfig], *, is_void: bool) -> dict[int, float]:
+        """Takes the scale of the loss off all gradients, and shortens those of each place so that
+        their global norm is at most its `max_grad_norm` (0: never); returns the norms."""
+        gradients: dict[int, list[torch.Tensor]] = {place: [] for place in configs}
+        counted: dict[int, list[torch.Tensor]] = {place: [] for place in configs}
+        for name, shard in self._shards.items():
+            place = self._places[name]
+            if shard.grad is not None and shard.numel() and place in configs:
+                gradients[place].append(shard.grad)
+                if self._parts.is_first(name):
+                    counted[place].append(shard.grad)
+        squares = torch.zeros(len(configs), dtype=torch.float64, device=self.world.device)
+        for square, of_place in zip(squares, counted.values(), strict=True):
+            if of_place:
+                norms = torch.stack(torch._foreach_norm(of_place))
+                square.copy_(norms.double().square().sum())
         if is_void:
             squares.fill_(math.nan)
-        factor = 1.0 if self.loss_scale is None else 1 / self.loss_scale.value
-        norm = math.sqrt(float(self._world.sum(squares))) * factor
-        if limit > 0 and norm > limit:
-            factor *= limit / norm
-        if gradients and factor != 1 and math.isfinite(norm):
-            torch._foreach_mul_(gradients, factor)
-        return norm
+        scale = 1.0 if self.loss_scale is None else 1 / self.loss_scale.value
+        found = dict[int, float]()
+        for place, square in zip(configs, self.world.sum(squares).tolist(), strict=True):
+            found[place] = norm = math.sqrt(square) * scale
+            limit, factor = configs[place].max_grad_norm, scale
+            if limit > 0 and norm > limit:
+                factor *= limit / norm
+            if gradients[place] and factor != 1 and math.isfinite(norm):
+                torch._foreach_mul_(gradients[place], factor)
+        return found
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """Name -> the live AdamW state of this rank's shard: `exp_avg`, `exp_avg_sq`, `step`."""

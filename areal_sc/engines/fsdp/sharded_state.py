@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ class ShardedState:
         parameters: what of the model is held, sharded or not.
         parts: of these.
         optimizer: of those of them that are trained.
+        further: other tensors that all ranks have alike, on the CPU.
     """
 
     def __init__(
@@ -31,10 +33,14 @@ class ShardedState:
         parameters: Mapping[str, nn.Parameter],
         parts: CutParts,
         optimizer: ShardedAdamW,
+        further: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.architecture = architecture
         self.optimizer = optimizer
         self._shards = _find_shards(parameters, parts, optimizer)
+        for name, values in further.items():
+            placed = Placed(values.shape, values.dtype, Box.whole(values.shape), parts.rank == 0)
+            self._shards[name] = _StateShard(values, placed)
 
     def tensors(self) -> dict[str, Placed]:
         return {name: shard.placed for name, shard in self._shards.items()}

@@ -38,7 +38,7 @@ from areal_sc.engines.fsdp.tensor_regions import (
     rowwise,
     split_embeddings,
 )
-from areal_sc.engines.training.adapters.lora import LORA_A, LORA_B, LoraLinear
+from areal_sc.engines.training.adapters.lora import LORA_A, LORA_B, LoraLinear, common_name
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ModelError
@@ -167,9 +167,11 @@ def _cuts_of_module(
         ranges = _ranges(causal_lm, name, size, getattr(region, "head_dim", None), num_ranks)
     cuts = _cut_along(name, module, dim, ranges)
     if isinstance(module, LoraLinear):
-        copied = f"{name}.{LORA_A if dim == 0 else LORA_B}"
-        shape = causal_lm.get_parameter(copied).shape
-        cuts[copied] = Cut.copies(shape, num_ranks, has_partial_gradients=True)
+        copied = LORA_A if dim == 0 else LORA_B
+        for own, parameter in module.named_parameters():
+            if common_name(own) == copied:
+                whole = Cut.copies(parameter.shape, num_ranks, has_partial_gradients=True)
+                cuts[f"{name}.{own}"] = whole
     return cuts
 
 

@@ -17,7 +17,7 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -263,10 +263,12 @@ class MegatronEngine(RankEngine):
         self._optimizer.clear_gradients()
         self._run(batch, loss.of, forward_only=False)
 
-    def _take_step(self, step: int, optimizer: OptimizerConfig, *, is_void: bool) -> float:
+    def _take_step(
+        self, step: int, optimizers: Mapping[int, OptimizerConfig], *, is_void: bool
+    ) -> dict[int, float]:
         if bool(self.world.max(torch.tensor(is_void, dtype=torch.uint8))):
-            return math.nan
-        return self._optimizer.update(step, optimizer)
+            return {0: math.nan}
+        return {0: self._optimizer.update(step, optimizers[0])}
 
     def _run(self, batch: PlannedBatch, loss_of: LossOf, *, forward_only: bool) -> None:
         """All micro-batches through the stages, and back; `loss_of` is asked by the last one."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -44,6 +45,7 @@ from areal_sc.engines.training.updates.micro_batches import (
     RowUnits,
     check_routes,
     check_top_tokens,
+    places_of_rows,
     shared_forest,
     trained_tokens,
     with_advantage,
@@ -67,6 +69,8 @@ from areal_sc.weights.published import BucketLayout
 
 logger = logging.getLogger(__name__)
 
+_NO_ADAPTERS: Final = ConfigError("actor.lora.rank: expected one above 0, of adapters, got 0")
+
 
 @dataclass(frozen=True)
 class PlannedBatch:
@@ -81,6 +85,8 @@ class PlannedBatch:
         is_behind: the model is asked behind these tokens, which it has read; else before them.
         numbers: what a loss may know of the rows; None: there is no loss.
         top_k: most probable tokens that are asked for; 0: the rows' own.
+        row_places: of each row's adapter; empty: there is one.
+        places: of the rows of all ranks, each once.
     """
 
     rows: PackedRows
@@ -91,6 +97,8 @@ class PlannedBatch:
     is_behind: bool = False
     numbers: RowNumbers | None = None
     top_k: int = 0
+    row_places: Sequence[int] = ()
+    places: Sequence[int] = ()
 
     @cached_property
     def num_row_tokens(self) -> list[int]:
@@ -133,6 +141,7 @@ class RankEngine(ABC):
         self.node = ""
         self.logprob_noise: float | None = None
         self.routed_experts: RoutedExperts | None = None
+        self._places = range(config.lora.places if config.has_adapter else 0)
         self._hosted: TCPStore | None = None
         self._writer: BackgroundWriter
         self._snapshots: Snapshots
@@ -188,13 +197,17 @@ class RankEngine(ABC):
         """
 
     @abstractmethod
-    def _take_step(self, step: int, optimizer: OptimizerConfig, *, is_void: bool) -> float:
+    def _take_step(
+        self, step: int, optimizers: Mapping[int, OptimizerConfig], *, is_void: bool
+    ) -> dict[int, float]:
         """One optimizer update at the learning rate of the training step.
 
         Args:
-            optimizer: its settings.
+            optimizers: its settings, by the place of an adapter; of place 0 those of all that is
+                not an adapter's, too.
             is_void: this rank's gradients are not those of the loss: no rank takes the step.
-        Returns: the norm of the gradients before clipping; not finite, or 0: nothing has changed.
+        Returns: by place, the norm of the gradients before clipping; not finite, or 0: nothing of
+            that place has changed.
         """
 
     def _own_metrics(self) -> dict[str, float]:
@@ -271,7 +284,7 @@ class RankEngine(ABC):
         step: int,
         min_token_version: int | None = None,
         trace: UpdateTrace | None = None,
-        optimizer: OptimizerConfig | None = None,
+        optimizers: Mapping[int, OptimizerConfig] | None = None,
     ) -> dict[str, float]:
         """One optimizer update a minibatch; none where nothing is learned, as its gradient is 0.
 
@@ -283,10 +296,12 @@ class RankEngine(ABC):
             loss: its name and settings, or the function itself. Where it is known to be zero
                 without an advantage, rows none of whose tokens has one go through no forward; they
                 count in the denominators all the same.
-            optimizer: settings of these updates; None: those of the model.
+            optimizers: settings of these updates, by the place of an adapter, of which rows may be;
+                None: those of the model, of all places. Each place steps by itself.
         Returns: see `UpdateMetrics.summary`; and `num_computed_tokens`, those of all ranks that
             went through the model, each token that rows share once; `shared_token_share`, the
-            share of these rows' tokens that were computed with another row.
+            share of these rows' tokens that were computed with another row. With `optimizers` also
+            `grad_norm_<place>` of each place that has stepped.
         Raises: ValueError: a field that every loss needs is missing, a row is over the micro-batch
             limit, or the ranks have different numbers of minibatches. ConfigError: no such loss,
             or the model is frozen.
@@ -296,7 +311,7 @@ class RankEngine(ABC):
         if self.config.is_frozen:
             raise ConfigError("actor.is_frozen: a model that is frozen is not trained")
         compute_loss = loss.load() if isinstance(loss, NamedLoss) else loss
-        optimizer = optimizer or self.config.optimizer
+        settings = optimizers or dict.fromkeys(self._places or (0,), self.config.optimizer)
         minibatches = [with_token_advantages(rows) for rows in minibatches]
         if isinstance(loss, NamedLoss) and "staleness" in (loss.fields or ()):
             minibatches = [with_staleness(rows, step) for rows in minibatches]
@@ -309,7 +324,7 @@ class RankEngine(ABC):
 
         keeps_groups = isinstance(loss, NamedLoss) and loss.compares_rows
         is_behind = isinstance(loss, NamedLoss) and loss.reads_scores
-        batches = self._plan(minibatches, learning, keeps_groups=keeps_groups)
+        batches = self._plan(minibatches, learning, keeps_groups=keeps_groups, places=settings)
         trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
         counted = count_rows(minibatches, trained, self.rows.rank, self._shares_of_rows)
         metrics = UpdateMetrics()
@@ -331,10 +346,12 @@ class RankEngine(ABC):
                 trace.begin(index, batch.rows)
             asked = replace(batch, numbers=numbers, is_behind=is_behind)
             self._add_gradients(asked, of_minibatch)
-            norm = self._take_step(step, optimizer, is_void=metrics.failure is not None)
-            if not math.isfinite(norm):
-                logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
-            metrics.gradient_norms.append(norm)
+            norms = self._take_step(step, settings, is_void=metrics.failure is not None)
+            for place, norm in norms.items():
+                if not math.isfinite(norm):
+                    what = "minibatch=%d step=%d place=%d skipped: gradient_norm=%s"
+                    logger.warning(what, index, step, place, norm)
+            metrics.add_norms(norms)
             metrics.num_micro_batches += batch.most_packed
         summary = metrics.summary(
             self.world,
@@ -345,7 +362,8 @@ class RankEngine(ABC):
                 "num_row_tokens": sum(sum(it.num_row_tokens) for it in batches),
             },
             num_loss_tokens=sum(counts.tokens for _, counts in counted),
-            lr=learning_rate(optimizer, step),
+            lr=learning_rate(next(iter(settings.values())), step),
+            tells_places=optimizers is not None,
         )
         num_row_tokens = summary.pop("num_row_tokens")
         saved = num_row_tokens - summary["num_computed_tokens"]
@@ -371,6 +389,22 @@ class RankEngine(ABC):
 
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         return self._publication.layouts(bucket_bytes)
+
+    def fill_adapter(
+        self,
+        place: int,
+        folder: Path | None,
+        *,
+        rank: int,
+        seed: int,
+        with_optimizer: bool,
+    ) -> None:
+        """See `TrainEngine`. Raises: ConfigError: this engine trains no adapters."""
+        raise _NO_ADAPTERS
+
+    def begin_save_adapter(self, place: int, folder: Path, *, with_optimizer: bool) -> Future[None]:
+        """See `TrainEngine`. Raises: as `fill_adapter`."""
+        raise _NO_ADAPTERS
 
     @abstractmethod
     def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
@@ -423,17 +457,22 @@ class RankEngine(ABC):
         asked_of: Callable[[PackedRows], torch.Tensor],
         *,
         keeps_groups: bool = False,
+        places: Collection[int] | None = None,
     ) -> list[PlannedBatch]:
         """Micro-batches of each batch, as many as on every other rank.
 
+        Args: places: of adapters that rows may have; None: any that there is.
         Raises: ValueError: ranks have different numbers of batches, a row is too long, or
             `asked_of` raises.
         """
-        asked, wanted = list[torch.Tensor](), list[int]()
+        asked, wanted, of_rows = list[torch.Tensor](), list[int](), list[list[int]]()
         of_units, error, min_saved = list[RowUnits](), None, self._min_saved_tokens
         try:
             for rows in batches:
                 check_routes(rows, self.routed_experts)
+                known = set(self._places).intersection(self._places if places is None else places)
+                its_places = places_of_rows(rows, known) if self._places else []
+                of_rows.append(its_places if len(self._places) > 1 else [])
             asked = [asked_of(rows) for rows in batches]
             of_units = [
                 RowUnits.of(
@@ -443,29 +482,38 @@ class RankEngine(ABC):
                     are_padded=self._pads_rows,
                     keeps_groups=keeps_groups,
                     min_saved=min_saved,
+                    places=its_places,
                 )
-                for rows, tokens in zip(batches, asked, strict=True)
+                for rows, tokens, its_places in zip(batches, asked, of_rows, strict=True)
             ]
             wanted = [len(units.pack(1, fills=self._has_few_sizes)) for units in of_units]
         except ValueError as failure:
             error = failure
         # One exchange tells of errors, too: a rank that raised alone would leave others waiting.
-        everyone = self.world.gather((wanted, str(error) if error else None))
-        for rank, (_, message) in enumerate(everyone):
+        found = [sorted(set(it)) for it in of_rows]
+        everyone = self.world.gather((wanted, str(error) if error else None, found))
+        for rank, (_, message, _) in enumerate(everyone):
             if message is not None:
                 raise ValueError(f"train rank {rank}: {message}") from error
-        lengths = [len(counts) for counts, _ in everyone]
+        lengths = [len(counts) for counts, *_ in everyone]
         if len(set(lengths)) > 1:
             raise ValueError(f"the ranks have {lengths} minibatches; expected equally many")
-        most = [max(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True)]
+        most = [max(counts) for counts in zip(*(counts for counts, *_ in everyone), strict=True)]
+        of_ranks = zip(*(places for *_, places in everyone), strict=True)
         counts = [self._rounded_count(count) for count in most]
         planned = []
-        for rows, tokens, units, count in zip(batches, asked, of_units, counts, strict=True):
+        for rows, tokens, units, count, its_places, of_all in zip(
+            batches, asked, of_units, counts, of_rows, of_ranks, strict=True
+        ):
             least = count if self._meets_each else 1
             in_units = units.pack(least, fills=self._has_few_sizes)
+            if its_places:  # the rows of a unit are of one place
+                in_units = [sorted(it, key=lambda unit: its_places[unit[0]]) for it in in_units]
             packed = [list(chain.from_iterable(each)) for each in in_units]
             forests = [shared_forest(rows, each, min_saved) for each in in_units]
-            planned.append(PlannedBatch(rows, tokens, packed, forests, count))
+            every_place = sorted(set(chain.from_iterable(of_all)))
+            batch = PlannedBatch(rows, tokens, packed, forests, count)
+            planned.append(replace(batch, row_places=its_places, places=every_place))
         return planned
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -133,12 +134,15 @@ def begin_adapter(
     folder: Path,
     writer: BackgroundWriter,
     probe: AdapterProbe | None = None,
+    *,
+    beside: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
 ) -> Future[None]:
     """Writes an adapter to a folder, which it replaces; every rank makes the call.
 
     Args:
         values: copies; see `write_adapter`.
         probe: by which servers show that they serve it.
+        beside: further files of tensors, by their names.
     Returns: a future that is done when the folder has its name. It fails with CheckpointError, on
         every rank, when that could not be done.
     """
@@ -150,6 +154,8 @@ def begin_adapter(
                 write_adapter(part, config.lora, config.path, values)
                 if probe is not None:
                     probe.write(part)
+                for name, tensors in beside.items():
+                    TensorFile.lay_out(tensors).write_whole(part / name, tensors)
 
         group.together(f"cannot write {folder}", write)
 

@@ -5,12 +5,16 @@
 A and B are parameters of the layer itself: all others keep their names, and what cuts, spreads,
 rounds or compiles a linear layer finds a linear layer. B begins at zero, so that a new adapter
 changes nothing. `merged_values` gives the weights W + scale B A, under the model's own names.
+
+There may be several adapters beside each other (`actor.lora.places`), each for rows of its own. The
+one of place 0 is named as if it were alone; those of place k are `lora_A_k` and `lora_B_k`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +26,7 @@ from torch import nn
 
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import ActorConfig, ModelHead
+from areal_sc.engines.training.adapters.adapter_places import AdapterPlaces
 from areal_sc.engines.training.causal_lm import build_without_parameters
 from areal_sc.engines.training.parts import Box, Parts
 from areal_sc.engines.training.process_group import ProcessGroup
@@ -32,14 +37,16 @@ from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.model_folder import VALUE_HEAD
 
 LORA_A, LORA_B = "lora_A", "lora_B"
+_NAME = re.compile(rf"(.*\.)?({LORA_A}|{LORA_B})(?:_(\d+))?")
 
 
 class LoraLinear(nn.Linear):
     """A linear layer with an adapter: what an `nn.Linear` becomes in place.
 
     Attributes:
-        lora_A, lora_B: [r, I] and [O, r].
+        lora_A, lora_B: [r, I] and [O, r]; of place 0, those of others as `at_place` names them.
         scale: of their product.
+        places: of several adapters; None: there is one.
         dropout: share of its inputs that are 0 for the adapter, and the others larger, where a
             gradient is asked for.
         is_adapted: the adapter counts.
@@ -48,6 +55,7 @@ class LoraLinear(nn.Linear):
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float
+    places: AdapterPlaces | None = None
     dropout: float
     is_adapted: bool
 
@@ -57,15 +65,44 @@ class LoraLinear(nn.Linear):
         return outputs + self.added(input) if self.is_adapted else outputs
 
     def added(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., O] what the adapter adds."""
+        """[..., O] what the adapter adds, or that of each token's place."""
+        if self.places is not None:
+            return self.places.added(input, self._of_place)
         if self.dropout and torch.is_grad_enabled():
             input = F.dropout(input, self.dropout)
         return F.linear(F.linear(input, self.lora_A), self.lora_B) * self.scale
 
+    def _of_place(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = (self._parameters[at_place(own, place)] for own in (LORA_A, LORA_B))
+        assert a is not None
+        assert b is not None
+        return a, b
+
+    def scale_at(self, place: int) -> float:
+        """What the product of a place's A and B is multiplied by."""
+        return self.scale if self.places is None else self.places.scale(place)
+
+
+def at_place(name: str, place: int) -> str:
+    """What the parameter of place 0 that has this name is called at another place."""
+    return f"{name}_{place}" if place else name
+
+
+def adapter_place(name: str) -> int | None:
+    """The place whose adapter has the parameter of this name; None: it is of none."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else int(found[3] or 0)
+
+
+def common_name(name: str) -> str:
+    """The name that the parameter of a place has at place 0."""
+    place = adapter_place(name)
+    return name.removesuffix(f"_{place}") if place else name
+
 
 def is_of_adapter(name: str) -> bool:
     """Whether this is the name of a parameter of an adapter."""
-    return name.rpartition(".")[2] in (LORA_A, LORA_B)
+    return adapter_place(name) is not None
 
 
 def add_adapters(causal_lm: Any, lora: LoraConfig, head: ModelHead = ModelHead.lm) -> None:
@@ -75,17 +112,28 @@ def add_adapters(causal_lm: Any, lora: LoraConfig, head: ModelHead = ModelHead.l
 
     Args:
         causal_lm: Hugging Face model, its parameters on any device.
-    Raises: ModelError: a target names no linear layer of its decoder layers.
+    Raises: ModelError: a target names no linear layer of its decoder layers, or with several places
+        one of experts.
     """
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(head is ModelHead.value and name == VALUE_HEAD)
-    for module in targeted(causal_lm, lora.targets):
+    places = AdapterPlaces(lora) if lora.places > 1 else None
+    modules = targeted(causal_lm, lora.targets)
+    of_experts = {id(it) for name, it in causal_lm.named_modules() if ".experts." in name}
+    if places is not None and any(id(module) in of_experts for module in modules):
+        raise ModelError(
+            f"actor.lora.targets: expected no layer of the experts of {type(causal_lm).__name__} "
+            f"with actor.lora.places={lora.places}: experts get tokens of all places, mixed"
+        )
+    for module in modules:
         module.__class__ = LoraLinear
         outputs, inputs = module.weight.shape
-        for name, shape in ((LORA_A, (lora.rank, inputs)), (LORA_B, (outputs, lora.rank))):
-            module.register_parameter(name, nn.Parameter(module.weight.new_empty(shape)))
+        for place in range(lora.places):
+            for name, shape in ((LORA_A, (lora.rank, inputs)), (LORA_B, (outputs, lora.rank))):
+                values = nn.Parameter(module.weight.new_empty(shape))
+                module.register_parameter(at_place(name, place), values)
         adapted = cast(LoraLinear, module)
-        adapted.scale = lora.alpha / lora.rank
+        adapted.scale, adapted.places = lora.alpha / lora.rank, places
         adapted.dropout = lora.dropout
         adapted.is_adapted = True
 
@@ -114,6 +162,8 @@ def new_values(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     """What a parameter of a new adapter begins with, float32 on the CPU, on any rank the same.
 
     B is 0. A is uniform up to 1 / sqrt(I), as peft draws it.
+
+    Args: name: that of place 0, whatever the place.
     """
     values = torch.zeros(tuple(shape))
     if name.endswith(LORA_A):
@@ -133,16 +183,19 @@ def fill_adapters(
 
     Args:
         local: the parts, by the names of all parameters of the adapter.
-        stored: whole ones to begin from; None: it is new.
+        stored: whole ones that place 0 begins from; None: it is new, as all others are.
     """
     for name, part in local.items():
         shape = parts.shapes[name]
-        values = new_values(name, shape, seed) if stored is None else stored[name]
+        if stored is not None and name in stored:
+            values = stored[name]
+        else:
+            values = new_values(common_name(name), shape, seed)
         part.copy_(values[parts.box(name).within(Box.whole(shape))])
 
 
 def merged_values(causal_lm: Any, values: Values, parts: Parts, world: ProcessGroup) -> Values:
-    """Parts of the model's own parameters, those of adapted layers with the adapter in them.
+    """Parts of the model's own parameters, those of adapted layers with place 0's adapter in them.
 
     All ranks make the call, which gathers the adapters' A; what it gives needs no exchange. The
     rows of W and B that a rank has are the same ones.
@@ -162,7 +215,7 @@ def merged_values(causal_lm: Any, values: Values, parts: Parts, world: ProcessGr
         _, columns = parts.box(name).within(Box.whole(parts.shapes[name]))
         a = gathered[f"{module}.{LORA_A}"][:, columns].to(own.device)
         b = values(f"{module}.{LORA_B}")
-        return torch.addmm(own.float(), b, a, alpha=layers[module].scale)
+        return torch.addmm(own.float(), b, a, alpha=layers[module].scale_at(0))
 
     return merged
 

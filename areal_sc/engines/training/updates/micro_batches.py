@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -22,7 +22,7 @@ from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.row_numbers import RowNumbers, sums_of_rows
 from areal_sc.sizing.routed_experts import RoutedExperts
-from areal_sc.token_fields import ROUTED_EXPERTS, TOP_TOKENS
+from areal_sc.token_fields import ADAPTER, ROUTED_EXPERTS, TOP_TOKENS
 from areal_sc.transport.packed_rows import PackedRows, RowValues
 
 LayoutOf = Callable[[Sequence[int], torch.device, Sequence[int] | None], PackedLayout]
@@ -48,6 +48,7 @@ class MicroBatch:
         fields: [N, ...] values of each field of these rows at the asked tokens.
         loss_rows: the rows as a loss sees them; None: their numbers are not known.
         routes: [T, L, k], the experts that the tokens went through in generation; None: not known.
+        places: of the adapter of each row or run, ascending; those behind them are padding.
     """
 
     input_ids: torch.Tensor
@@ -59,6 +60,7 @@ class MicroBatch:
     fields: Mapping[str, torch.Tensor]
     loss_rows: LossRows | None
     routes: torch.Tensor | None = None
+    places: Sequence[int] = ()
 
     @property
     def own_token_index(self) -> torch.Tensor:
@@ -241,6 +243,30 @@ def check_routes(rows: PackedRows, experts: RoutedExperts | None) -> None:
         )
 
 
+def places_of_rows(rows: PackedRows, known: Collection[int]) -> list[int]:
+    """The place of each row's adapter.
+
+    Args: known: the places that there are.
+    Raises: ValueError: a row is of another one, or of several.
+    """
+    given = rows.fields.get(ADAPTER)
+    if given is None:
+        places, found = [0] * rows.num_rows, {0} if rows.num_rows else set()
+    else:
+        first = given[torch.tensor(rows.starts, dtype=torch.int64)]
+        whole = first.repeat_interleave(torch.tensor(rows.lengths, dtype=torch.int64))
+        if not torch.equal(whole, given):
+            raise ValueError(f"field {ADAPTER}: expected one number for all tokens of a row")
+        found = set(first.tolist())
+        places = first.long().tolist()
+    if unknown := sorted(found - set(known)):
+        raise ValueError(
+            f"field {ADAPTER}: expected one of the places {sorted(known)} (of actor.lora.places "
+            f"those that the update has an optimizer for), got {unknown[0]:g}"
+        )
+    return places
+
+
 @dataclass(frozen=True)
 class RowUnits:
     """Rows of which some come into one micro-batch, since they belong together or share tokens.
@@ -268,6 +294,7 @@ class RowUnits:
         are_padded: bool,
         keeps_groups: bool = False,
         min_saved: float = math.inf,
+        places: Sequence[int] = (),
     ) -> RowUnits:
         """The units of the rows that hold an asked token; the others need no forward at all.
 
@@ -277,6 +304,9 @@ class RowUnits:
             keeps_groups: the rows of a group, a pair say, are a unit; all are equally large where
                 rows are padded.
             min_saved: see `share_prefixes`; infinite: all rows are computed by themselves.
+            places: of the rows' adapters; rows share with those of their own place. Empty: there is
+                one.
+        Raises: ValueError: rows of a group that stays whole are of several places.
         """
         num_asked = sums_of_rows(rows, asked)
         chosen = [row for row, count in enumerate(num_asked) if count]
@@ -291,9 +321,17 @@ class RowUnits:
 
         if keeps_groups:
             units = _groups(rows, chosen)
+            if places and any(len({places[row] for row in unit}) > 1 for unit in units):
+                raise ValueError(f"field {ADAPTER}: expected one place for all rows of a group")
         elif min_saved < math.inf:
-            trees = sharing_rows(_tokens_of(rows, chosen), min_saved)
-            in_rows = ([chosen[row] for row in tree] for tree in trees)
+            of_place = dict[int, list[int]]()
+            for row in chosen:
+                of_place.setdefault(places[row] if places else 0, []).append(row)
+            in_rows = (
+                [its[row] for row in tree]
+                for its in of_place.values()
+                for tree in sharing_rows(_tokens_of(rows, its), min_saved)
+            )
             parts = (_fitting(tree, lambda unit: length(unit) <= max_tokens) for tree in in_rows)
             units = sorted(chain.from_iterable(parts), key=min)
         else:
@@ -365,6 +403,7 @@ def make_micro_batch(
     num_tokens: int = 0,
     is_behind: bool = False,
     numbers: RowNumbers | None = None,
+    row_places: Sequence[int] = (),
 ) -> MicroBatch:
     """Gathers the chosen rows. None chosen makes one token that nothing is asked of.
 
@@ -376,6 +415,7 @@ def make_micro_batch(
         is_behind: the model is asked behind these tokens. Else first tokens of rows are left out:
             nothing predicts them.
         numbers: what a loss may know of all rows.
+        row_places: of all rows' adapters; those of the chosen ones ascend. Empty: there is one.
     """
     lengths = [rows.lengths[row] for row in chosen] or [1]
     sizes = torch.tensor(lengths)
@@ -453,4 +493,16 @@ def make_micro_batch(
         {name: there[f"field {name}"] for name in of_tokens},
         loss_rows,
         there.get("routes"),
+        _places_of_runs([row_places[row] for row in chosen if row_places], sizes, forest),
     )
+
+
+def _places_of_runs(
+    of_rows: Sequence[int], sizes: torch.Tensor, forest: Forest | None
+) -> Sequence[int]:
+    """The place of each row, or of each run of a forest."""
+    if forest is None or not of_rows:
+        return of_rows
+    of_tokens = torch.tensor(of_rows).repeat_interleave(sizes)[torch.from_numpy(forest.token_index)]
+    starts = torch.tensor([0, *forest.lengths[:-1]]).cumsum(0)
+    return of_tokens[starts].tolist()

@@ -42,7 +42,9 @@ class UpdateMetrics:
     Attributes:
         metrics: this rank's, by name, on the device.
         gradient_norms: global norm of each update, before clipping; one with a norm that is not
-            finite was skipped, and there was none where the norm is 0.
+            finite was skipped, and there was none where the norm is 0. Of adapters beside each
+            other: those that were not skipped.
+        place_norms: those of each of them, by place.
         num_micro_batches: of the rank that has most.
         worst: [4] float32 of each micro-batch that compares tokens, as `WORST` names them.
         failure: what the loss has raised on this rank; nothing is added then.
@@ -50,9 +52,17 @@ class UpdateMetrics:
 
     metrics: Metrics = field(default_factory=dict)
     gradient_norms: list[float] = field(default_factory=list)
+    place_norms: dict[int, list[float]] = field(default_factory=dict)
     num_micro_batches: int = 0
     worst: list[torch.Tensor] = field(default_factory=list)
     failure: BaseException | None = None
+
+    def add_norms(self, norms: Mapping[int, float]) -> None:
+        """Adds those of an update, by place."""
+        for place, norm in norms.items():
+            self.place_norms.setdefault(place, []).append(norm)
+        finite = [norm for norm in norms.values() if math.isfinite(norm)]
+        self.gradient_norms.append(math.hypot(*finite) if finite else math.nan)
 
     def add(self, **metrics: Metric) -> None:
         """Adds those of one micro-batch.
@@ -74,6 +84,7 @@ class UpdateMetrics:
         own_tokens: Mapping[str, int],
         num_loss_tokens: int,
         lr: float,
+        tells_places: bool = False,
     ) -> dict[str, float]:
         """The same numbers on every rank.
 
@@ -83,6 +94,7 @@ class UpdateMetrics:
             own_tokens: numbers of tokens of this rank's rows, by name.
             num_loss_tokens: trained tokens of all ranks.
             lr: learning rate of the step.
+            tells_places: also `grad_norm_<place>`, means over the updates that a place has made.
         Returns: every metric that the loss gave, and `entropy`; `loss` and `grad_norm`, means over
             the updates; `lr`; sums of `own_tokens`; `num_loss_tokens`, `num_effective_tokens`,
             `num_updates`, `num_skipped_updates`, `num_micro_batches` (of the rank that has most);
@@ -96,7 +108,7 @@ class UpdateMetrics:
         """
         combined, worst = self._combined(world, own_tokens, is_counted=is_counted)
         finite = [norm for norm in self.gradient_norms if math.isfinite(norm)]
-        made = [norm for norm in finite if norm != 0]
+        made = _made(self.gradient_norms)
         num_skipped = len(self.gradient_norms) - len(finite)
         loss = combined.pop("loss", 0.0) / max(1, len(self.gradient_norms))
         mismatch, num_compared = (combined.pop(name, 0.0) for name in (MISMATCH, NUM_COMPARED))
@@ -114,8 +126,13 @@ class UpdateMetrics:
             "num_updates": float(len(made)),
             "num_skipped_updates": float(num_skipped),
             "num_micro_batches": float(self.num_micro_batches),
+            **(self._of_places() if tells_places else {}),
             **combined,
         }
+
+    def _of_places(self) -> dict[str, float]:
+        made = {place: _made(norms) for place, norms in self.place_norms.items()}
+        return {f"grad_norm_{place}": sum(it) / len(it) for place, it in made.items() if it}
 
     def _combined(
         self, world: ProcessGroup, own_tokens: Mapping[str, int], *, is_counted: bool
@@ -164,6 +181,11 @@ class UpdateMetrics:
             return str(self.failure) or type(self.failure).__name__
         # also of an exception whose text cannot be made
         return f"the loss raised {''.join(format_exception_only(self.failure)).strip()}"
+
+
+def _made(norms: Sequence[float]) -> list[float]:
+    """The norms of updates that were made."""
+    return [norm for norm in norms if math.isfinite(norm) and norm != 0]
 
 
 _Numbers = tuple[str, float, float]
