@@ -42,7 +42,7 @@ async def serve(config: GRPOConfig, port: int, tenants: Sequence[str], output: T
     Raises: CommandError: the port is taken. WorkerError, StepsLost: the run cannot go on; the same
         command does.
     """
-    if config.actor.lora.rank and getattr(config.actor.lora,"places",1) == 1:
+    if config.actor.lora.rank and config.actor.lora.places == 1:
         config.actor.lora.places = PLACES
     with ServeRun(config) as run:
         actor = TrainController(make_actor(run.config.actor), run.scheduler)

@@ -98,11 +98,13 @@ class Demonstrations(Struct, frozen=True):
 
     Attributes:
         places: of each among those of all ranks.
+        adapters: the place of each row's adapter; (): of all rows that is 0.
     """
 
     dataset: int
     indices: tuple[int, ...]
     places: tuple[int, ...]
+    adapters: tuple[int, ...] = ()
 
 
 class ScoreRows(RankCall, frozen=True, array_like=True):

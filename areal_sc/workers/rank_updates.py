@@ -20,6 +20,7 @@ from areal_sc.metadata import RowMetadata
 from areal_sc.nodes.spec import TRAIN_ROLE
 from areal_sc.records.recorder import KEPT_EVERY
 from areal_sc.records.trained_rows import TrainedRow, TrainedTokens
+from areal_sc.token_fields import ADAPTER
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.rank import Rank
@@ -231,6 +232,9 @@ async def _read(rank: Rank, wanted: rank_methods.Demonstrations) -> PackedRows:
         ]
         fields["reference_logprobs"] = torch.cat(means).float()
     lengths = tuple(len(item["input_ids"]) for item in items)
+    if wanted.adapters:  # no pairs have them
+        of_rows = torch.tensor(wanted.adapters, dtype=torch.int32)
+        fields[ADAPTER] = of_rows.repeat_interleave(torch.tensor(lengths))
     return PackedRows(fields, lengths, metadata=tuple(origins))
 
 

@@ -300,16 +300,17 @@ class TrainController(Controller):
         *,
         advances: bool = True,
         optimizer: OptimizerConfig | Mapping[int, OptimizerConfig] | None = None,
+        adapters: Sequence[int] = (),
     ) -> dict[str, float]:
         """`sft_update` by any loss; an item may also be a pair of such, `chosen` and `rejected`.
 
-        Further lists of an item, one number a token, are fields that the loss reads. With
-        `actor.lora.places` the field `adapter` says which adapter a row is computed with, and
-        trains; without it that is the one of place 0. Each place takes a step of its own: with its
-        gradient's norm and its count of updates, or none, where there is no gradient, or one that
-        is not finite.
+        Further lists of an item, one number a token, are fields that the loss reads. Each place of
+        an adapter takes a step of its own: with its gradient's norm and its count of updates, or
+        none, where there is no gradient, or one that is not finite.
 
         Args:
+            adapters: with `actor.lora.places`, the place of each row's adapter, which it is
+                computed with, and trains; (): that is 0.
             optimizer: AdamW's settings for this update, or those of each place that rows are of;
                 None: those of `actor.optimizer`.
         Returns: see `sft_update`; where `optimizer` is given, also `grad_norm_<place>` of each
@@ -317,7 +318,7 @@ class TrainController(Controller):
         Raises: ConfigError: as `sft_update`, or there is no such place.
         """
         self._check_trains()
-        has_reader = self.role == TRAIN_ROLE and self._common.needs and self._num_places == 1
+        has_reader = self.role == TRAIN_ROLE and self._common.needs and self.publishes
         if advances and (self.ranks.reader or has_reader):
             raise ConfigError(POLICY_ADVANCES)
         if isinstance(optimizer, OptimizerConfig):
@@ -327,9 +328,10 @@ class TrainController(Controller):
         if advances:  # else it is part of a step that goes on
             await self.standstill.hold(self._check_lives)
         named = await self._step.readable(rows, indices)
-        shares = self._step.named(*named)
+        shares = self._step.named(*named, adapters)
+        content = [*named, *adapters]
         return await self._step.update(
-            shares, loss, list(named), (), (), advances=advances, optimizers=optimizer
+            shares, loss, content, (), (), advances=advances, optimizers=optimizer
         )
 
     async def fill_adapter_async(
@@ -383,6 +385,11 @@ class TrainController(Controller):
         await finish()
 
     @property
+    def publishes(self) -> bool:
+        """Whether generation follows its weights; else it gets adapters from folders."""
+        return self._num_places == 1
+
+    @property
     def _num_places(self) -> int:
         return self.config.lora.places if self.config.has_adapter else 1
 
@@ -415,13 +422,17 @@ class TrainController(Controller):
         output: str = "logprobs",
         *,
         per_token: bool = False,
+        adapters: Sequence[int] = (),
     ) -> list[tuple[float, ...]]:
         """One number of each row, two of a pair: what `rank_methods.ScoreRows` says of `output`.
 
         Args:
             per_token: each row's has one a token, [T]; rows are no pairs.
+            adapters: as of `update_rows`.
         """
-        return await self._step.score(rows, indices, output, per_token=per_token)
+        return await self._step.score(
+            rows, indices, output, per_token=per_token, adapters=adapters
+        )
 
     async def score_async(self, batch: BatchMetadata, output: str | TokenFunction) -> list[float]:
         """A number of each row of a batch, for its reward: see `BatchMetadata.add_rewards`.
@@ -459,7 +470,7 @@ class TrainController(Controller):
 
     def _check_publishes(self) -> None:
         """Raises: ConfigError: generation gets the adapters from folders."""
-        if self._num_places > 1:
+        if not self.publishes:
             raise ConfigError(
                 f"actor.lora.places: expected 1 to publish weights, got {self._num_places}: "
                 "save_adapter writes the adapter of a place"

@@ -324,21 +324,28 @@ class TrainStep:
         await self._sources.make_readable(dataset, *numbers)
         return dataset, numbers
 
-    def named(self, dataset: int, indices: Sequence[int]) -> list[rank_methods.Demonstrations]:
+    def named(
+        self, dataset: int, indices: Sequence[int], adapters: Sequence[int] = ()
+    ) -> list[rank_methods.Demonstrations]:
         """The rows of a dataset that each model group gets."""
-        num_shares, places = self._ranks.layout.num_shares, range(len(indices))
+        num_shares = self._ranks.layout.num_shares
+        each = indices, range(len(indices)), adapters
         return [
-            rank_methods.Demonstrations(
-                dataset, tuple(indices[share::num_shares]), tuple(places[share::num_shares])
-            )
+            rank_methods.Demonstrations(dataset, *(tuple(it[share::num_shares]) for it in each))
             for share in range(num_shares)
         ]
 
     async def score(
-        self, rows: PromptSource, indices: Sequence[int], output: str, *, per_token: bool
+        self,
+        rows: PromptSource,
+        indices: Sequence[int],
+        output: str,
+        *,
+        per_token: bool,
+        adapters: Sequence[int],
     ) -> list[tuple[float, ...]]:
         """What `rank_methods.SCORE` says of each of these rows, in their order."""
-        shares = self.named(*await self.readable(rows, indices))
+        shares = self.named(*await self.readable(rows, indices), adapters)
         wanted = [rank_methods.ScoreRows(share, output, per_token) for share in shares]
         replies = await self._ranks.ask(Asked(rank_methods.SCORE, wanted))
         scores = dict[int, tuple[float, ...]]()
