@@ -18,7 +18,6 @@ unblocked by them
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 import shutil
@@ -32,7 +31,6 @@ from typing import Any, Final
 from tinker import types
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
-from areal_sc.config.lora_settings import ADAPTER_CONFIG
 from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
@@ -53,6 +51,7 @@ from areal_sc.serving.wire import (
     sample_output,
     sampling_of,
 )
+from areal_sc.sizing.adapter_folder import stored_rank
 from areal_sc.sources.row_file import GROWING
 from areal_sc.workers.calls import Generated
 
@@ -118,6 +117,7 @@ class TinkerModels:
         self._models: dict[str, TrainedModel] = {}  # by id, also those that are no more
         self._samplers: dict[str, Sampler] = {}  # by the id of a session, or a path
         self._num_samples = 0  # that go on
+        self._one_writes = asyncio.Lock()  # rows to the file
         self._changed = asyncio.Condition()
         self._is_publishing = False
 
@@ -195,8 +195,7 @@ class TinkerModels:
             raise RequestRefused("load_weights: a server of whole models loads none")
         if has_optimizer and not path.partition("/weights/")[1]:
             raise RequestRefused(f"optimizer: {path:.200} has no state of an optimizer")
-        config = json.loads((self._folder / folder / ADAPTER_CONFIG).read_text())
-        return Source(folder, has_optimizer, rank=int(config["r"]))
+        return Source(folder, has_optimizer, rank=stored_rank(self._folder / folder))
 
     def _stored(self, path: str) -> str:
         """The folder, below that of all models. Raises: RequestRefused: there is none."""
@@ -278,7 +277,8 @@ class TinkerModels:
         async with self._turn(wanted.model_id, wanted.seq_id) as model:
             asked = await asyncio.to_thread(pass_of, wanted, self.limits)
             numbers = model.take_numbers(len(asked.rows))
-            await asyncio.to_thread(self._rows.give, numbers, asked.rows)
+            async with self._one_writes:
+                await asyncio.to_thread(self._rows.give, numbers, asked.rows)
             if known is None:
                 name = f"{wanted.model_id}:{wanted.seq_id}"
                 score = Score(numbers)

@@ -72,11 +72,8 @@ def adapter_config(lora: LoraConfig, base: str, layers: Iterable[str]) -> str:
 
 
 def stored_rank(folder: Path) -> int:
-    """The rank of the adapter in a folder. Raises: ModelError: there is none."""
-    rank = _read(folder).get("r", PEFTS_SIZE)
-    if not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"{folder}: expected an adapter with a rank r, got {rank!r}")
-    return rank
+    """The rank of the adapter in a folder. Raises: ModelError: see `rank_and_alpha`."""
+    return rank_and_alpha(folder, str(folder))[0]
 
 
 def check_adapter(lora: LoraConfig) -> None:

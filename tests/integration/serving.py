@@ -23,7 +23,9 @@ CHARACTERS = "?$=0123456789abcdefghijklmnopqrstuvwxyz"  # of the tiny model, by 
 class Served:
     """A server, which may be killed and started again at the same address."""
 
-    def __init__(self, run_dir: Path, model: Path, *overrides: str) -> None:
+    def __init__(
+        self, run_dir: Path, model: Path, *overrides: str, tenants: str = "default"
+    ) -> None:
         self.run_dir = run_dir
         self._settings = run_dir.with_name(f"{run_dir.name}.yaml")
         self._settings.write_text(SETTINGS)
@@ -32,10 +34,12 @@ class Served:
         self._runs: list[RunProcess] = []
         self._clients: list[tinker.ServiceClient] = []
         self._port = 0
+        self._tenants = tenants
         self.start()
 
     def start(self) -> None:
         words = ("serve", "--config", str(self._settings), "--port", str(self._port))
+        words += ("--tenants", self._tenants)
         run = RunProcess(self.run_dir, SCRIPTS / "command.py", *words, *self._overrides)
         self._runs.append(run)
         pattern = re.compile(r"http://127\.0\.0\.1:(\d+);")
@@ -52,9 +56,8 @@ class Served:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 
-    @property
-    def key(self) -> str:
-        return (self.run_dir / "serving" / "keys" / "default").read_text()
+    def key(self, tenant: str) -> str:
+        return (self.run_dir / "serving" / "keys" / tenant).read_text()
 
     def kill(self, who: str) -> None:
         """Kills a worker, or the server, which is started again."""
@@ -66,9 +69,10 @@ class Served:
         pids = (run.worker_pid(who) for run in self._runs[-1:])
         os.kill(next(pids), signal.SIGKILL)
 
-    def client(self) -> tinker.ServiceClient:
+    def client(self, tenant: str = "default") -> tinker.ServiceClient:
         """A client that ends with the server."""
-        self._clients.append(tinker.ServiceClient(base_url=self.url, api_key=self.key))
+        key = self.key(tenant)
+        self._clients.append(tinker.ServiceClient(base_url=self.url, api_key=key))
         return self._clients[-1]
 
     def close(self) -> None:
@@ -85,8 +89,10 @@ def end(client: tinker.ServiceClient) -> None:
 
 
 @contextmanager
-def served(run_dir: Path, model: Path, *overrides: str) -> Iterator[Served]:
-    server = Served(run_dir, model, *overrides)
+def served(
+    run_dir: Path, model: Path, *overrides: str, tenants: str = "default"
+) -> Iterator[Served]:
+    server = Served(run_dir, model, *overrides, tenants=tenants)
     try:
         yield server
     finally:
