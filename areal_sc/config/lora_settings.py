@@ -41,6 +41,12 @@ class LoraConfig:
     path: str = setting(
         "", "adapter to begin from, a folder of peft's format; empty: a new one", idle=_NO_RANK
     )
+    places: int = setting(
+        1,
+        "adapters that are trained beside each other; field `adapter` of a row says which is its",
+        ge=1,
+        idle=_NO_RANK,
+    )
     save_merged: bool = setting(
         True,
         "models are written with the adapter merged; false: the adapter alone",
@@ -56,6 +62,11 @@ class LoraConfig:
     def is_published_alone(self) -> bool:
         """Whether generation gets the adapter, and keeps the model that it began with."""
         return self.rank > 0 and not self.publish_merged
+
+    @property
+    def is_named(self) -> bool:
+        """Whether there are several, so that a request of generation names its own."""
+        return self.rank > 0 and self.places > 1
 
     @property
     def begins_trained(self) -> bool:
