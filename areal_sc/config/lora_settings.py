@@ -64,6 +64,11 @@ class LoraConfig:
         return self.rank > 0 and not self.publish_merged
 
     @property
+    def is_named(self) -> bool:
+        """Whether there are several, so that a request of generation names its own."""
+        return self.rank > 0 and self.places > 1
+
+    @property
     def begins_trained(self) -> bool:
         """Whether there is an adapter to begin from."""
         return self.rank > 0 and bool(self.path)

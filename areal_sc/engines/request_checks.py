@@ -14,6 +14,9 @@ from areal_sc.errors import ConfigError, PromptTooLong, WorkflowError
 ANY_TOKEN: Final = 1 << 31
 """Size of a vocabulary that is not known."""
 
+MAX_TOLD: Final = 1 << 18
+"""The most probable tokens that one answer tells, at all places together: a message holds them."""
+
 
 def check_prompt(input_ids: Sequence[int], *, vocab_size: int, max_context_tokens: int) -> None:
     """Raises WorkflowError: the prompt is no tokens, empty, too long, or holds an unknown token."""
@@ -52,6 +55,19 @@ def check_request(
     if sampling.max_new_tokens <= room:
         return sampling.max_new_tokens, "length"
     return room, "context"
+
+
+def check_top(top_k_logprobs: int, num_tokens: int) -> None:
+    """Raises ConfigError: so many of the most probable tokens are told at no place.
+
+    Args:
+        num_tokens: at which they are asked for, at most.
+    """
+    most = MAX_TOLD // num_tokens
+    if not 0 <= top_k_logprobs <= most:
+        raise ConfigError(
+            f"top_k_logprobs: expected 0 to {most} with {num_tokens} tokens, got {top_k_logprobs}"
+        )
 
 
 def check_sampling(sampling: GenerationConfig) -> None:

@@ -120,7 +120,7 @@ def rank_and_alpha(folder: Path, name: str) -> tuple[int, float]:
     return rank, alpha
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
+def _read(folder: Path, name: str = "adapter") -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))

@@ -211,6 +211,61 @@ def squared_error(tokens: LossTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
     return squares.sum() / tokens.num_loss_tokens, {"value_error": Metric.mean(squares)}
 
 
+def with_adapters(rows: PackedRows, places: list[int], *, spoils: int = -1) -> PackedRows:
+    """Rows of these places, with weights of the tokens; those of one place are no numbers."""
+    lengths = torch.tensor(rows.lengths, dtype=torch.int64)
+    adapter = torch.tensor(places, dtype=torch.float32).repeat_interleave(lengths)
+    weights = rows.fields["proximal_logprobs"].exp().masked_fill(adapter == spoils, math.nan)
+    return replace(rows, fields={**rows.fields, "adapter": adapter, "weights": weights})
+
+
+def weighted_sum(tokens: LossTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
+    return -(tokens.fields["weights"] * tokens.logprobs).sum(), {}
+
+
+def optimizers_of(config: ActorConfig) -> dict[int, OptimizerConfig]:
+    """Of each place others."""
+    return {
+        place: replace(config.optimizer, lr=1e-3 / (1 + place), eps=1e-4, max_grad_norm=0.5 * place)
+        for place in range(config.lora.places)
+    }
+
+
+def train_beside(
+    engine: RankEngine, steps: list[list[PackedRows]], folder: Path, snapshot: str
+) -> dict[str, Any]:
+    """Adapters beside each other, of which two are filled before the last step."""
+    result: dict[str, Any] = {"stats": []}
+    settings = optimizers_of(engine.config)
+
+    def save(name: str) -> None:
+        for place in settings:
+            of_place = folder / f"{name}_{place}"
+            engine.begin_save_adapter(place, of_place, with_optimizer=True).result(60)
+
+    for place in settings:
+        engine.fill_adapter(place, None, rank=0, seed=place, with_optimizer=False)
+    *first, last = steps
+    for step, minibatches in enumerate(first):
+        if step == 1 and snapshot:
+            engine.begin_snapshot(folder / "snapshot").result(60)
+        result["stats"].append(
+            engine.update(minibatches, weighted_sum, step=step, optimizers=settings)
+        )
+    save("first")
+    engine.fill_adapter(0, folder / "first_2", rank=0, seed=0, with_optimizer=True)
+    engine.fill_adapter(1, None, rank=2, seed=7, with_optimizer=False)
+    if snapshot == "resumes":
+        engine.begin_snapshot(folder / "filled").result(60)
+        engine.fill_adapter(1, None, rank=0, seed=9, with_optimizer=False)
+        engine.load_snapshot(folder / "filled")
+    step = len(first)
+    result["stats"].append(engine.update(last, weighted_sum, step=step, optimizers=settings))
+    result["logprobs"] = [engine.forward(rows, "logprobs") for rows in last]
+    save("last")
+    return result
+
+
 def try_user_losses(
     engine: RankEngine, minibatches: list[PackedRows], share: int
 ) -> dict[str, dict[str, float] | str]:
@@ -472,6 +527,14 @@ def run_rank(
                 min_token_version=scenario.get("min_token_version"),
             )
 
+        if "adapters" in scenario:
+            steps = list[list[PackedRows]]()
+            for step, it in enumerate(scenario["adapters"]):
+                spoils = it.get("spoils", -1)
+                rows = with_adapters(make_minibatch(step, 0, it), it["adapters"], spoils=spoils)
+                steps.append([rows.take(it["rows"][share])])
+            snapshot = scenario.get("snapshot_beside", "")
+            result |= train_beside(engine, steps, folder / name, snapshot)
         for step in scenario["steps"]:
             before = count_tensor_bytes() if is_weighed else 0
             result["stats"].append(train_step(step))

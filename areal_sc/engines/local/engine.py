@@ -34,7 +34,7 @@ from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.partial_answers import hand_over
-from areal_sc.engines.request_checks import check_request
+from areal_sc.engines.request_checks import check_request, check_top
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.tokenizer import end_token_ids
 from areal_sc.engines.training.adapters.adapter_files import read_layers
@@ -153,8 +153,8 @@ class LocalEngine(GenerationThread):
             engine has failed or is closed. ModelError: the adapter cannot be served.
         """
         request = self._make_request(input_ids, sampling, prefix_group)
-        if top_k_logprobs:
-            request.num_top = top_k_logprobs
+        check_top(top_k_logprobs, request.max_length)
+        request.num_top = top_k_logprobs
         if prompt_logprobs:
             request.prompt_logprobs = np.full(len(input_ids), np.nan, dtype=np.float32)
             request.prompt_top = [[] for _ in input_ids if top_k_logprobs]

@@ -7,19 +7,28 @@ request names its adapter, so that the versions of its tokens are known whatever
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Final
 
+import torch
+
+from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.engines.adapter_places import AdapterPlaces
 from areal_sc.engines.servers.client import ServedAdapter, ServerClient
+from areal_sc.engines.servers.model import ServedModel
 from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights
-from areal_sc.engines.training.adapters.adapter_files import write_adapter
+from areal_sc.engines.training.adapters.adapter_files import read_layers, write_adapter
 from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
 from areal_sc.engines.training.adapters.lora import LORA_A
 from areal_sc.errors import EngineFailed, ModelError
@@ -95,6 +104,54 @@ class AdapterWeights(VersionWeights):
                 f"their change is {error:.2g} off, where rounding explains "
                 f"{self.probe.limit(bare):.2g}; set actor.lora.publish_merged=true"
             )
+
+
+@dataclass(frozen=True)
+class SameWeights(VersionWeights):
+    """A version of servers whose requests name their adapters: the model stays as it is."""
+
+    version: int
+
+    async def load(self, server: ServerClient, times: UpdateTimes) -> None:
+        if server.adapter is not None:
+            server.adapter = ServedAdapter("", self.version)
+
+
+class NamedAdapters(AdapterPlaces[str]):
+    """The adapters that a server has for requests that name them, by the server's names of them.
+
+    Args:
+        lora: the largest rank, and how many the server has room for.
+        client: gives the server. Raises: EngineFailed: it is lost.
+    """
+
+    def __init__(
+        self, model: ServedModel, lora: LoraConfig, client: Callable[[], ServerClient]
+    ) -> None:
+        super().__init__(lora.places, self._check, self._give, self._forget)
+        self._model = model
+        self._lora = lora
+        self._client = client
+
+    async def _check(self, folder: str) -> int:
+        """A server may end with an adapter that does not fit: so it is read here, too."""
+        read = partial(read_layers, Path(folder), self._model.adaptable, torch.float32)
+        if (rank := (await asyncio.to_thread(read)).rank) > self._lora.rank:
+            raise ModelError(
+                f"adapter {folder}: expected a rank up to actor.lora.rank={self._lora.rank}, got "
+                f"{rank}"
+            )
+        return 1
+
+    async def _give(self, folder: str) -> str:
+        client, name = self._client(), f"adapter-{sha256(folder.encode()).hexdigest()[:32]}"
+        if name not in await client.loaded_adapters():  # else a request for it was given up
+            await client.load_adapter(name, folder)
+        return name
+
+    async def _forget(self, name: str) -> None:
+        with suppress(EngineFailed):  # it may have forgotten it
+            await self._client().unload_adapter(name)
 
 
 class AdapterFolders:

@@ -229,7 +229,9 @@ class ServerClient:
 
     def _body_of(self, request: CompletionRequest, max_support: int | None) -> dict[str, Any]:
         body = self._make_body(request, max_support)
-        if self.adapter is not None:
+        if request.adapter:
+            body[self.adapter_field] = request.adapter
+        elif self.adapter is not None:
             body[self.adapter_field] = self.adapter.name or None
         return body
 

@@ -26,8 +26,13 @@ import torch
 from areal_sc.config.schema import Device, GenerationConfig, WeightUpdateMethod
 from areal_sc.engines.base import Completion
 from areal_sc.engines.partial_answers import hand_over
-from areal_sc.engines.request_checks import check_request
-from areal_sc.engines.servers.adapters import AdapterFolders, AdapterWeights
+from areal_sc.engines.request_checks import check_request, check_top
+from areal_sc.engines.servers.adapters import (
+    AdapterFolders,
+    AdapterWeights,
+    NamedAdapters,
+    SameWeights,
+)
 from areal_sc.engines.servers.completion import Completer
 from areal_sc.engines.servers.handle import ServersHandle
 from areal_sc.engines.servers.model import (
@@ -105,6 +110,7 @@ class ServerEngine:
         self._buckets = SharedBuckets()
         self._adapters = AdapterFolders(log_folder / f"{name}-adapters", config)
         self._adapters.keep_only(None)  # of earlier lives
+        self._named = NamedAdapters(self._model, config.lora, lambda: self.server.client)
         self.is_cuda = _serves_on_cuda(handle)
         self.server = ServerLife(handle, log_folder, name, is_cuda=self.is_cuda)
         self.times = UpdateTimes()
@@ -156,6 +162,9 @@ class ServerEngine:
         *,
         prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
+        adapter: str = "",
+        prompt_logprobs: bool = False,
+        top_k_logprobs: int = 0,
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task ends it on its server.
 
@@ -163,10 +172,32 @@ class ServerEngine:
         model's generation config; what ends it is part of it. With top_p below 1, at most as many
         tokens are kept as the server's limit for truncated distributions allows (4096, unless set).
         Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
-            outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
+            outside the vocabulary. ConfigError: an impossible sampling setting, or the server does
+            not give what is asked for. ModelError: it cannot serve the adapter. WorkerError: the
             server is lost, or the engine is closed.
         """
         request = self._make_request(input_ids, sampling)
+        check_top(top_k_logprobs, len(request.prompt) + request.max_new_tokens)
+        request.asks_prompt, request.num_top = prompt_logprobs, top_k_logprobs
+        if on_tokens is not None and (prompt_logprobs or top_k_logprobs):
+            raise ConfigError("prompt_logprobs, top_k_logprobs: expected none with on_tokens")
+        if not adapter:
+            return await self._complete(request, on_tokens)
+        if not (self._config.lora.is_named and self.server.is_own):
+            raise ConfigError(
+                f"adapter: expected none with rollout.engine={self._config.engine}, whose servers "
+                "serve several only if the run starts them with actor.lora.places above 1, got "
+                f"{adapter}"
+            )
+        try:
+            async with self._named.using(adapter) as request.adapter:
+                return await self._complete(request, on_tokens)
+        except EngineFailed as error:
+            if self.server.is_down:
+                raise
+            raise ModelError(f"adapter {adapter}: {error}") from error
+
+    async def _complete(self, request: CompletionRequest, on_tokens: OnTokens | None) -> Completion:
         if on_tokens is None:
             return await self._completer.complete(request)
 
@@ -246,6 +277,9 @@ class ServerEngine:
         Raises: ModelError: names or sizes do not fit; the old weights and version stay.
             EngineFailed: it is lost.
         """
+        if self._config.lora.is_named:
+            await self.adopt(SameWeights(version))
+            return
         if self._config.lora.is_published_alone:
             folder = await asyncio.to_thread(self._adapters.write, version, await source())
             await self._adopt_adapter(version, folder)
@@ -259,6 +293,9 @@ class ServerEngine:
         Raises: ModelError: it is of another model, or incomplete; nothing has changed then.
             EngineFailed: the server is lost.
         """
+        if self._config.lora.is_named:
+            await self.adopt(SameWeights(version))
+            return
         if self._config.lora.is_published_alone:
             await self._adopt_adapter(version, folder)
             return

@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from areal_sc.engines.rotary import DYNAMIC, LONGROPE, rope_limits
 from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
+from areal_sc.engines.training.adapters.lora import named_linear
 from areal_sc.errors import ModelError
 from areal_sc.sizing.model_folder import check_model_folder, read_model_config, read_stored_shapes
 from areal_sc.weights.published import BucketLayout, check_shapes
@@ -116,6 +117,7 @@ class ServedModel:
         stored: the same of the tensors in the folder's safetensors files; {} when there are none.
         stored_names: which of those each parameter is; None where that is not known.
         rope_limits: up to which length rotary embeddings depend on positions alone, by their kind.
+        adaptable: [O, I] of the layers that an adapter may have a part beside; {} as `parameters`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -125,6 +127,7 @@ class ServedModel:
     stored: dict[str, tuple[int, ...]]
     stored_names: StoredNames | None
     rope_limits: dict[str, int]
+    adaptable: dict[str, tuple[int, int]]
 
     @classmethod
     def read(cls, path: str) -> ServedModel:
@@ -143,6 +146,10 @@ class ServedModel:
             stored,
             None if model is None else StoredNames.find(model, stored),
             {} if model is None else rope_limits(model.config),
+            {
+                name: (layer.out_features, layer.in_features)
+                for name, layer in ({} if model is None else named_linear(model)).items()
+            },
         )
 
     def check_context(self, max_context_tokens: int) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec import Struct, ValidationError, convert
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion, OnTokens
+from areal_sc.engines.base import Completion, OnTokens, TopTokens
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import EngineFailed, ProtocolError
 
@@ -43,6 +43,8 @@ class AnswerPart:
         num_cached_tokens: of these, those whose KV the server had.
         routes: base64 of int32 [n, layers, experts of a token], from the token on that the server
             was asked for; "": it does not tell.
+        prompt_logprobs, prompt_top, top: as in `Completion`, where they were asked for; [] in later
+            parts of a stream.
     """
 
     token_ids: list[int]
@@ -53,6 +55,9 @@ class AnswerPart:
     num_prompt_tokens: int
     num_cached_tokens: int
     routes: str = ""
+    prompt_logprobs: Sequence[float] = ()
+    prompt_top: Sequence[TopTokens] = ()
+    top: Sequence[TopTokens] = ()
 
     def cut(self, num_tokens: int) -> AnswerPart:
         """Its first tokens, with which the answer ends."""
@@ -61,6 +66,7 @@ class AnswerPart:
             token_ids=self.token_ids[:num_tokens],
             logprobs=self.logprobs[:num_tokens],
             versions=self.versions[:num_tokens],
+            top=self.top[:num_tokens],
             finish="stop",
         )
 
@@ -85,6 +91,10 @@ class CompletionRequest:
         routes: [P + max_new_tokens, layers, experts of a token], of which the server has told the
             first `num_routed`; None: it is not asked.
         busy_since_s: since when the server has refused it, as it is full; None: it has not.
+        adapter: name of the server's adapter to compute with; "": what all requests name.
+        asks_prompt: the prompt's log-probabilities are asked for.
+        num_top: the most probable tokens that are asked for at each place.
+        prompt_logprobs, prompt_top, top: as in `Completion`, as far as the server has told.
     """
 
     prompt: list[int]
@@ -105,6 +115,17 @@ class CompletionRequest:
     busy_since_s: float | None = None
     routes: npt.NDArray[Any] | None = None
     num_routed: int = 0
+    adapter: str = ""
+    asks_prompt: bool = False
+    num_top: int = 0
+    prompt_logprobs: Sequence[float] = ()
+    prompt_top: Sequence[TopTokens] = ()
+    top: list[TopTokens] = field(default_factory=list)
+
+    @property
+    def is_prompt_missing(self) -> bool:
+        """The server has to tell the prompt's log-probabilities with the next part."""
+        return self.asks_prompt and not self.prompt_logprobs
 
     @property
     def num_missing_tokens(self) -> int:
@@ -140,6 +161,9 @@ class CompletionRequest:
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
+        self.top += part.top
+        if self.is_prompt_missing:
+            self.prompt_logprobs, self.prompt_top = part.prompt_logprobs, part.prompt_top
         if self.routes is not None and part.routes:
             self._take_routes(self.routes[self.num_routed :], part.routes)
         return part
@@ -172,6 +196,9 @@ class CompletionRequest:
             self.sampling.temperature,
             self.stops.strings if self.stops else (),
             None if self.routes is None else self.routes[:num_tokens],
+            list(self.prompt_logprobs),
+            list(self.prompt_top),
+            self.top,
         )
 
 
@@ -229,6 +256,45 @@ def versions_of(spans: Sequence[VersionSpan], num_tokens: int, program: str) -> 
             f"{len(versions)}"
         )
     return versions
+
+
+def add_asked(
+    part: AnswerPart,
+    request: CompletionRequest,
+    prompt_logprobs: Sequence[float],
+    *,
+    prompt_top: Sequence[TopTokens],
+    top: Sequence[TopTokens],
+    program: str,
+) -> AnswerPart:
+    """The part with what its request asks for besides.
+
+    Args:
+        prompt_logprobs, prompt_top: that the server has told, from the prompt's second token on;
+            also those of tokens that were sampled before, and sent behind the prompt.
+        top: where the part's tokens stand.
+    Raises: ProtocolError: something is missing. EngineFailed: a log-probability is not finite.
+    """
+
+    def checked(tops: Sequence[TopTokens], num_tokens: int) -> list[TopTokens]:
+        told = [sorted(it, key=lambda pair: -pair[1])[: request.num_top] for it in tops]
+        if len(told) < num_tokens or not all(told[:num_tokens]):
+            raise ProtocolError(f"an answer of {program} has not the most probable tokens")
+        return told[:num_tokens]
+
+    num_told = len(request.prompt) - 1
+    if request.is_prompt_missing and (prompt_logprobs or part.finish != ABORTED):
+        part = replace(
+            part,
+            prompt_logprobs=[
+                math.nan,
+                *finite_logprobs(prompt_logprobs[:num_told], part.versions),
+            ],
+            prompt_top=[[], *checked(prompt_top, num_told)] if request.num_top else [],
+        )
+    if request.num_top:
+        part = replace(part, top=checked(top, len(part.token_ids)))
+    return part
 
 
 def finite_logprobs(logprobs: Sequence[float | None], versions: Sequence[int]) -> list[float]:

@@ -7,10 +7,13 @@ from typing import Any
 
 from msgspec import Struct
 
+from areal_sc.engines.base import TopTokens
 from areal_sc.engines.servers.requests import (
+    ABORTED,
     AnswerPart,
     CompletionRequest,
     VersionSpan,
+    add_asked,
     check_finish,
     finite_logprobs,
     read_as,
@@ -18,6 +21,8 @@ from areal_sc.engines.servers.requests import (
     versions_of,
 )
 from areal_sc.errors import ProtocolError
+
+_Top = list[tuple[float | None, int, Any]]
 
 
 class _FinishReason(Struct):
@@ -36,6 +41,8 @@ class _MetaInfo(Struct):
         output_token_logprobs: log-probability, token id and text of each token; not a number and
             infinity arrive as null. An aborted request that never ran has no list at all.
         input_token_logprobs: the same of the prompt, if asked for; the first has none.
+        output_top_logprobs, input_top_logprobs: the same of the most probable tokens at each place,
+            if asked for; the first of the prompt has none.
         output_token_sampling_logprobs: the same under the truncated distribution, if asked for.
         completion_tokens: up to here, in a part of a stream; its lists may have these, or only
             those of the part.
@@ -49,6 +56,8 @@ class _MetaInfo(Struct):
     weight_versions: list[VersionSpan] | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     input_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    output_top_logprobs: list[_Top | None] | None = None
+    input_top_logprobs: list[_Top | None] | None = None
     output_token_sampling_logprobs: list[float | None] | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -74,8 +83,10 @@ def request_body(request: CompletionRequest, max_support: int | None) -> dict[st
         "input_ids": [*request.prompt, *request.token_ids],
         "sampling_params": parameters,
         "return_logprob": True,
-        "logprob_start_len": -1,
+        "logprob_start_len": 0 if request.is_prompt_missing else -1,
     }
+    if request.num_top:
+        body["top_logprobs_num"] = request.num_top
     if request.routes is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.num_routed}
     if max_support is not None:
@@ -157,6 +168,30 @@ def read_prompt_logprobs(answer: dict[str, Any], num_tokens: int) -> list[float]
             f"{num_tokens} tokens"
         )
     return [math.nan if entry[0] is None else entry[0] for entry in entries[1:]]
+
+
+def with_asked(part: AnswerPart, answer: dict[str, Any], request: CompletionRequest) -> AnswerPart:
+    """The part with what its request asks for besides.
+
+    Raises: ProtocolError: it is missing. EngineFailed: a log-probability is not finite.
+    """
+    if not (request.is_prompt_missing or request.num_top):
+        return part
+    meta, prompt_logprobs = _meta_of(answer), list[float]()
+    if request.is_prompt_missing and (meta.input_token_logprobs or part.finish != ABORTED):
+        prompt_logprobs = read_prompt_logprobs(answer, len(request.prompt) + len(request.token_ids))
+    return add_asked(
+        part,
+        request,
+        prompt_logprobs,
+        prompt_top=[_pairs(it) for it in (meta.input_top_logprobs or [])[1:]],
+        top=[_pairs(it) for it in meta.output_top_logprobs or []],
+        program="SGLang",
+    )
+
+
+def _pairs(top: _Top | None) -> TopTokens:
+    return [(token, logprob) for logprob, token, _ in top or () if logprob is not None]
 
 
 def _versions(meta: _MetaInfo, num_tokens: int) -> list[int]:

@@ -86,13 +86,13 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "enable_memory_saver": config.placement is Placement.turns,
         "enable_return_routed_experts": config.routing_replay,
     }
-    if config.lora.is_published_alone:
+    if config.lora.is_published_alone or config.lora.is_named:
         arguments |= {
             "enable_lora": True,
             "max_lora_rank": config.lora.rank,
             "lora_target_modules": [name.rpartition(".")[2] for name in config.lora.targets]
             or ["all"],
-            "max_loras_per_batch": NUM_ADAPTERS,
+            "max_loras_per_batch": max(NUM_ADAPTERS, config.lora.places + 1),  # or none
             "max_running_requests": slots + 1,  # a probe waits for no answer
             "lora_backend": None if instance.is_cuda else "torch_native",
         }

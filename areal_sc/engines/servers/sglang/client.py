@@ -23,6 +23,7 @@ from areal_sc.engines.servers.sglang.answers import (
     read_part,
     read_prompt_logprobs,
     request_body,
+    with_asked,
 )
 from areal_sc.engines.servers.sglang.arguments import NEWER_VERSION, OLDEST_VERSION
 from areal_sc.errors import EngineFailed, ProtocolError
@@ -76,7 +77,8 @@ class SGLangClient(ServerClient):
         return request_body(request, max_support)
 
     def _read_answer(self, answer: dict[str, Any], request: CompletionRequest) -> AnswerPart:
-        return read_answer(answer, is_truncated=request.is_truncated)
+        part = read_answer(answer, is_truncated=request.is_truncated)
+        return with_asked(part, answer, request)
 
     def _part_reader(self, request: CompletionRequest) -> PartReader:
         def read(answer: dict[str, Any], num_known: int) -> AnswerPart:

@@ -9,9 +9,11 @@ from typing import Any
 from msgspec import Struct
 
 from areal_sc.engines.servers.requests import (
+    ABORTED,
     AnswerPart,
     CompletionRequest,
     VersionSpan,
+    add_asked,
     check_finish,
     finite_logprobs,
     read_as,
@@ -22,15 +24,23 @@ from areal_sc.errors import ConfigError, ProtocolError
 _LEAST_TEMPERATURE = 0.01
 """vLLM takes this one for every lower temperature that is not 0."""
 
+MAX_TOP = 19
+"""vLLM tells 20 tokens at a place by default, of which the sampled one is one."""
+
 _NOT_FINITE = -9999.0
 """What vLLM says in place of a log-probability that is not finite."""
 
 
 class _LogprobEntry(Struct):
-    """One token's."""
+    """One token's.
+
+    Attributes:
+        top_logprobs: of the most probable tokens at its place, itself maybe among them.
+    """
 
     token_id: int
     logprob: float
+    top_logprobs: list[_LogprobEntry] = []
 
 
 class _LogProbs(Struct):
@@ -89,8 +99,16 @@ def request_body(request: CompletionRequest) -> dict[str, Any]:
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": True,  # they are among the stop tokens
         "detokenize": False,
-        "logprobs": 0,  # of sampled tokens alone
+        # 0: of sampled tokens alone; they count where they are not the most probable ones
+        "logprobs": request.num_top and request.num_top + 1,
     }
+    if request.num_top > MAX_TOP or (request.num_top and request.is_truncated):
+        raise ConfigError(
+            f"top_k_logprobs: expected at most {MAX_TOP} with vLLM, and 0 with top_p or top_k, got "
+            f"{request.num_top}"
+        )
+    if request.is_prompt_missing:
+        parameters["prompt_logprobs"] = request.num_top
     if request.is_truncated:
         parameters |= {"top_p": sampling.top_p, "top_k": sampling.top_k or -1}
     return {
@@ -158,6 +176,31 @@ def _with_usage(part: AnswerPart, usage: _Usage) -> AnswerPart:
     details = usage.prompt_tokens_details
     num_cached_tokens = (details and details.cached_tokens) or 0
     return replace(part, num_prompt_tokens=usage.prompt_tokens, num_cached_tokens=num_cached_tokens)
+
+
+def with_asked(part: AnswerPart, answer: dict[str, Any], request: CompletionRequest) -> AnswerPart:
+    """The part with what its request asks for besides.
+
+    Raises: ProtocolError: it is missing. EngineFailed: a log-probability is not finite.
+    """
+    if not (request.is_prompt_missing or request.num_top):
+        return part
+    whole, prompt_logprobs = read_as(_VLLMAnswer, answer, "vLLM"), list[float]()
+    if request.is_prompt_missing and (whole.prompt_logprobs or part.finish != ABORTED):
+        prompt_logprobs = read_prompt_logprobs(answer, [*request.prompt, *request.token_ids])
+    (choice,) = whole.choices
+    entries = (choice.logprobs and choice.logprobs.content) or []
+    return add_asked(
+        part,
+        request,
+        prompt_logprobs,
+        prompt_top=[
+            [(token, it.logprob) for token, it in (of_place or {}).items()]
+            for of_place in (whole.prompt_logprobs or [])[1:]
+        ],
+        top=[[(it.token_id, it.logprob) for it in entry.top_logprobs] for entry in entries],
+        program="vLLM",
+    )
 
 
 def read_prompt_logprobs(answer: dict[str, Any], token_ids: list[int]) -> list[float]:

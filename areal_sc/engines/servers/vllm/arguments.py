@@ -9,7 +9,7 @@ from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
 from areal_sc.engines.servers.handle import LOOPBACK, ServerInstance
-from areal_sc.errors import ModelError
+from areal_sc.errors import ConfigError, ModelError
 from areal_sc.sizing.model_folder import read_model_shape
 from areal_sc.sizing.worker_plan import DTYPE_BYTES
 
@@ -88,15 +88,21 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
     }
     if config.placement is Placement.turns:
         arguments |= {"enable_sleep_mode": True}
+    rank = next((rank for rank in LORA_RANKS if rank >= config.lora.rank), config.lora.rank)
     if config.lora.is_published_alone:
         arguments |= {
             "enable_lora": True,
-            "max_lora_rank": next(
-                (rank for rank in LORA_RANKS if rank >= config.lora.rank), config.lora.rank
-            ),
+            "max_lora_rank": rank,
             "max_num_seqs": slots + 1,  # a probe waits for no answer
             "max_loras": 2,  # the one that is served, and the one that is loaded beside it
         }
+    if config.lora.is_named:
+        if not instance.is_cuda:
+            raise ConfigError(
+                "actor.lora.places: expected 1 with rollout.engine=vllm on a CPU, where vLLM "
+                "computes with an adapter also if a request names none"
+            )
+        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": config.lora.places}
     if not instance.is_cuda:
         _check_has_no_experts(config.path)
         tokens = max(

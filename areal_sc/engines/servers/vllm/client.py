@@ -16,6 +16,7 @@ from areal_sc.engines.servers.vllm.answers import (
     read_answer,
     read_prompt_logprobs,
     request_body,
+    with_asked,
 )
 from areal_sc.engines.servers.vllm.arguments import OLDEST_VERSION
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError
@@ -83,7 +84,7 @@ class VLLMClient(ServerClient):
         return request_body(request)
 
     def _read_answer(self, answer: dict[str, Any], request: CompletionRequest) -> AnswerPart:
-        return read_answer(answer)
+        return with_asked(read_answer(answer), answer, request)
 
     def _part_reader(self, request: CompletionRequest) -> PartReader:
         return StreamReader().read

@@ -45,7 +45,7 @@ class VLLMEngine(ServersHandle):
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        if self.config.lora.is_published_alone:
+        if self.config.lora.is_published_alone or self.config.lora.is_named:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if not instance.is_cuda:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all servers share a core
