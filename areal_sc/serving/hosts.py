@@ -5,6 +5,7 @@ Source of the folders: `RUN_DIR/serving/models/<model>/<name>`.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +16,7 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.journal import Source
-from areal_sc.serving.rank_turns import Save, Step
+from areal_sc.serving.rank_turns import RESTING, Save, Step
 from areal_sc.serving.trained_model import TrainedModel
 
 _LOSS: Final = NamedLoss("areal_sc.serving.losses:summed")
@@ -60,6 +61,9 @@ class WholeModel:
             self._actor.publish_weights(self._rollout)
         else:
             self._actor.save_hf(self._models / model.file_name / wanted.name)
+
+    def rest(self, place: int, model: TrainedModel, wanted: Save) -> None:
+        raise AssertionError("there is one model, and it does not rest")
 
 
 class Adapters:
@@ -111,3 +115,9 @@ class Adapters:
     def save(self, place: int, model: TrainedModel, wanted: Save) -> None:
         folder = self._models / model.file_name / wanted.name
         self._actor.save_adapter(place, folder, with_optimizer=wanted.has_optimizer)
+
+    def rest(self, place: int, model: TrainedModel, wanted: Save) -> None:
+        if not (self._models / model.file_name / wanted.name).is_dir():
+            self.save(place, model, wanted)
+        if RESTING in model.source.folder:
+            shutil.rmtree(self._models / model.source.folder, ignore_errors=True)

@@ -113,6 +113,9 @@ class Host(Protocol):
     def save(self, place: int, model: TrainedModel, wanted: Save) -> None:
         """Writes a folder, or publishes."""
 
+    def rest(self, place: int, model: TrainedModel, wanted: Save) -> None:
+        """Writes a folder, unless it is there, and deletes the one that the model rested in."""
+
 
 @dataclass(eq=False)
 class _Wish:
@@ -382,12 +385,14 @@ class RankTurns:
             self._end(wish, None)
 
     async def _leave(self, turn: Left, *, is_past: bool = False) -> None:
+        """A folder that is there was written by the earlier server; the place may have another
+        model since."""
         model = self._model_of(turn.model_id)
         place = model.place
-        if turn.folder:
-            if not is_past and place is not None:
-                wanted = Save(turn.folder, has_optimizer=True)
-                await asyncio.to_thread(lambda: self._host.save(place, model, wanted))
+        if turn.folder and place is not None:
+            rests = Save(turn.folder, has_optimizer=True)
+            if not is_past:
+                await asyncio.to_thread(lambda: self._host.rest(place, model, rests))
             rested = f"{model.file_name}/{turn.folder}"
             self._take_source(model, Source(rested, has_optimizer=True, rank=model.source.rank))
         self._drop_place(model)
@@ -421,7 +426,7 @@ class RankTurns:
         self._note_turn(wish.model for wish in wishes)
         for wish in wishes:
             wish.model.is_changed = True
-            self._end(wish, metrics.get(wish.place, {}))
+            self._end(wish, metrics.get(wish.place, {"lr": steps[wish.place].optimizer.lr}))
 
     async def _save(self, wish: _Wish, *, is_past: bool = False) -> None:
         wanted: Any = wish.wanted
