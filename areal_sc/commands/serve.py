@@ -7,6 +7,7 @@ import asyncio
 import re
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 from areal_sc.config.schema import GRPOConfig
@@ -15,9 +16,9 @@ from areal_sc.preflight.load import load_config
 
 COMMAND: Final = dict(
     help="train and sample a model for clients of the Tinker API",
-    usage="python -m areal_sc serve --config FILE.yaml [--port N] [--tenants A,B] [key=value ...]",
+    usage="python -m areal_sc serve --config FILE.yaml [options] [key=value ...]",
     description="Starts the trainer and the generators of the settings, and answers the official "
-    "client of the Tinker API, `tinker`, on this machine. RUN_DIR/serving/keys/TENANT holds the "
+    "client of the Tinker API, `tinker`. RUN_DIR/serving/keys/TENANT holds the "
     "key that a tenant's clients need. Ctrl-C ends it. docs/serve.md says what is served.",
 )
 
@@ -27,6 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces one setting")
     parser.add_argument("--config", metavar="FILE.yaml", required=True, help="settings of a run")
     parser.add_argument("--port", type=int, default=8321, metavar="N", help="default: 8321")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="H", help="to listen at; default: 127.0.0.1"
+    )
+    parser.add_argument(
+        "--certificate",
+        type=Path,
+        metavar="FILE.pem",
+        help="certificates and private key, for TLS, which other machines need",
+    )
     parser.add_argument(
         "--tenants",
         type=_names,
@@ -48,7 +58,9 @@ def run(arguments: argparse.Namespace) -> None:
     ModelError, WorkerError: what a run raises."""
     if find_spec("tinker") is None:
         raise CommandError("serve needs the package tinker: pip install 'areal-sc[serve]'")
-    from areal_sc.serving.serve import serve
+    from areal_sc.serving.serve import Listening, serve
 
+    its = arguments
+    listening = Listening(its.host, its.port, its.tenants, its.certificate)
     config = load_config(["--config", arguments.config, *arguments.overrides], GRPOConfig)
-    asyncio.run(serve(config, arguments.port, arguments.tenants, sys.stdout))
+    asyncio.run(serve(config, listening, sys.stdout))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -22,7 +24,7 @@ from areal_sc.serving.wire import RowLimits
 from areal_sc.trainer.run import Run
 from areal_sc.trainer.snapshots import SnapshotState
 
-HOST: Final = "127.0.0.1"
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 PLACES: Final = 8
 """Adapters that are trained together, where the settings say nothing."""
 KEYS: Final = "keys"
@@ -36,12 +38,43 @@ class ServeRun(Run):
         self.display.note(str(taken))
 
 
-async def serve(config: GRPOConfig, port: int, tenants: Sequence[str], output: TextIO) -> None:
+@dataclass(frozen=True)
+class Listening:
+    """Where a server listens, and for whom.
+
+    Attributes:
+        certificate: a PEM file with the chain and the private key, for TLS; None: plain HTTP.
+    """
+
+    host: str
+    port: int
+    tenants: Sequence[str]
+    certificate: Path | None = None
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Raises: CommandError: the file is none, or other machines would read the keys."""
+        if self.certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            try:
+                context.load_cert_chain(self.certificate)
+            except OSError as error:  # of ssl, too
+                raise CommandError(f"--certificate {self.certificate}: {error}") from error
+            return context
+        if self.host not in LOOPBACK:
+            raise CommandError(
+                f"--host {self.host}: without --certificate keys go in the clear; expected one of "
+                f"{', '.join(LOOPBACK)}, or a certificate"
+            )
+        return None
+
+
+async def serve(config: GRPOConfig, listening: Listening, output: TextIO) -> None:
     """Serves until it is cancelled.
 
-    Raises: CommandError: the port is taken. WorkerError, StepsLost: the run cannot go on; the same
+    Raises: CommandError: see `Listening.tls`, or it cannot listen there. WorkerError, StepsLost: the run cannot go on; the same
         command does.
     """
+    tls = listening.tls()
     if config.actor.lora.rank and config.actor.lora.places == 1:
         config.actor.lora.places = PLACES
     with ServeRun(config) as run:
@@ -50,7 +83,7 @@ async def serve(config: GRPOConfig, port: int, tenants: Sequence[str], output: T
         with run.training(actor, rollout):
             folder = run.folder.serving
             (folder / KEYS).mkdir(parents=True, exist_ok=True)
-            keys = {tenant: key_of(folder / KEYS / tenant) for tenant in tenants}
+            keys = {tenant: key_of(folder / KEYS / tenant) for tenant in listening.tenants}
             journal = ServeJournal(folder / "journal")
             found = journal.records()
             turns = [it for it in found if isinstance(it, Turn | Failed)]
@@ -62,13 +95,13 @@ async def serve(config: GRPOConfig, port: int, tenants: Sequence[str], output: T
             await runner.setup()
             try:
                 try:
-                    await web.TCPSite(runner, HOST, port).start()
+                    at = listening.host, listening.port
+                    await web.TCPSite(runner, *at, ssl_context=tls).start()
                 except OSError as error:
-                    raise CommandError(f"--port {port}: {error.strerror}") from error
-                bound = runner.addresses[0][1]
+                    raise CommandError(f"cannot listen at {at}: {error.strerror}") from error
+                url = f"{'https' if tls else 'http'}://{listening.host}:{runner.addresses[0][1]}"
                 print(
-                    f"serving {Path(models.name).name} at http://{HOST}:{bound}; keys are in "
-                    f"{folder / KEYS}",
+                    f"serving {Path(models.name).name} at {url}; keys are in {folder / KEYS}",
                     file=output,
                     flush=True,
                 )

@@ -81,7 +81,7 @@ class WantedPass:
 
     Attributes:
         rows: `input_ids` and `loss_mask`, each [T], [T] each what the client gives for the loss,
-            and the loss and its settings; each token but the first one is trained.
+            and the loss and its settings; each token is trained that is the client's target.
     """
 
     rows: list[dict[str, Any]]
@@ -146,18 +146,11 @@ def _row_of(datum: Any, loss: str, limits: RowLimits) -> dict[str, Any]:
             f"loss_fn_inputs: {loss} reads {', '.join(sorted(known))}, got {min(others)!r:.80}"
         )
     targets = _tensor_of(datum, "target_tokens", len(given))
-    if not len(given) or not np.array_equal(given[1:], targets[:-1]):
-        raise RequestRefused(
-            "target_tokens: expected the tokens of model_input, each one place earlier, and one "
-            "more at the end; other targets are not served"
-        )
+    if not len(given):
+        raise RequestRefused("model_input: expected at least one token")
     ids = np.concatenate([given, targets[-1:]]).astype(np.int64)
     check_tokens(ids, limits)
-    row: dict[str, Any] = {
-        "input_ids": ids.tolist(),
-        "loss_mask": [0] + [1] * len(given),
-        SAMPLED: [0.0] * len(ids),
-    }
+    row: dict[str, Any] = {SAMPLED: [0.0] * len(ids)}
     for field, name in INPUTS[loss].items():
         if loss == "cross_entropy" and name not in datum.loss_fn_inputs:
             values = np.ones(len(given))  # of a loss that the client computes
@@ -168,7 +161,14 @@ def _row_of(datum: Any, loss: str, limits: RowLimits) -> dict[str, Any]:
                 f"{name}: expected finite numbers, got {values[~np.isfinite(values)][0]}"
             )
         row[field] = [0.0, *values.astype(np.float64).tolist()]
-    return row
+    is_next = targets == ids[1:]
+    counts = np.array(row[GAINS][1:]) != 0 if loss != "dro" else True
+    if np.any(counts & ~is_next):
+        raise RequestRefused(
+            "target_tokens: expected the tokens of model_input, each one place earlier, and one "
+            "more at the end; other targets are served where weights or advantages are 0"
+        )
+    return row | {"input_ids": ids.tolist(), "loss_mask": [0, *is_next.astype(int).tolist()]}
 
 
 def check_tokens(ids: NDArray[Any] | Sequence[int], limits: RowLimits) -> None:

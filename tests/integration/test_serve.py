@@ -36,6 +36,7 @@ ADAM = types.AdamParams(
 )
 SPREAD = [0.0, 0.0, -2.0, -0.5, -1.0, -3.0, -2.5]
 GAINS = [0.0, 0.0, 0.0, 1.5, -1.0, 0.5, -0.25]
+GIVEN_ADVANTAGES = {"logprobs": SPREAD, "advantages": GAINS}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_steps_are_those_of_a_loop_in_float64(
     )
     ids = torch.tensor([tokens_of(WORD)])
     trained = begun(client, tiny_model_folder)
-    rows = [datum() if loss == "cross_entropy" else datum(logprobs=SPREAD, advantages=GAINS)]
+    rows = [datum() if loss == "cross_entropy" else datum(**GIVEN_ADVANTAGES)]
     for _ in range(3):
         passes = [trained.forward_backward(rows * n, loss, SETTINGS[loss]) for n in (2, 1)]
         step = trained.optim_step(ADAM)
@@ -266,6 +267,12 @@ def test_what_is_wrong_is_refused_and_changes_nothing(
         model_input=datum().model_input, loss_fn_inputs={"target_tokens": [1, *beyond]}
     )
     refused("target_tokens: expected the tokens of model_input", lambda: passed(shifted))
+    padded = types.Datum(  # as loops of reinforcement learning write prompts
+        model_input=datum().model_input,
+        loss_fn_inputs={"target_tokens": [0, 0, 0, *tokens_of(WORD)[4:]], **GIVEN_ADVANTAGES},
+    )
+    scored = passed(padded, loss="importance_sampling").result().loss_fn_outputs[0]["logprobs"]
+    assert scored.data[:3] == [0.0] * 3 and all(it < 0 for it in scored.data[3:])
     first = passed(datum()).result().metrics
     refused("learning_rate", lambda: trained.optim_step(types.AdamParams(learning_rate=-1)))
     wrong = types.AdamParams.model_construct(learning_rate=float("nan"))

@@ -64,7 +64,9 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], a
 
 def trained(server: Served, models: dict[int, tinker.TrainingClient], steps: int) -> None:
     """Each takes its steps, all at the same time."""
-    asked = [take_step(model, seed, step) for step in range(steps) for seed, model in models.items()]
+    asked = [
+        take_step(model, seed, step) for step in range(steps) for seed, model in models.items()
+    ]
     for futures in asked:
         for future in futures:
             future.result()
@@ -104,9 +106,7 @@ def test_states_are_loaded(server: Served, tiny_model_folder: Path) -> None:
     assert float((differs[name] - expected[name]).abs().max()) > 1e-4  # it has no moments
 
 
-def test_samples_are_of_the_adapter_that_was_saved(
-    server: Served, tiny_model_folder: Path
-) -> None:
+def test_samples_are_of_the_adapter_that_was_saved(server: Served, tiny_model_folder: Path) -> None:
     client = server.client("bob")
     base = client.create_sampling_client(base_model=tiny_model_folder.name).result()
     before = sampled(base)
@@ -196,5 +196,8 @@ def test_what_is_anothers_stays_its_own(server: Served, tiny_model_folder: Path)
     refused("there are no weights", lambda: alice.create_training_client_from_state(missing))
     above = path.replace("secret", "..")
     refused("path: ", lambda: alice.create_training_client_from_state(above))
-    refused("no state of an optim", lambda: alice.create_training_client_from_state_with_optimizer(sampling))
+    refused(
+        "no state of an optim",
+        lambda: alice.create_training_client_from_state_with_optimizer(sampling),
+    )
     assert_equal(weights_of(server, model, "after"), expected, atol=0)

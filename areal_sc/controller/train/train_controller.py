@@ -430,9 +430,7 @@ class TrainController(Controller):
             per_token: each row's has one a token, [T]; rows are no pairs.
             adapters: as of `update_rows`.
         """
-        return await self._step.score(
-            rows, indices, output, per_token=per_token, adapters=adapters
-        )
+        return await self._step.score(rows, indices, output, per_token=per_token, adapters=adapters)
 
     async def score_async(self, batch: BatchMetadata, output: str | TokenFunction) -> list[float]:
         """A number of each row of a batch, for its reward: see `BatchMetadata.add_rewards`.
