@@ -90,6 +90,13 @@ def _facts(
                 yield "groups", f"{said.num_open} open, {said.num_finished} finished"
             if said.agents_url:
                 yield "agents", f"{said.agents_url}, by the key in {agents_path}"
+        for tenant in status.tenants:
+            yield (
+                f"tenant {tenant.name}",
+                f"{tenant.num_models} models, {tenant.num_resting} of them rest; "
+                f"{tenant.num_waiting} requests wait, {tenant.num_answered} answered; "
+                f"{short_duration(tenant.busy_s)} of the ranks",
+            )
         if (answer := status.wishes.scale) is not None:
             outcome = f"refused: {answer.refusal}" if answer.refusal else "followed"
             yield "scale", f"{answer.num_workers} rollout workers, {outcome}"

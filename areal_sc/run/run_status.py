@@ -285,6 +285,23 @@ class RoleStatus(msgspec.Struct):
     restart: Restart | None = None
 
 
+class TenantStatus(msgspec.Struct):
+    """Whoever has a key of a run that serves clients.
+
+    Attributes:
+        num_models, num_resting: that go on; of these, those that have no place among the trained.
+        num_waiting, num_answered: requests; the answered ones since the server was started.
+        busy_s: time of the ranks that its requests took since then.
+    """
+
+    name: str
+    num_models: int
+    num_resting: int
+    num_waiting: int
+    num_answered: int
+    busy_s: float
+
+
 class ScaleAnswer(msgspec.Struct):
     """What has become of a `ScaleWish`.
 
@@ -333,6 +350,7 @@ class RunStatus(msgspec.Struct):
         orphan_timeout_s: so long workers outlive the script.
         phases: the innermost last.
         roles: by name of the controller.
+        tenants: of a run that serves clients.
     """
 
     host: str
@@ -347,6 +365,7 @@ class RunStatus(msgspec.Struct):
     term: int = 0
     phases: list[Phase] = []
     roles: dict[str, RoleStatus] = {}
+    tenants: list[TenantStatus] = []
     wishes: HeardWishes = msgspec.field(default_factory=HeardWishes)
     end: RunEnd | None = None
     format: int = FORMAT

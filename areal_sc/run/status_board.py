@@ -34,6 +34,7 @@ from areal_sc.run.run_status import (
     RunWishes,
     ScaleAnswer,
     ScaleWish,
+    TenantStatus,
     drop_scale,
 )
 from areal_sc.system.durable import own_file
@@ -123,6 +124,10 @@ class StatusBoard:
             said = self._status.roles[role] = followed.look()
             said.workers, said.agents, said.waits = [], [], []
 
+    def note_tenants(self, tenants: Sequence[TenantStatus]) -> None:
+        """Whom the run serves."""
+        self._status.tenants = list(tenants)
+
     def note_phases(self, phases: Sequence[Phase]) -> None:
         """What goes on now, the innermost last."""
         self._phases = list(phases)
@@ -191,6 +196,7 @@ class StatusBoard:
         progress = (
             [(phase.name, phase.done, phase.since) for phase in status.phases],
             {name: (said.version, said.num_finished) for name, said in status.roles.items()},
+            [tenant.num_answered for tenant in status.tenants],
         )
         if progress == self._progress:
             return

@@ -174,6 +174,8 @@ def _living(status: RunStatus, now: float) -> tuple[State, str]:
     if status.wishes.pause is not None:
         return State.paused, _paused(status, status.wishes.pause, now)
     quiet_s, before_s = now - status.progressed, status.longest_quiet_s
+    if status.tenants and not any(tenant.num_waiting for tenant in status.tenants):
+        return State.healthy, "It serves, and no client waits for anything."
     if quiet_s > QUIET_S and any(role.waits_outside for role in status.roles.values()):
         return State.waiting, (
             f"Nothing was finished for {short_duration(quiet_s)}; its episodes wait for agents "

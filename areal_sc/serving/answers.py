@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -39,6 +40,7 @@ class Answers:
     Attributes:
         failed: by what the server has ended. Requests that met that stay unanswered: the next
             server does them.
+        num_answered: requests by tenant, since the start.
     """
 
     def __init__(
@@ -47,20 +49,21 @@ class Answers:
         known: dict[str, ApiAnswer],
         ended_by: Callable[[ArealError], ArealError | None],
     ) -> None:
-        self.failed: asyncio.Future[ArealError] = asyncio.get_running_loop().create_future()
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._ended_by = ended_by
         self._journal = journal
         self._known = known
         self._tasks: dict[str, asyncio.Task[ApiAnswer]] = {}
         self._given_up = set[str]()
         self._num_bytes = 0
+        self.num_answered: Counter[str] = Counter()
 
-    def begin(self, request_id: str, work: Work) -> None:
+    def begin(self, request_id: str, work: Work, tenant: str) -> None:
         """Begins the work, unless a request of this id has begun it."""
         if request_id in self._tasks:
             return
         known = self._known.get(request_id)
-        done = self._done(request_id, work, known)
+        done = self._done(request_id, work, known, tenant)
         self._tasks[request_id] = asyncio.create_task(done, name=request_id)
         self._forget_oldest()
 
@@ -92,7 +95,9 @@ class Answers:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _done(self, request_id: str, work: Work, known: ApiAnswer | None) -> ApiAnswer:
+    async def _done(
+        self, request_id: str, work: Work, known: ApiAnswer | None, tenant: str
+    ) -> ApiAnswer:
         try:
             answer = await work(known)
         except RequestRefused as refused:
@@ -114,6 +119,7 @@ class Answers:
             told = answer.body, answer.content_type, answer.is_failure
             self._journal.write(WrittenReply(request_id, *told))
         self._num_bytes += len(answer.body)
+        self.num_answered[tenant] += 1
         return answer
 
     def _forget_oldest(self) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -153,7 +153,7 @@ class RankTurns:
         past: Iterable[Turn | Failed],
         model_of: Callable[[str], TrainedModel],
     ) -> None:
-        self.busy_s: Counter[str] = Counter()
+        self.busy_s = defaultdict[str, float](float)
         self._host = host
         self._journal = journal
         turns = list(past)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from areal_sc.controller.starting import TakenOver
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import CommandError
+from areal_sc.run.status_board import EVERY_S
 from areal_sc.serving.journal import Failed, ServeJournal, Turn
 from areal_sc.serving.served_models import TinkerModels
 from areal_sc.serving.server import TinkerServer, key_of
@@ -71,8 +73,8 @@ class Listening:
 async def serve(config: GRPOConfig, listening: Listening, output: TextIO) -> None:
     """Serves until it is cancelled.
 
-    Raises: CommandError: see `Listening.tls`, or it cannot listen there. WorkerError, StepsLost: the run cannot go on; the same
-        command does.
+    Raises: CommandError: see `Listening.tls`, or it cannot listen there. WorkerError, StepsLost:
+        the run cannot go on; the same command does.
     """
     tls = listening.tls()
     if config.actor.lora.rank and config.actor.lora.places == 1:
@@ -90,6 +92,7 @@ async def serve(config: GRPOConfig, listening: Listening, output: TextIO) -> Non
             limits = limits_of(run.config)
             models = TinkerModels(actor, rollout, limits, run.folder, journal, turns)
             server = TinkerServer(models, keys, journal, found)
+            telling = asyncio.create_task(_tell_tenants(run, server))
             await server.go_on()
             runner = web.AppRunner(server.application(), access_log=None)
             await runner.setup()
@@ -107,9 +110,16 @@ async def serve(config: GRPOConfig, listening: Listening, output: TextIO) -> Non
                 )
                 raise await server.failed
             finally:
+                telling.cancel()
                 await runner.cleanup()
                 await server.close()
                 journal.close()
+
+
+async def _tell_tenants(run: Run, server: TinkerServer) -> None:
+    while True:
+        run.scheduler.status.note_tenants(server.tenants())
+        await asyncio.sleep(EVERY_S)
 
 
 def limits_of(config: GRPOConfig) -> RowLimits:

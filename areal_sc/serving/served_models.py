@@ -36,6 +36,7 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import ArealError, StepsLost
 from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_status import TenantStatus
 from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.hosts import Adapters, WholeModel
 from areal_sc.serving.journal import Failed, ServeJournal, Source, Turn
@@ -159,6 +160,13 @@ class TinkerModels:
     def tenant_of(self, model_id: str) -> str:
         """Whose it is."""
         return self._model(model_id).tenant
+
+    def tenant_status(self, tenant: str, num_answered: int) -> TenantStatus:
+        """How it is. Args: num_answered: requests of its, since the start."""
+        its = [it for it in self._models.values() if it.tenant == tenant and not it.is_ended]
+        num_resting = sum(model.place is None for model in its)
+        num_waiting, busy_s = self.turns.num_waiting[tenant], self.turns.busy_s[tenant]
+        return TenantStatus(tenant, len(its), num_resting, num_waiting, num_answered, busy_s)
 
     def rank_of(self, model_id: str) -> int:
         """Of its adapter; 0: all parameters are trained."""

@@ -26,6 +26,7 @@ from aiohttp import web
 from tinker import types
 from tinker.types.try_again_response import TryAgainResponse
 
+from areal_sc.run.run_status import TenantStatus
 from areal_sc.serving.answers import Answers, Work
 from areal_sc.serving.journal import KeptRequest, Record, ServeJournal, WrittenReply
 from areal_sc.serving.served_models import TinkerModels
@@ -53,6 +54,8 @@ _OF_MODELS: Final = (
 
 Serve = Callable[[bytes, str], ApiAnswer]
 """Serves a body of a tenant."""
+Look = Callable[[web.Request, str], Awaitable[ApiAnswer]]
+"""Serves a request of a tenant."""
 
 
 class Numbered(pydantic.BaseModel):
@@ -157,11 +160,12 @@ class TinkerServer:
         for name in self._kept:
             app.router.add_post(f"{_API}/{name}", self._answering(partial(self._keep, name)))
         app.router.add_post(f"{_API}/retrieve_future", self._answering(self._retrieve))
-        for path, look in {
+        looks: dict[str, Look] = {
             "healthz": _health,
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler}": self._sampler,
-        }.items():
+        }
+        for path, look in looks.items():
             app.router.add_get(f"{_API}/{path}", self._answering(look))
         app.router.add_route("*", "/{path:.*}", self._answering(_refuse))
         return app
@@ -171,9 +175,14 @@ class TinkerServer:
             self._turns.cancel()
         await self._answers.close()
 
-    def _answering(
-        self, serve: Callable[[web.Request, str], Awaitable[ApiAnswer]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def tenants(self) -> list[TenantStatus]:
+        """Whom it serves."""
+        return [
+            self._models.tenant_status(tenant, self._answers.num_answered[tenant])
+            for tenant in self._keys
+        ]
+
+    def _answering(self, serve: Look) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             try:
                 given = request.headers.get("X-API-Key", "").encode()
@@ -221,9 +230,14 @@ class TinkerServer:
         return json_of(types.TelemetryResponse(status="accepted"))
 
     def _begun(
-        self, request_id: str, work: Work, model_id: str | None = None, ids: list[str] | None = None
+        self,
+        tenant: str,
+        request_id: str,
+        work: Work,
+        model_id: str | None = None,
+        ids: list[str] | None = None,
     ) -> ApiAnswer:
-        self._answers.begin(request_id, work)
+        self._answers.begin(request_id, work, tenant)
         return json_of(
             types.UntypedAPIFuture(
                 request_id=request_id, model_id=model_id, sample_sequence_ids=ids
@@ -237,7 +251,7 @@ class TinkerServer:
             )
         )
 
-    async def _capabilities(self, *_: object) -> ApiAnswer:
+    async def _capabilities(self, _: web.Request, __: str) -> ApiAnswer:
         served = types.SupportedModel(
             model_name=Path(self._models.name).name,
             max_context_length=self._models.limits.max_tokens,
@@ -305,7 +319,7 @@ class TinkerServer:
                 model_id, tenant, self._models.source_wanted(asked, model_id)
             )
         )
-        return self._begun(f"{model_id}:0", create, model_id)
+        return self._begun(tenant, f"{model_id}:0", create, model_id)
 
     def _load(self, body: bytes, tenant: str) -> ApiAnswer:
         """Into a model, or as the first request of a new one."""
@@ -327,7 +341,7 @@ class TinkerServer:
             self._models.begin(model_id, tenant, source)
 
         why = self._refusal(begin)
-        return self._begun(f"{model_id}:0", load, model_id)
+        return self._begun(tenant, f"{model_id}:0", load, model_id)
 
     def _refusal(self, begin: Callable[[], None]) -> RequestRefused | None:
         """Why a model does not begin, which its request is answered with."""
@@ -350,7 +364,7 @@ class TinkerServer:
         self._check_owner(asked.model_id, tenant)
         self._models.check_id(asked.model_id)
         unload = partial(self._models.unload, asked.model_id)
-        return self._begun(f"{asked.model_id}:unload", unload, asked.model_id)
+        return self._begun(tenant, f"{asked.model_id}:unload", unload, asked.model_id)
 
     def _info(self, body: bytes, tenant: str) -> ApiAnswer:
         asked = read_json(body, types.GetInfoRequest)
@@ -398,7 +412,7 @@ class TinkerServer:
         self._models.check_id(asked.model_id)
         if not asked.seq_id:
             raise RequestRefused("seq_id: expected a number above 0")
-        return self._begun(f"{asked.model_id}:{asked.seq_id}", work, asked.model_id)
+        return self._begun(tenant, f"{asked.model_id}:{asked.seq_id}", work, asked.model_id)
 
     # Samplers
 
@@ -426,7 +440,7 @@ class TinkerServer:
         if not self._answers.knows(request_id):
             self._models.check_sampler(session)
         ids = [f"{request_id}:{number}" for number in range(min(asked.num_samples, 1024))]
-        return self._begun(request_id, partial(self._models.sample, asked), ids=ids)
+        return self._begun(tenant, request_id, partial(self._models.sample, asked), ids=ids)
 
 
 class Cancelled(pydantic.BaseModel):
@@ -445,7 +459,7 @@ async def _of_body(serve: Serve, request: web.Request, tenant: str) -> ApiAnswer
     return serve(await request.read(), tenant)
 
 
-async def _health(*_: object) -> ApiAnswer:
+async def _health(_: web.Request, __: str) -> ApiAnswer:
     return json_of(types.HealthResponse(status="ok"))
 
 

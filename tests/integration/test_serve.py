@@ -272,7 +272,8 @@ def test_what_is_wrong_is_refused_and_changes_nothing(
         loss_fn_inputs={"target_tokens": [0, 0, 0, *tokens_of(WORD)[4:]], **GIVEN_ADVANTAGES},
     )
     scored = passed(padded, loss="importance_sampling").result().loss_fn_outputs[0]["logprobs"]
-    assert scored.data[:3] == [0.0] * 3 and all(it < 0 for it in scored.data[3:])
+    assert scored.data[:3] == [0.0] * 3
+    assert all(it < 0 for it in scored.data[3:])
     first = passed(datum()).result().metrics
     refused("learning_rate", lambda: trained.optim_step(types.AdamParams(learning_rate=-1)))
     wrong = types.AdamParams.model_construct(learning_rate=float("nan"))

@@ -5,6 +5,7 @@ Each model of a client is compared with the same one that was trained alone.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ import torch
 from integration.serving import NUM_PROMPT, WORD, Served, datum, sampled, served, tokens_of
 from safetensors.torch import load_file
 from tinker import types
+
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_status import TenantStatus, read_status
+from areal_sc.run.verdict import STALE_AFTER_S, State, verdict
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 RANK = 4
@@ -134,7 +139,8 @@ def test_samples_are_of_the_adapter_that_was_saved(server: Served, tiny_model_fo
     assert answer.prompt_logprobs is not None
     np.testing.assert_allclose(answer.prompt_logprobs[1:], scored[1:], atol=1e-5)
     tops = answer.topk_prompt_logprobs
-    assert tops is not None and tops[0] is None
+    assert tops is not None
+    assert tops[0] is None
     assert [len(top or ()) for top in tops[1:]] == [3] * 7
     assert [(top or [])[0][0] for top in tops[NUM_PROMPT:]] == tokens_of("abc$")
 
@@ -201,3 +207,20 @@ def test_what_is_anothers_stays_its_own(server: Served, tiny_model_folder: Path)
         lambda: alice.create_training_client_from_state_with_optimizer(sampling),
     )
     assert_equal(weights_of(server, model, "after"), expected, atol=0)
+
+
+def test_status_shows_tenants(server: Served, tiny_model_folder: Path) -> None:
+    model = begun(server.client("bob"), tiny_model_folder)
+    trained(server, {0: model}, steps=1)
+    folder = RunFolder(server.run_dir)
+    server.run.wait_until(lambda: bob_of(folder).num_answered >= 2, "the answers of bob")
+    assert bob_of(folder).num_models >= 1
+    assert bob_of(folder).busy_s > 0
+    server.run.wait_until(lambda: not bob_of(folder).num_waiting, "rest")
+    assert verdict(folder, time.time() + 0.9 * STALE_AFTER_S).state is State.healthy
+
+
+def bob_of(folder: RunFolder) -> TenantStatus:
+    status = read_status(folder.status_path)
+    assert status is not None
+    return next(it for it in status.tenants if it.name == "bob")

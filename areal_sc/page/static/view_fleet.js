@@ -33,6 +33,7 @@ export async function showFleet({ run, words, again }) {
             fleet.status.phases.map((phase) => tile("phase", shown(phase.name), phase.total ? `, ${phase.done} of ${phase.total} ${phase.unit}` : "")),
           ]
         : null,
+      (fleet.status?.tenants || []).map((it) => tile(`tenant ${shown(it.name)}`, `${short(it.num_models)} models`, `, ${short(it.num_resting)} rest; ${short(it.num_waiting)} requests wait, ${short(it.num_answered)} answered; ${duration(it.busy_s)} of the ranks`)),
       fleet.snapshots.length ? tile("newest snapshot", shown(fleet.snapshots.at(-1))) : null,
       roles.map(([name, role]) => tile(`policy version of ${name}`, number(role.version), role.lineage ? el("span", { class: "dim" }, `  lineage ${role.lineage}`) : "")),
       roles.filter(([, role]) => role.num_open !== null).map(([, role]) => tile("groups", `${short(role.num_open - (role.num_running || 0))} queued, ${short(role.num_running)} running, ${short(role.num_finished)} ended since the script began`)),
