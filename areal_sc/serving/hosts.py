@@ -16,7 +16,7 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.journal import Source
-from areal_sc.serving.rank_turns import RESTING, Save, Step
+from areal_sc.serving.rank_turns import RESTING, SaveWanted, StepWanted
 from areal_sc.serving.trained_model import TrainedModel
 
 _LOSS: Final = NamedLoss("areal_sc.serving.losses:summed")
@@ -49,20 +49,20 @@ class WholeModel:
         ((place, numbers),) = rows.items()
         return {place: self._actor.score_rows(self._rows, numbers, per_token=True)}
 
-    def step(self, steps: Mapping[int, Step]) -> dict[int, dict[str, float]]:
+    def step(self, steps: Mapping[int, StepWanted]) -> dict[int, dict[str, float]]:
         ((place, wanted),) = steps.items()
         metrics = self._actor.update_rows(
             self._rows, wanted.rows, _LOSS, advances=False, optimizer=wanted.optimizer
         )
         return {place: metrics}
 
-    def save(self, place: int, model: TrainedModel, wanted: Save) -> None:
+    def save(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         if wanted.is_shown:
             self._actor.publish_weights(self._rollout)
         else:
             self._actor.save_hf(self._models / model.file_name / wanted.name)
 
-    def rest(self, place: int, model: TrainedModel, wanted: Save) -> None:
+    def rest(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         raise AssertionError("there is one model, and it does not rest")
 
 
@@ -96,7 +96,7 @@ class Adapters:
         scores = iter(self._actor.score_rows(self._rows, numbers, per_token=True, adapters=places))
         return {place: [next(scores) for _ in its] for place, its in rows.items()}
 
-    def step(self, steps: Mapping[int, Step]) -> dict[int, dict[str, float]]:
+    def step(self, steps: Mapping[int, StepWanted]) -> dict[int, dict[str, float]]:
         metrics = self._actor.update_rows(
             self._rows,
             [number for it in steps.values() for number in it.rows],
@@ -112,11 +112,11 @@ class Adapters:
             for place, it in steps.items()
         }
 
-    def save(self, place: int, model: TrainedModel, wanted: Save) -> None:
+    def save(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         folder = self._models / model.file_name / wanted.name
         self._actor.save_adapter(place, folder, with_optimizer=wanted.has_optimizer)
 
-    def rest(self, place: int, model: TrainedModel, wanted: Save) -> None:
+    def rest(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         if not (self._models / model.file_name / wanted.name).is_dir():
             self.save(place, model, wanted)
         if RESTING in model.source.folder:

@@ -48,14 +48,14 @@ RESTING: Final = "resting"
 
 
 @dataclass(frozen=True)
-class Score:
+class ScoreWanted:
     """The log-probabilities of rows: each row's, [T], nats."""
 
     rows: Sequence[int]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepWanted:
     """An optimizer update on rows: its metrics."""
 
     rows: Sequence[int]
@@ -63,7 +63,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveWanted:
     """The weights as they are, in a folder of the model.
 
     Attributes:
@@ -77,13 +77,13 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadWanted:
     """Other weights in place of those of the model."""
 
     source: Source
 
 
-Wanted = Score | Step | Save | Load
+Wanted = ScoreWanted | StepWanted | SaveWanted | LoadWanted
 
 
 class Host(Protocol):
@@ -107,18 +107,18 @@ class Host(Protocol):
     def score(self, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Any]]:
         """By place, of rows by number, the log-probabilities."""
 
-    def step(self, steps: Mapping[int, Step]) -> dict[int, dict[str, float]]:
+    def step(self, steps: Mapping[int, StepWanted]) -> dict[int, dict[str, float]]:
         """By place, the metrics of an update."""
 
-    def save(self, place: int, model: TrainedModel, wanted: Save) -> None:
+    def save(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         """Writes a folder, or publishes."""
 
-    def rest(self, place: int, model: TrainedModel, wanted: Save) -> None:
+    def rest(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         """Writes a folder, unless it is there, and deletes the one that the model rested in."""
 
 
 @dataclass(eq=False)
-class _Wish:
+class _TurnWish:
     model: TrainedModel
     request_id: str
     wanted: Wanted
@@ -163,17 +163,18 @@ class RankTurns:
         ]
         self._model_of = model_of
         self._number = 1 + max((turn.number for turn in turns), default=-1)
-        self._wishes: list[_Wish] = []
+        self._wishes: list[_TurnWish] = []
         self._placed: list[TrainedModel] = []  # who has waited longest for a turn first
         self._changed = asyncio.Event()
         self._is_repeated = asyncio.Event()
-        self._kinds = deque[Any]([Save | Load, Score, Step])  # the next one first
+        # the next one first
+        self._kinds = deque[Any]([SaveWanted | LoadWanted, ScoreWanted, StepWanted])
 
     async def ask(
         self, model: TrainedModel, request_id: str, wanted: Wanted, num_tokens: int = 0
     ) -> Any:
         """The result of what is wanted; see there. Raises: what the ranks raise."""
-        wish = _Wish(model, request_id, wanted, num_tokens)
+        wish = _TurnWish(model, request_id, wanted, num_tokens)
         self._wishes.append(wish)
         self._changed.set()
         try:
@@ -258,9 +259,9 @@ class RankTurns:
             return False
         for wish in self._wishes:
             wish.num_turns += 1
-        if kind is Score:
+        if kind is ScoreWanted:
             await self._score(wishes)
-        elif kind is Step:
+        elif kind is StepWanted:
             await self._step(self._stepped(wishes), wishes)
         else:
             for wish in wishes:
@@ -290,21 +291,21 @@ class RankTurns:
         await self._load(homeless, free)
         return True
 
-    async def _load(self, wish: _Wish, place: int) -> None:
+    async def _load(self, wish: _TurnWish, place: int) -> None:
         """A model gets its weights at a place; a wish for them ends with that."""
         model_id, source = wish.model.model_id, wish.model.source
-        if isinstance(wish.wanted, Load):
+        if isinstance(wish.wanted, LoadWanted):
             source = wish.wanted.source
             entered = Entered(*self._next, model_id, place, source, wish.request_id)
             await self._enter(self._write(entered), wish)
         else:
             await self._enter(self._write(Entered(*self._next, model_id, place, source)))
 
-    async def _serve_alone(self, wish: _Wish) -> None:
-        if isinstance(wish.wanted, Load):
+    async def _serve_alone(self, wish: _TurnWish) -> None:
+        if isinstance(wish.wanted, LoadWanted):
             await self._load(wish, wish.place)
             return
-        assert isinstance(wish.wanted, Save)
+        assert isinstance(wish.wanted, SaveWanted)
         if wish.wanted.is_shown and self._host.publishes:
             self._write(Published(*self._next, wish.request_id))
         await self._save(wish)
@@ -318,7 +319,7 @@ class RankTurns:
         self._number += 1
         return turn
 
-    def _stepped(self, wishes: Sequence[_Wish]) -> Stepped:
+    def _stepped(self, wishes: Sequence[_TurnWish]) -> Stepped:
         stepped = Stepped(*self._next, tuple(wish.request_id for wish in wishes))
         self._write(stepped)
         return stepped
@@ -339,20 +340,20 @@ class RankTurns:
                 self._placed.remove(model)
                 self._placed.append(model)
 
-    def _end(self, wish: _Wish, result: Any) -> None:
+    def _end(self, wish: _TurnWish, result: Any) -> None:
         if wish in self._wishes:
             self._wishes.remove(wish)
         if not wish.done.done():
             wish.done.set_result(result)
 
-    def _fail(self, wishes: Iterable[_Wish], error: Exception) -> None:
+    def _fail(self, wishes: Iterable[_TurnWish], error: Exception) -> None:
         for wish in wishes:
             if wish in self._wishes:
                 self._wishes.remove(wish)
             if not wish.done.done():
                 wish.done.set_exception(error)
 
-    async def _on_ranks(self, wishes: Sequence[_Wish], call: Callable[[], Any]) -> Any:
+    async def _on_ranks(self, wishes: Sequence[_TurnWish], call: Callable[[], Any]) -> Any:
         """What the ranks say. Raises: ArealError, RequestRefused: it is told to these wishes."""
         began = time.monotonic()
         try:
@@ -364,7 +365,7 @@ class RankTurns:
                 self.busy_s[wish.model.tenant] += (time.monotonic() - began) * share
 
     async def _enter(
-        self, turn: Entered, wish: _Wish | None = None, *, is_past: bool = False
+        self, turn: Entered, wish: _TurnWish | None = None, *, is_past: bool = False
     ) -> None:
         model, source = self._model_of(turn.model_id), turn.source
         self._take_source(model, source)
@@ -390,14 +391,14 @@ class RankTurns:
         model = self._model_of(turn.model_id)
         place = model.place
         if turn.folder and place is not None:
-            rests = Save(turn.folder, has_optimizer=True)
+            rests = SaveWanted(turn.folder, has_optimizer=True)
             if not is_past:
                 await asyncio.to_thread(lambda: self._host.rest(place, model, rests))
             rested = f"{model.file_name}/{turn.folder}"
             self._take_source(model, Source(rested, has_optimizer=True, rank=model.source.rank))
         self._drop_place(model)
 
-    async def _score(self, wishes: Sequence[_Wish]) -> None:
+    async def _score(self, wishes: Sequence[_TurnWish]) -> None:
         rows = {wish.place: wish.wanted.rows for wish in wishes}  # type: ignore[union-attr]
         try:
             scores = await self._on_ranks(wishes, lambda: self._host.score(rows))
@@ -408,7 +409,9 @@ class RankTurns:
         for wish in wishes:
             self._end(wish, scores[wish.place])
 
-    async def _step(self, turn: Stepped, wishes: Sequence[_Wish], *, is_past: bool = False) -> None:
+    async def _step(
+        self, turn: Stepped, wishes: Sequence[_TurnWish], *, is_past: bool = False
+    ) -> None:
         """Where the ranks fail at what several models want, each gets a turn of its own."""
         steps: dict[int, Any] = {wish.place: wish.wanted for wish in wishes}
         metrics: dict[int, dict[str, float]] = {}
@@ -428,7 +431,7 @@ class RankTurns:
             wish.model.is_changed = True
             self._end(wish, metrics.get(wish.place, {"lr": steps[wish.place].optimizer.lr}))
 
-    async def _save(self, wish: _Wish, *, is_past: bool = False) -> None:
+    async def _save(self, wish: _TurnWish, *, is_past: bool = False) -> None:
         wanted: Any = wish.wanted
         try:
             if not is_past:

@@ -40,7 +40,14 @@ from areal_sc.run.run_status import TenantStatus
 from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.hosts import Adapters, WholeModel
 from areal_sc.serving.journal import Failed, ServeJournal, Source, Turn
-from areal_sc.serving.rank_turns import Host, Load, RankTurns, Save, Score, Step
+from areal_sc.serving.rank_turns import (
+    Host,
+    LoadWanted,
+    RankTurns,
+    SaveWanted,
+    ScoreWanted,
+    StepWanted,
+)
 from areal_sc.serving.trained_model import TrainedModel
 from areal_sc.serving.wire import (
     ApiAnswer,
@@ -254,7 +261,7 @@ class TinkerModels:
         if before:
             begin_anew()
         async with self._publication():
-            await self.turns.ask(model, f"{model.model_id}:0", Load(model.source))
+            await self.turns.ask(model, f"{model.model_id}:0", LoadWanted(model.source))
         self._samplers.clear()
 
     async def unload(self, model_id: str, _: ApiAnswer | None) -> ApiAnswer:
@@ -289,7 +296,7 @@ class TinkerModels:
                 await asyncio.to_thread(self._rows.give, numbers, asked.rows)
             if known is None:
                 name = f"{wanted.model_id}:{wanted.seq_id}"
-                score = Score(numbers)
+                score = ScoreWanted(numbers)
                 logprobs = await self.turns.ask(model, name, score, asked.num_tokens)
                 known = pass_output(asked, logprobs)
             if asked.is_backward and not known.is_failure:
@@ -308,7 +315,7 @@ class TinkerModels:
             if known is not None and known.is_failure:
                 return known
             name = f"{asked.model_id}:{asked.seq_id}"
-            metrics = await self.turns.ask(model, name, Step(rows, optimizer), num_tokens)
+            metrics = await self.turns.ask(model, name, StepWanted(rows, optimizer), num_tokens)
             told = {name: it for name, it in metrics.items() if name in ("grad_norm", "lr")}
             return json_of(types.OptimStepResponse(metrics=told))
 
@@ -319,7 +326,7 @@ class TinkerModels:
             if known is not None and known.is_failure:
                 return known
             source = self.stored_source(asked.path, has_optimizer=asked.optimizer)
-            await self.turns.ask(model, f"{model_id}:{asked.seq_id}", Load(source))
+            await self.turns.ask(model, f"{model_id}:{asked.seq_id}", LoadWanted(source))
             return json_of(types.LoadWeightsResponse(path=asked.path, model_id=model_id))
 
     async def save(self, asked: types.SaveWeightsRequest, known: ApiAnswer | None) -> ApiAnswer:
@@ -330,7 +337,7 @@ class TinkerModels:
                 raise RequestRefused(f"path: {name} was saved already; overwrite=True replaces it")
             model.saved.add(name)
             if known is None:
-                wanted = Save(f"{_STATE}{name}", has_optimizer=True)
+                wanted = SaveWanted(f"{_STATE}{name}", has_optimizer=True)
                 await self.turns.ask(model, f"{asked.model_id}:{asked.seq_id}", wanted)
             path = f"tinker://{asked.model_id}/weights/{name}"
             return json_of(types.SaveWeightsResponse(path=path, type="save_weights"))
@@ -346,7 +353,7 @@ class TinkerModels:
                 return known
             request_id = f"{asked.model_id}:{asked.seq_id}"
             name = f"{_SAMPLER}{asked.path}" if asked.path else f"unnamed-{asked.seq_id}"
-            wanted = Save(name, is_shown=True)
+            wanted = SaveWanted(name, is_shown=True)
             if self._host.publishes:
                 async with self._publication():
                     await self.turns.ask(model, request_id, wanted)

@@ -382,7 +382,7 @@ class TinkerServer:
         )
 
     def _weights_info(self, body: bytes, tenant: str) -> ApiAnswer:
-        path = read_json(body, StoredWeights).tinker_path
+        path = read_json(body, AskedWeights).tinker_path
         self._check_owner(path, tenant)
         rank = self._models.stored_source(path, has_optimizer=False).rank
         name = Path(self._models.name).name
@@ -449,7 +449,7 @@ class Cancelled(pydantic.BaseModel):
     request_id: str
 
 
-class StoredWeights(pydantic.BaseModel):
+class AskedWeights(pydantic.BaseModel):
     """Body of a question about saved weights."""
 
     tinker_path: str

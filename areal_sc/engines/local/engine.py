@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate, RolloutConfig
-from areal_sc.engines.adapter_places import AdapterPlaces
+from areal_sc.engines.held_adapters import HeldAdapters
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.adapters import LoadedAdapter
 from areal_sc.engines.local.generator import SlotGenerator
@@ -106,7 +106,7 @@ class LocalEngine(GenerationThread):
             name: (it.out_features, it.in_features) for name, it in local_model.adaptable.items()
         }
         own_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self._adapters = AdapterPlaces(
+        self._adapters = HeldAdapters(
             max(LEAST_ADAPTER_BYTES, int(ADAPTER_SHARE * own_bytes)),
             self._adapter_bytes,
             self._load_adapter,

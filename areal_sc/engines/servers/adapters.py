@@ -24,7 +24,7 @@ import torch
 
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.engines.adapter_places import AdapterPlaces
+from areal_sc.engines.held_adapters import HeldAdapters
 from areal_sc.engines.servers.client import ServedAdapter, ServerClient
 from areal_sc.engines.servers.model import ServedModel
 from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights
@@ -117,7 +117,7 @@ class SameWeights(VersionWeights):
             server.adapter = ServedAdapter("", self.version)
 
 
-class NamedAdapters(AdapterPlaces[str]):
+class NamedAdapters(HeldAdapters[str]):
     """The adapters that a server has for requests that name them, by the server's names of them.
 
     Args:

@@ -25,7 +25,7 @@ class _Held(Generic[T]):
     num_users: int = 0
 
 
-class AdapterPlaces(Generic[T]):
+class HeldAdapters(Generic[T]):
     """Loads adapters at their first use, and forgets the least recently used ones.
 
     Args:
