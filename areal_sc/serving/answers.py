@@ -71,6 +71,20 @@ class Answers:
         """Whether it was begun, or an earlier server has answered it."""
         return request_id in self._tasks or request_id in self._known
 
+    def replies(self, max_bytes: int) -> list[WrittenReply]:
+        """The newest answers, in their order."""
+        found = list[WrittenReply]()
+        for request_id, task in reversed(self._tasks.items()):
+            if not task.done() or task.cancelled():
+                continue
+            answer = task.result()
+            max_bytes -= len(answer.body)
+            if max_bytes < 0:
+                break
+            told = answer.body, answer.content_type, answer.is_failure
+            found.append(WrittenReply(request_id, *told))
+        return found[::-1]
+
     def cancel(self, request_id: str) -> None:
         """Nobody waits for the answer any more, and the work changes nothing: it ends."""
         task = self._tasks.get(request_id)
@@ -84,6 +98,8 @@ class Answers:
         Raises: RequestRefused: 404: nobody has asked for it, or that is long ago.
         """
         if (task := self._tasks.get(request_id)) is None:
+            if (known := self._known.get(request_id)) is not None:
+                return known
             raise RequestRefused(
                 f"request {request_id:.200} is not known, or was answered long ago", 404
             )

@@ -28,8 +28,12 @@ class GivenRows(WrittenRows):
     def __len__(self) -> int:
         return sys.maxsize  # further ones come
 
+    def given(self, number: int) -> dict[str, Any]:
+        """The row as it was given."""
+        return super().__getitem__(number)
+
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = super().__getitem__(index)
+        row = self.given(index)
         length = len(row["input_ids"])
         return row | {name: [row[name]] * length for name in (LOSS, LOW, HIGH)}
 
@@ -46,3 +50,7 @@ class GivenRows(WrittenRows):
                     wire = to_json(row_to_wire(row, number, "given"))
                     file.write(b'{"index": %d, "row": %s}\n' % (number, wire))
             self._look_on(file)
+
+    def delete(self) -> None:
+        """Nobody reads it any more."""
+        self._path.unlink(missing_ok=True)

@@ -33,12 +33,16 @@ class WholeModel:
     ) -> None:
         self._actor = actor
         self._rollout = rollout
-        self._rows = rows
+        self.rows = rows
         self._models = models
 
     @property
     def version(self) -> int:
         return self._actor.version
+
+    @property
+    def goes_on(self) -> bool:
+        return self._actor.found is not None
 
     def enter(self, place: int, source: Source) -> None:
         self._actor.load_snapshot(0)
@@ -47,12 +51,12 @@ class WholeModel:
 
     def score(self, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Any]]:
         ((place, numbers),) = rows.items()
-        return {place: self._actor.score_rows(self._rows, numbers, per_token=True)}
+        return {place: self._actor.score_rows(self.rows, numbers, per_token=True)}
 
     def step(self, steps: Mapping[int, StepWanted]) -> dict[int, dict[str, float]]:
         ((place, wanted),) = steps.items()
         metrics = self._actor.update_rows(
-            self._rows, wanted.rows, _LOSS, advances=False, optimizer=wanted.optimizer
+            self.rows, wanted.rows, _LOSS, advances=False, optimizer=wanted.optimizer
         )
         return {place: metrics}
 
@@ -74,12 +78,16 @@ class Adapters:
     def __init__(self, actor: TrainController, rows: GivenRows, models: Path) -> None:
         self.num_places = actor.config.lora.places
         self._actor = actor
-        self._rows = rows
+        self.rows = rows
         self._models = models
 
     @property
     def version(self) -> int:
         return self._actor.version
+
+    @property
+    def goes_on(self) -> bool:
+        return self._actor.found is not None
 
     def enter(self, place: int, source: Source) -> None:
         self._actor.fill_adapter(
@@ -93,12 +101,12 @@ class Adapters:
     def score(self, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Any]]:
         numbers = [number for its in rows.values() for number in its]
         places = [place for place, its in rows.items() for _ in its]
-        scores = iter(self._actor.score_rows(self._rows, numbers, per_token=True, adapters=places))
+        scores = iter(self._actor.score_rows(self.rows, numbers, per_token=True, adapters=places))
         return {place: [next(scores) for _ in its] for place, its in rows.items()}
 
     def step(self, steps: Mapping[int, StepWanted]) -> dict[int, dict[str, float]]:
         metrics = self._actor.update_rows(
-            self._rows,
+            self.rows,
             [number for it in steps.values() for number in it.rows],
             _LOSS,
             optimizer={place: it.optimizer for place, it in steps.items()},

@@ -5,21 +5,23 @@
                         └─► the record of a turn of the ranks, then the turn: see `rank_turns`
 
 A server that was killed reads it when it starts again: answered requests are answered again, and
-the others are worked on, in the order in which they came.
+the others are worked on, in the order in which they came. A file that has grown large is written
+anew, by what its models have come to.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
-from areal_sc.system.durable import append_or_undo, own_file
+from areal_sc.system.durable import append_or_undo, own_file, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +29,16 @@ _HEAD_BYTES: Final = 8  # length and checksum of what follows
 
 
 class KeptRequest(Struct, frozen=True, array_like=True, tag=True):
-    """A request: what serves it, its body, and the name of the key that it came with."""
+    """A request: what serves it, its body, and the name of the key that it came with.
+
+    Attributes:
+        request_id: of its answer; "": it is answered at once.
+    """
 
     name: str
     body: bytes
     tenant: str
+    request_id: str
 
 
 class WrittenReply(Struct, frozen=True, array_like=True, tag=True):
@@ -106,8 +113,42 @@ class Failed(Struct, frozen=True, array_like=True, tag=True):
     number: int
 
 
+class KnownModel(Struct, frozen=True, array_like=True):
+    """What a `TrainedModel` has come to; see there.
+
+    Attributes:
+        next_number: of its requests.
+    """
+
+    model_id: str
+    tenant: str
+    source: Source
+    place: int | None
+    num_rows: int
+    asked: list[int]
+    num_asked_tokens: int
+    next_number: int
+    saved: list[str]
+    samplers: list[str]
+
+
+class Known(Struct, frozen=True, array_like=True, tag=True):
+    """What all that came before has come to, in place of it; the first record of a file.
+
+    Attributes:
+        version: of the ranks, whose weights are those of the models' sources.
+        rows: name of the file of rows.
+        samplers: folders of adapters, by the id of the session or the path.
+    """
+
+    version: int
+    rows: str
+    models: list[KnownModel]
+    samplers: dict[str, str]
+
+
 Turn = Entered | Left | Stepped | Published
-Record = KeptRequest | WrittenReply | Turn | Failed
+Record = Known | KeptRequest | WrittenReply | Turn | Failed
 
 _DECODER: Final = msgspec.msgpack.Decoder(Record)
 
@@ -116,11 +157,18 @@ class ServeJournal:
     """The file; what is written is there when the process dies, not when the machine does.
 
     Raises: OSError: it cannot be read or written.
+
+    Attributes:
+        size: bytes.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115
+        self._open()
+
+    def _open(self) -> None:
+        self._file = open(self._path, "ab", buffering=0, opener=own_file)  # noqa: SIM115
+        self.size = self._file.seek(0, os.SEEK_END)
 
     def records(self) -> list[Record]:
         """All that are whole; what a death has cut short is cut off."""
@@ -132,19 +180,26 @@ class ServeJournal:
             self._file.truncate(end)
         return [record for record, _ in found]
 
-    def begin_anew(self, first: Sequence[Record]) -> None:
-        """Nothing that came before counts any more."""
-        self._file.truncate(0)
-        for record in first:
-            self.write(record)
+    def begin_anew(self, records: Iterable[Record]) -> None:
+        """Nothing else counts any more; a death leaves the one or the other."""
+        with replace_file(self._path, mode=0o600) as file:
+            for record in records:
+                file.write(_framed(record))
+        self._file.close()
+        self._open()
 
     def write(self, record: Record) -> None:
-        content = msgspec.msgpack.encode(record)
-        head = len(content).to_bytes(4) + zlib.crc32(content).to_bytes(4)
-        append_or_undo(self._file, head + content)
+        content = _framed(record)
+        append_or_undo(self._file, content)
+        self.size += len(content)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _framed(record: Record) -> bytes:
+    content = msgspec.msgpack.encode(record)
+    return len(content).to_bytes(4) + zlib.crc32(content).to_bytes(4) + content
 
 
 def _whole(content: bytes) -> Iterator[tuple[Record, int]]:

@@ -22,14 +22,18 @@ unblocked by them; what ends the run ends all wishes
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from msgspec.structs import replace
+
 from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.errors import ArealError
+from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.journal import (
     Entered,
     Failed,
@@ -92,14 +96,20 @@ class Host(Protocol):
     Attributes:
         num_places: models that are trained together.
         publishes: weights for samplers are a version of the policy, and there is one model.
+        rows: of all models, by number.
     """
 
     num_places: int
     publishes: bool
+    rows: GivenRows
 
     @property
     def version(self) -> int:
         """Of the ranks."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the ranks are those of an earlier start; else they began anew."""
 
     def enter(self, place: int, source: Source) -> None:
         """The weights at a place are those of a source."""
@@ -199,6 +209,38 @@ class RankTurns:
         """Waits until the turns of the earlier server are made."""
         await self._is_repeated.wait()
 
+    def take_places(self, models: Sequence[tuple[TrainedModel, int]], version: int) -> int:
+        """Models have the places that they had when the ranks were at a version.
+
+        Where they begin anew since, each gets its weights from its source once more.
+
+        Returns: how many versions they are behind those of the turns of the earlier server.
+        """
+        if self._host.goes_on:
+            for model, place in models:
+                model.place = place
+                self._placed.append(model)
+            return 0
+        entered = [Entered(0, -1, model.model_id, place, model.source) for model, place in models]
+        moved = [replace(turn, version=turn.version - version) for turn in self._past]
+        self._past = [*entered, *moved]
+        return version
+
+    async def rest_in_place(self) -> None:
+        """Each model's source is what its weights are now. Nobody wishes for anything meanwhile."""
+        for model in self._placed:
+            if model.is_changed:
+                await self._rest(model, _resting())
+
+    async def _rest(self, model: TrainedModel, folder: str, *, is_there: bool = False) -> None:
+        place = model.place
+        assert place is not None, "a model that rests has rested already"
+        rests = SaveWanted(folder, has_optimizer=True)
+        if not is_there:
+            await asyncio.to_thread(lambda: self._host.rest(place, model, rests))
+        rested = Source(f"{model.file_name}/{folder}", has_optimizer=True, rank=model.source.rank)
+        self._take_source(model, rested)
+
     async def run(self) -> None:
         """Takes turns until it is cancelled; an error ends it that is none of a request."""
         while True:
@@ -285,7 +327,7 @@ class RankTurns:
             if not idle and homeless.num_turns < 2:
                 return False
             leaving = (idle or self._placed)[0]
-            folder = f"{RESTING}-{self._number}" if leaving.is_changed else ""
+            folder = _resting() if leaving.is_changed else ""
             await self._leave(self._write(Left(*self._next, leaving.model_id, folder)))
             return True
         await self._load(homeless, free)
@@ -389,13 +431,8 @@ class RankTurns:
         """A folder that is there was written by the earlier server; the place may have another
         model since."""
         model = self._model_of(turn.model_id)
-        place = model.place
-        if turn.folder and place is not None:
-            rests = SaveWanted(turn.folder, has_optimizer=True)
-            if not is_past:
-                await asyncio.to_thread(lambda: self._host.rest(place, model, rests))
-            rested = f"{model.file_name}/{turn.folder}"
-            self._take_source(model, Source(rested, has_optimizer=True, rank=model.source.rank))
+        if turn.folder and model.place is not None:
+            await self._rest(model, turn.folder, is_there=is_past)
         self._drop_place(model)
 
     async def _score(self, wishes: Sequence[_TurnWish]) -> None:
@@ -442,3 +479,7 @@ class RankTurns:
             self._fail([wish], error)
         else:
             self._end(wish, None)
+
+
+def _resting() -> str:
+    return f"{RESTING}-{secrets.token_hex(8)}"

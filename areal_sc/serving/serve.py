@@ -19,7 +19,7 @@ from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import CommandError
 from areal_sc.run.status_board import EVERY_S
-from areal_sc.serving.journal import Failed, ServeJournal, Turn
+from areal_sc.serving.journal import ServeJournal
 from areal_sc.serving.served_models import TinkerModels
 from areal_sc.serving.server import TinkerServer, key_of
 from areal_sc.serving.wire import RowLimits
@@ -88,9 +88,8 @@ async def serve(config: GRPOConfig, listening: Listening, output: TextIO) -> Non
             keys = {tenant: key_of(folder / KEYS / tenant) for tenant in listening.tenants}
             journal = ServeJournal(folder / "journal")
             found = journal.records()
-            turns = [it for it in found if isinstance(it, Turn | Failed)]
             limits = limits_of(run.config)
-            models = TinkerModels(actor, rollout, limits, run.folder, journal, turns)
+            models = TinkerModels(actor, rollout, limits, run.folder, journal, found)
             server = TinkerServer(models, keys, journal, found)
             telling = asyncio.create_task(_tell_tenants(run, server))
             await server.go_on()

@@ -20,14 +20,16 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import secrets
 import shutil
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec.structs import replace
 from tinker import types
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
@@ -39,7 +41,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import TenantStatus
 from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.hosts import Adapters, WholeModel
-from areal_sc.serving.journal import Failed, ServeJournal, Source, Turn
+from areal_sc.serving.journal import Failed, Known, Record, ServeJournal, Source, Turn
 from areal_sc.serving.rank_turns import (
     Host,
     LoadWanted,
@@ -107,7 +109,7 @@ class TinkerModels:
         limits: RowLimits,
         folder: RunFolder,
         journal: ServeJournal,
-        past: Iterable[Turn | Failed],
+        found: Sequence[Record],
     ) -> None:
         self.name = actor.config.path
         self.limits = limits
@@ -115,12 +117,16 @@ class TinkerModels:
         self._rollout = rollout
         self._journal = journal
         self._folder = folder.serving / "models"
-        self._rows = GivenRows(folder.sources / f"{GROWING}served.jsonl")
+        self._sources = folder.sources
+        known = next((it for it in found if isinstance(it, Known)), None)
+        name = f"{GROWING}served.jsonl" if known is None else known.rows
         self._host: Host
         if self.lora_rank:
-            self._host = Adapters(actor, self._rows, self._folder)
+            self._host = Adapters(actor, GivenRows(self._sources / name), self._folder)
         else:
-            self._host = WholeModel(actor, rollout, self._rows, self._folder)
+            rows = GivenRows(self._sources / name)
+            self._host = WholeModel(actor, rollout, rows, self._folder)
+        past = [it for it in found if isinstance(it, Turn | Failed)]
         self.turns = RankTurns(self._host, journal, past, self._model)
         self._models: dict[str, TrainedModel] = {}  # by id, also those that are no more
         self._samplers: dict[str, Sampler] = {}  # by the id of a session, or a path
@@ -128,6 +134,11 @@ class TinkerModels:
         self._one_writes = asyncio.Lock()  # rows to the file
         self._changed = asyncio.Condition()
         self._is_publishing = False
+        self._in_turn = set[str]()  # models, a request of which is at its turn
+        self._is_open = asyncio.Event()  # for further ones
+        self._is_open.set()
+        if known is not None:
+            self._restore(known, found)
 
     @property
     def lora_rank(self) -> int:
@@ -144,6 +155,43 @@ class TinkerModels:
         """Whether the run has ended with this error of a request; None: others can be served."""
         lost = self._actor.worker_lost or self._rollout.worker_lost
         return lost or (error if isinstance(error, StepsLost) else None)
+
+    # The journal, written anew
+
+    def _restore(self, known: Known, found: Sequence[Record]) -> None:
+        self._models = {it.model_id: TrainedModel.of(it) for it in known.models}
+        self._samplers = {name: Sampler(adapter) for name, adapter in known.samplers.items()}
+        placed = [(self._models[it.model_id], it) for it in known.models]
+        places = [(model, it.place) for model, it in placed if it.place is not None]
+        if behind := self.turns.take_places(places, known.version):
+            self._journal.begin_anew(_moved(record, behind) for record in found)
+
+    async def write_anew(self, kept: Callable[[], Iterable[Record]]) -> None:
+        """What models have come to takes the place of what made them so, between two requests.
+
+        Args: kept: of the journal, what counts beside that; is called at that moment.
+        """
+        if self._host.publishes or not self._is_open.is_set():
+            return
+        self._is_open.clear()
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._in_turn)
+            await self.turns.rest_in_place()
+            before = self._host.rows
+            name = f"{GROWING}served-{secrets.token_hex(4)}.jsonl"
+            self._host.rows = rows = GivenRows(self._sources / name)
+            live = [model for model in self._models.values() if not model.is_ended]
+            for model in live:
+                asked = [before.given(number) for number in model.asked]
+                await asyncio.to_thread(rows.give, model.asked, asked)
+            samplers = {name: it.adapter for name, it in self._samplers.items()}
+            models = [model.known() for model in live]
+            known = Known(self._host.version, name, models, samplers)
+            await asyncio.to_thread(self._journal.begin_anew, [known, *kept()])
+            before.delete()
+        finally:
+            self._is_open.set()
 
     # Which models there are
 
@@ -282,10 +330,22 @@ class TinkerModels:
     async def _turn(self, model_id: str, number: int | None) -> AsyncIterator[TrainedModel]:
         """The turn of a request among those of its model."""
         model = self._model(model_id)
-        async with model.order.turn(number or 0):
+        async with model.order.turn(number or 0), self._while_open(model_id):
             if model.is_ended:
                 raise RequestRefused("model_id: the model is no more")
             yield model
+
+    @asynccontextmanager
+    async def _while_open(self, model_id: str) -> AsyncIterator[None]:
+        while not self._is_open.is_set():
+            await self._is_open.wait()
+        self._in_turn.add(model_id)
+        try:
+            yield
+        finally:
+            self._in_turn.remove(model_id)
+            async with self._changed:
+                self._changed.notify_all()
 
     async def run_pass(self, wanted: ForwardBackwardRequest, known: ApiAnswer | None) -> ApiAnswer:
         """A forward pass; the next step trains on its rows, if it is also a backward one."""
@@ -293,7 +353,7 @@ class TinkerModels:
             asked = await asyncio.to_thread(pass_of, wanted, self.limits)
             numbers = model.take_numbers(len(asked.rows))
             async with self._one_writes:
-                await asyncio.to_thread(self._rows.give, numbers, asked.rows)
+                await asyncio.to_thread(self._host.rows.give, numbers, asked.rows)
             if known is None:
                 name = f"{wanted.model_id}:{wanted.seq_id}"
                 score = ScoreWanted(numbers)
@@ -470,6 +530,13 @@ class TinkerModels:
             async with self._changed:
                 self._is_publishing = False
                 self._changed.notify_all()
+
+
+def _moved(record: Record, behind: int) -> Record:
+    """A record of turns by versions that are so many lower."""
+    if isinstance(record, Turn | Known):
+        return replace(record, version=record.version - behind)
+    return record
 
 
 def _check_name(name: str) -> str:

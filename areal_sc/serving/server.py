@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -44,6 +45,10 @@ SILENT_S: Final = 60.0
 gives it up when another client wants one."""
 GONE_S: Final = 86_400.0
 """A client that is silent for so long has gone: its models are no more."""
+JOURNAL_BYTES: Final = 256 << 20
+"""A larger one is written anew."""
+KEPT_BYTES: Final = 32 << 20
+"""Of answers, the newest ones, which such a one has."""
 _API: Final = "/api/v1"
 _MAX_ROWS_A_PASS: Final = 1024
 _OF_MODELS: Final = (
@@ -107,6 +112,7 @@ class TinkerServer:
         self.failed = self._answers.failed
         self._heard_s: dict[str, float] = {}  # of each session
         self._turns: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None  # of the journal, anew
         self._plain: dict[str, Serve] = {
             "client/config": self._config,
             "client/dynamic_config": lambda *_: json_of(types.ClientDynamicConfigResponse()),
@@ -148,6 +154,10 @@ class TinkerServer:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             repeated.cancel()
 
+    def _note_failure(self, writing: asyncio.Task[None]) -> None:
+        if not writing.cancelled() and (error := writing.exception()) and not self.failed.done():
+            self.failed.set_result(error)
+
     def _note_end(self, turns: asyncio.Task[None]) -> None:
         if not turns.cancelled() and not self.failed.done():
             self.failed.set_result(turns.exception() or AssertionError("turns do not end"))
@@ -171,8 +181,9 @@ class TinkerServer:
         return app
 
     async def close(self) -> None:
-        if self._turns is not None:
-            self._turns.cancel()
+        for task in (self._turns, self._writing):
+            if task is not None:
+                task.cancel()
         await self._answers.close()
 
     def tenants(self) -> list[TenantStatus]:
@@ -211,8 +222,22 @@ class TinkerServer:
         """A request that a later server has to know, too."""
         body = await request.read()
         answer = self._kept[name](body, tenant)  # raises, if it is no request
-        self._journal.write(KeptRequest(name, body, tenant))
+        self._journal.write(KeptRequest(name, body, tenant, answer.request_id))
+        if self._journal.size > JOURNAL_BYTES and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.create_task(self._models.write_anew(self._kept_records))
+            self._writing.add_done_callback(self._note_failure)
         return answer
+
+    def _kept_records(self) -> list[Record]:
+        """The newest answers, and requests that have none yet."""
+        replies = self._answers.replies(KEPT_BYTES)
+        records = self._journal.records()
+        answered = {it.request_id for it in records if isinstance(it, WrittenReply)}
+        requests = (it for it in records if isinstance(it, KeptRequest))
+        return [
+            *replies,
+            *(it for it in requests if it.request_id and it.request_id not in answered),
+        ]
 
     async def _retrieve(self, request: web.Request, tenant: str) -> ApiAnswer:
         asked = read_json(await request.read(), types.FutureRetrieveRequest)
@@ -238,11 +263,10 @@ class TinkerServer:
         ids: list[str] | None = None,
     ) -> ApiAnswer:
         self._answers.begin(request_id, work, tenant)
-        return json_of(
-            types.UntypedAPIFuture(
-                request_id=request_id, model_id=model_id, sample_sequence_ids=ids
-            )
+        future = types.UntypedAPIFuture(
+            request_id=request_id, model_id=model_id, sample_sequence_ids=ids
         )
+        return replace(json_of(future), request_id=request_id)
 
     def _config(self, *_: object) -> ApiAnswer:
         return json_of(
@@ -301,7 +325,7 @@ class TinkerServer:
         self._hear(asked.session_id, tenant)
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
         self._end_those_gone()
-        kept = KeptRequest("create_model", body, tenant)
+        kept = KeptRequest("create_model", body, tenant, f"{model_id}:0")
 
         async def create(known: ApiAnswer | None) -> ApiAnswer:
             if why is not None:
@@ -357,7 +381,8 @@ class TinkerServer:
                 body = types.UnloadModelRequest(model_id=model_id).model_dump_json().encode()
                 tenant = self._models.tenant_of(model_id)
                 self._unload(body, tenant)
-                self._journal.write(KeptRequest("unload_model", body, tenant))
+                kept = KeptRequest("unload_model", body, tenant, f"{model_id}:unload")
+                self._journal.write(kept)
 
     def _unload(self, body: bytes, tenant: str) -> ApiAnswer:
         asked = read_json(body, types.UnloadModelRequest)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from areal_sc.serving.journal import Source
+from areal_sc.serving.journal import KnownModel, Source
 from areal_sc.serving.wire import RequestRefused
 
 ROWS_A_MODEL: Final = 1 << 22
@@ -16,24 +16,28 @@ ROWS_A_MODEL: Final = 1 << 22
 
 
 class InOrder:
-    """Lets requests begin in the order of their numbers, one after the other."""
+    """Lets requests begin in the order of their numbers, one after the other.
+
+    Attributes:
+        next: number of the one that begins, or goes on.
+    """
 
     def __init__(self, first: int) -> None:
-        self._next = first
+        self.next = first
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
         """Raises: RequestRefused: a request of that number was served."""
         async with self._changed:
-            if number < self._next:
-                raise RequestRefused(f"seq_id: expected {self._next} or above, got {number}")
-            await self._changed.wait_for(lambda: self._next == number)
+            if number < self.next:
+                raise RequestRefused(f"seq_id: expected {self.next} or above, got {number}")
+            await self._changed.wait_for(lambda: self.next == number)
         try:
             yield
         finally:
             async with self._changed:
-                self._next += 1
+                self.next += 1
                 self._changed.notify_all()
 
 
@@ -79,6 +83,30 @@ class TrainedModel:
     def session(self) -> str:
         """Id of the session that it is of."""
         return self.model_id.partition(":")[0]
+
+    @classmethod
+    def of(cls, known: KnownModel) -> TrainedModel:
+        """As an earlier server has left it, without its place."""
+        model = cls(known.model_id, known.tenant, known.source)
+        model.num_rows, model.num_asked_tokens = known.num_rows, known.num_asked_tokens
+        model.asked, model.samplers = list(known.asked), list(known.samplers)
+        model.order, model.saved = InOrder(known.next_number), set(known.saved)
+        return model
+
+    def known(self) -> KnownModel:
+        """What a later server has to know, where no request of its is at its turn."""
+        return KnownModel(
+            self.model_id,
+            self.tenant,
+            self.source,
+            self.place,
+            self.num_rows,
+            list(self.asked),
+            self.num_asked_tokens,
+            self.order.next,
+            sorted(self.saved),
+            list(self.samplers),
+        )
 
     def take_numbers(self, count: int) -> range:
         """Numbers of so many further rows."""

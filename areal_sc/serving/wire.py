@@ -55,11 +55,16 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class ApiAnswer:
-    """What a client gets for a request, as it goes over the wire."""
+    """What a client gets for a request, as it goes over the wire.
+
+    Attributes:
+        request_id: of the answer that it waits for; "": this is it.
+    """
 
     body: bytes
     content_type: str = JSON
     is_failure: bool = False
+    request_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,12 @@ class Served:
     """A server, which may be killed and started again at the same address."""
 
     def __init__(
-        self, run_dir: Path, model: Path, *overrides: str, tenants: str = "default"
+        self,
+        run_dir: Path,
+        model: Path,
+        *overrides: str,
+        tenants: str = "default",
+        script: str = "command.py",
     ) -> None:
         self.run_dir = run_dir
         self._settings = run_dir.with_name(f"{run_dir.name}.yaml")
@@ -35,12 +40,13 @@ class Served:
         self._clients: list[tinker.ServiceClient] = []
         self._port = 0
         self._tenants = tenants
+        self._script = SCRIPTS / script
         self.start()
 
     def start(self) -> None:
         words = ("serve", "--config", str(self._settings), "--port", str(self._port))
         words += ("--tenants", self._tenants)
-        run = RunProcess(self.run_dir, SCRIPTS / "command.py", *words, *self._overrides)
+        run = RunProcess(self.run_dir, self._script, *words, *self._overrides)
         self._runs.append(run)
         pattern = re.compile(r"http://127\.0\.0\.1:(\d+);")
         run.wait_until(lambda: pattern.search(run.output), "the address")
@@ -89,10 +95,8 @@ def end(client: tinker.ServiceClient) -> None:
 
 
 @contextmanager
-def served(
-    run_dir: Path, model: Path, *overrides: str, tenants: str = "default"
-) -> Iterator[Served]:
-    server = Served(run_dir, model, *overrides, tenants=tenants)
+def served(run_dir: Path, model: Path, *overrides: str, **options: str) -> Iterator[Served]:
+    server = Served(run_dir, model, *overrides, **options)
     try:
         yield server
     finally:

@@ -164,7 +164,8 @@ def test_kills_change_nothing(tiny_model_folder: Path, tmp_path: Path) -> None:
     victims = {0: "server", 1: "train/0", 2: "rollout/0", 3: "server", 4: "train/0", 5: "server"}
     with served(tmp_path / "run", tiny_model_folder, *OVERRIDES, tenants="alice,bob") as server:
         expected = session(server, tiny_model_folder, lambda step: None)
-    with served(tmp_path / "killed", tiny_model_folder, *OVERRIDES, tenants="alice,bob") as server:
+    small = dict(tenants="alice,bob", script="small_journal.py")  # it is written anew meanwhile
+    with served(tmp_path / "killed", tiny_model_folder, *OVERRIDES, **small) as server:
 
         def kill(step: int) -> None:
             if step == 4:
@@ -174,6 +175,9 @@ def test_kills_change_nothing(tiny_model_folder: Path, tmp_path: Path) -> None:
                 server.kill(victims[step])
 
         found = session(server, tiny_model_folder, kill)
+        sources = server.run_dir / "sources"
+        assert len(list(sources.glob("rows-served-*"))) == 1
+        assert not (sources / "rows-served.jsonl").exists()
     for one, other in zip(found, expected, strict=True):
         if isinstance(one, dict) and any(name.startswith("optimizer ") for name in one):
             assert_equal(one, other, atol=2e-4)

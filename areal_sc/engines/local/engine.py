@@ -20,8 +20,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate, RolloutConfig
-from areal_sc.engines.held_adapters import HeldAdapters
 from areal_sc.engines.base import Completion
+from areal_sc.engines.held_adapters import HeldAdapters
 from areal_sc.engines.local.adapters import LoadedAdapter
 from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import (
