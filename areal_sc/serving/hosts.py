@@ -5,7 +5,6 @@ Source of the folders: `RUN_DIR/serving/models/<model>/<name>`.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +15,7 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.journal import Source
-from areal_sc.serving.rank_turns import RESTING, SaveWanted, StepWanted
+from areal_sc.serving.rank_turns import SaveWanted, StepWanted
 from areal_sc.serving.trained_model import TrainedModel
 
 _LOSS: Final = NamedLoss("areal_sc.serving.losses:summed")
@@ -127,5 +126,3 @@ class Adapters:
     def rest(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         if not (self._models / model.file_name / wanted.name).is_dir():
             self.save(place, model, wanted)
-        if RESTING in model.source.folder:
-            shutil.rmtree(self._models / model.source.folder, ignore_errors=True)

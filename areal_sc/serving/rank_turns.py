@@ -124,7 +124,7 @@ class Host(Protocol):
         """Writes a folder, or publishes."""
 
     def rest(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
-        """Writes a folder, unless it is there, and deletes the one that the model rested in."""
+        """Writes a folder, unless it is there."""
 
 
 @dataclass(eq=False)
@@ -154,6 +154,7 @@ class RankTurns:
     Attributes:
         busy_s: time of the ranks by tenant, which models that are computed together share by their
             tokens.
+        num_rests: folders that were written for models to rest in, since the journal was.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class RankTurns:
         model_of: Callable[[str], TrainedModel],
     ) -> None:
         self.busy_s = defaultdict[str, float](float)
+        self.num_rests = 0
         self._host = host
         self._journal = journal
         turns = list(past)
@@ -231,6 +233,7 @@ class RankTurns:
         for model in self._placed:
             if model.is_changed:
                 await self._rest(model, _resting())
+        self.num_rests = 0
 
     async def _rest(self, model: TrainedModel, folder: str, *, is_there: bool = False) -> None:
         place = model.place
@@ -240,6 +243,7 @@ class RankTurns:
             await asyncio.to_thread(lambda: self._host.rest(place, model, rests))
         rested = Source(f"{model.file_name}/{folder}", has_optimizer=True, rank=model.source.rank)
         self._take_source(model, rested)
+        self.num_rests += 1
 
     async def run(self) -> None:
         """Takes turns until it is cancelled; an error ends it that is none of a request."""
@@ -327,6 +331,9 @@ class RankTurns:
             if not idle and homeless.num_turns < 2:
                 return False
             leaving = (idle or self._placed)[0]
+            for wish in self._wishes:
+                if wish.model is leaving:
+                    wish.num_turns = 0
             folder = _resting() if leaving.is_changed else ""
             await self._leave(self._write(Left(*self._next, leaving.model_id, folder)))
             return True
@@ -436,21 +443,26 @@ class RankTurns:
         self._drop_place(model)
 
     async def _score(self, wishes: Sequence[_TurnWish]) -> None:
-        rows = {wish.place: wish.wanted.rows for wish in wishes}  # type: ignore[union-attr]
+        places = [wish.place for wish in wishes]
+        rows: dict[int, Any] = {
+            place: wish.wanted.rows  # type: ignore[union-attr]
+            for place, wish in zip(places, wishes, strict=True)
+        }
         try:
             scores = await self._on_ranks(wishes, lambda: self._host.score(rows))
         except ArealError as error:
             self._fail(wishes, error)
             return
         self._note_turn(wish.model for wish in wishes)
-        for wish in wishes:
-            self._end(wish, scores[wish.place])
+        for place, wish in zip(places, wishes, strict=True):
+            self._end(wish, scores[place])
 
     async def _step(
         self, turn: Stepped, wishes: Sequence[_TurnWish], *, is_past: bool = False
     ) -> None:
         """Where the ranks fail at what several models want, each gets a turn of its own."""
-        steps: dict[int, Any] = {wish.place: wish.wanted for wish in wishes}
+        places = [wish.place for wish in wishes]
+        steps: dict[int, Any] = dict(zip(places, (wish.wanted for wish in wishes), strict=True))
         metrics: dict[int, dict[str, float]] = {}
         if not is_past:
             try:
@@ -464,17 +476,16 @@ class RankTurns:
                         await self._step(self._stepped([wish]), [wish])
                 return
         self._note_turn(wish.model for wish in wishes)
-        for wish in wishes:
+        for place, wish in zip(places, wishes, strict=True):
             wish.model.is_changed = True
-            self._end(wish, metrics.get(wish.place, {"lr": steps[wish.place].optimizer.lr}))
+            self._end(wish, metrics.get(place, {"lr": steps[place].optimizer.lr}))
 
     async def _save(self, wish: _TurnWish, *, is_past: bool = False) -> None:
         wanted: Any = wish.wanted
+        place = wish.place
         try:
             if not is_past:
-                await self._on_ranks(
-                    [wish], lambda: self._host.save(wish.place, wish.model, wanted)
-                )
+                await self._on_ranks([wish], lambda: self._host.save(place, wish.model, wanted))
         except (ArealError, RequestRefused) as error:
             self._fail([wish], error)
         else:

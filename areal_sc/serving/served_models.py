@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 import secrets
 import shutil
@@ -43,6 +44,7 @@ from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.hosts import Adapters, WholeModel
 from areal_sc.serving.journal import Failed, Known, Record, ServeJournal, Source, Turn
 from areal_sc.serving.rank_turns import (
+    RESTING,
     Host,
     LoadWanted,
     RankTurns,
@@ -72,6 +74,7 @@ _KEPT_SAMPLERS: Final = 2
 """Of a model, sets of weights for sampling that have no name; earlier ones end."""
 _STATE: Final = "state-"
 _SAMPLER: Final = "sampler-"
+_LOADED: Final = "loaded"
 """Begin the names of folders of states and of weights for sampling, whose names are their
 clients'."""
 MAX_MODELS: Final = 1024
@@ -190,8 +193,17 @@ class TinkerModels:
             known = Known(self._host.version, name, models, samplers)
             await asyncio.to_thread(self._journal.begin_anew, [known, *kept()])
             before.delete()
+            await asyncio.to_thread(self._delete_old_sources, live)
         finally:
             self._is_open.set()
+
+    def _delete_old_sources(self, live: Sequence[TrainedModel]) -> None:
+        needed = {self._folder / model.source.folder for model in live}
+        for model in live:
+            for kind in (RESTING, _LOADED):
+                for folder in (self._folder / model.file_name).glob(f"{kind}-*"):
+                    if folder not in needed:
+                        shutil.rmtree(folder, ignore_errors=True)
 
     # Which models there are
 
@@ -279,7 +291,19 @@ class TinkerModels:
             return
         if sum(not model.is_ended for model in self._models.values()) >= MAX_MODELS:
             raise RequestRefused(f"this server has {MAX_MODELS} models: unload some", 429)
-        self._models[model_id] = TrainedModel(model_id, tenant, source)
+        model = TrainedModel(model_id, tenant, source)
+        if source.folder:
+            model.source = self._kept_for(model, source, 0)
+        self._models[model_id] = model
+
+    def _kept_for(self, model: TrainedModel, source: Source, number: int) -> Source:
+        """The source as it is now: its folder may be replaced, and the ranks may begin anew."""
+        kept = f"{model.file_name}/{_LOADED}-{number}"
+        if not (self._folder / kept).is_dir():
+            shutil.copytree(
+                self._folder / source.folder, self._folder / kept, copy_function=os.link
+            )
+        return replace(source, folder=kept)
 
     async def create(
         self, model_id: str, is_given_up: Callable[[str], bool], begin_anew: Callable[[], None]
@@ -386,6 +410,7 @@ class TinkerModels:
             if known is not None and known.is_failure:
                 return known
             source = self.stored_source(asked.path, has_optimizer=asked.optimizer)
+            source = self._kept_for(model, source, asked.seq_id or 0)
             await self.turns.ask(model, f"{model_id}:{asked.seq_id}", LoadWanted(source))
             return json_of(types.LoadWeightsResponse(path=asked.path, model_id=model_id))
 

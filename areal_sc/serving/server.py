@@ -47,6 +47,8 @@ GONE_S: Final = 86_400.0
 """A client that is silent for so long has gone: its models are no more."""
 JOURNAL_BYTES: Final = 256 << 20
 """A larger one is written anew."""
+MOST_RESTS: Final = 64
+"""Folders that models rested in, which are deleted with what needs them."""
 KEPT_BYTES: Final = 32 << 20
 """Of answers, the newest ones, which such a one has."""
 _API: Final = "/api/v1"
@@ -223,7 +225,8 @@ class TinkerServer:
         body = await request.read()
         answer = self._kept[name](body, tenant)  # raises, if it is no request
         self._journal.write(KeptRequest(name, body, tenant, answer.request_id))
-        if self._journal.size > JOURNAL_BYTES and (self._writing is None or self._writing.done()):
+        is_large = self._journal.size > JOURNAL_BYTES or self._models.turns.num_rests > MOST_RESTS
+        if is_large and (self._writing is None or self._writing.done()):
             self._writing = asyncio.create_task(self._models.write_anew(self._kept_records))
             self._writing.add_done_callback(self._note_failure)
         return answer
