@@ -21,18 +21,12 @@ from areal_sc.serving.trained_model import TrainedModel
 _LOSS: Final = NamedLoss("areal_sc.serving.losses:summed")
 
 
-class WholeModel:
-    """A `Host` of one model, all of whose parameters are trained."""
+class _OnRanks:
+    """What all hosts have."""
 
-    num_places = 1
-    publishes = True
-
-    def __init__(
-        self, actor: TrainController, rollout: RolloutController, rows: GivenRows, models: Path
-    ) -> None:
-        self._actor = actor
-        self._rollout = rollout
+    def __init__(self, actor: TrainController, rows: GivenRows, models: Path) -> None:
         self.rows = rows
+        self._actor = actor
         self._models = models
 
     @property
@@ -42,6 +36,23 @@ class WholeModel:
     @property
     def goes_on(self) -> bool:
         return self._actor.found is not None
+
+    @property
+    def has_snapshot(self) -> bool:
+        return self._actor.ranks.step.num_updates == 0
+
+
+class WholeModel(_OnRanks):
+    """A `Host` of one model, all of whose parameters are trained."""
+
+    num_places = 1
+    publishes = True
+
+    def __init__(
+        self, actor: TrainController, rollout: RolloutController, rows: GivenRows, models: Path
+    ) -> None:
+        super().__init__(actor, rows, models)
+        self._rollout = rollout
 
     def enter(self, place: int, source: Source) -> None:
         self._actor.load_snapshot(0)
@@ -69,24 +80,14 @@ class WholeModel:
         raise AssertionError("there is one model, and it does not rest")
 
 
-class Adapters:
+class Adapters(_OnRanks):
     """A `Host` of adapters, each of which has its own optimizer and steps."""
 
     publishes = False
 
     def __init__(self, actor: TrainController, rows: GivenRows, models: Path) -> None:
+        super().__init__(actor, rows, models)
         self.num_places = actor.config.lora.places
-        self._actor = actor
-        self.rows = rows
-        self._models = models
-
-    @property
-    def version(self) -> int:
-        return self._actor.version
-
-    @property
-    def goes_on(self) -> bool:
-        return self._actor.found is not None
 
     def enter(self, place: int, source: Source) -> None:
         self._actor.fill_adapter(

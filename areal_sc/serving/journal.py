@@ -136,7 +136,8 @@ class Known(Struct, frozen=True, array_like=True, tag=True):
     """What all that came before has come to, in place of it; the first record of a file.
 
     Attributes:
-        version: of the ranks, whose weights are those of the models' sources.
+        version: of the ranks, whose weights are those of the models' sources; they were asked for
+            no change since they came to it.
         rows: name of the file of rows.
         samplers: folders of adapters, by the id of the session or the path.
     """

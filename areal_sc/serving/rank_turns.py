@@ -111,6 +111,10 @@ class Host(Protocol):
     def goes_on(self) -> bool:
         """Whether the ranks are those of an earlier start; else they began anew."""
 
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether the ranks have changed nothing since they came to their version."""
+
     def enter(self, place: int, source: Source) -> None:
         """The weights at a place are those of a source."""
 

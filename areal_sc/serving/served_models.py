@@ -180,6 +180,8 @@ class TinkerModels:
         try:
             async with self._changed:
                 await self._changed.wait_for(lambda: not self._in_turn)
+            if not self._host.has_snapshot:
+                return  # what a death would lose is in the journal alone: another time
             await self.turns.rest_in_place()
             before = self._host.rows
             name = f"{GROWING}served-{secrets.token_hex(4)}.jsonl"
