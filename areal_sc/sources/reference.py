@@ -26,7 +26,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator
-from functools import reduce
+from functools import cache, reduce
 from importlib.machinery import BYTECODE_SUFFIXES, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
@@ -288,8 +288,13 @@ def _script_of_tool(main: types.ModuleType | None) -> Path | None:
 
 def is_always_importable(root: Path) -> bool:
     """Whether every process of this interpreter has `root` on its `sys.path`."""
+    return root in _importable_roots()
+
+
+@cache
+def _importable_roots() -> frozenset[Path]:
     own = Path(__file__).resolve().parents[2]
-    return root in {own, *(Path(path).resolve() for path in sysconfig.get_paths().values())}
+    return frozenset({own, *(Path(path).resolve() for path in sysconfig.get_paths().values())})
 
 
 _MOVED: Final = {
