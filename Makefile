@@ -74,7 +74,7 @@ $(INSTALLED): $(RUNS)
 	$(IMPORT)
 	touch $@
 
-# each process of the tests would compile all of them; what cannot be imported, the tests tell
+# else each process of the tests compiles all of them; the tests tell what cannot be imported
 $(COMPILED): $(INSTALLED) $(shell find areal_sc tests -name '*.py')
 	-$(VENV)/bin/python -m pytest --collect-only -qq > $@
 

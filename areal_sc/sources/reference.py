@@ -286,15 +286,11 @@ def _script_of_tool(main: types.ModuleType | None) -> Path | None:
     return script if is_tools and script.is_file() else None
 
 
+@cache
 def is_always_importable(root: Path) -> bool:
     """Whether every process of this interpreter has `root` on its `sys.path`."""
-    return root in _importable_roots()
-
-
-@cache
-def _importable_roots() -> frozenset[Path]:
     own = Path(__file__).resolve().parents[2]
-    return frozenset({own, *(Path(path).resolve() for path in sysconfig.get_paths().values())})
+    return root in {own, *(Path(path).resolve() for path in sysconfig.get_paths().values())}
 
 
 _MOVED: Final = {

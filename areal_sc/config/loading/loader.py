@@ -124,8 +124,8 @@ def config_text(config: Any) -> str:
 def _settable(value: Any) -> Any:
     """What a YAML can have of a value: a section is a mapping of what has its place there."""
     if is_dataclass(value):
-        kept = [found.name for found in fields(value) if has_place(found)]
-        return {name: _settable(getattr(value, name)) for name in kept}
+        names = (found.name for found in fields(value) if has_place(found))
+        return {name: _settable(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {key: _settable(inner) for key, inner in value.items()}
     return [*map(_settable, value)] if isinstance(value, list | tuple) else value
