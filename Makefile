@@ -7,6 +7,7 @@ IMPORT := $(VENV)/bin/python -c 'import importlib; from areal_sc.nodes.agent imp
 	[importlib.import_module(name) for name in PRELOAD if ":" not in name]'
 RUNS := $(VENV)/runs  # made when what runs need is installed
 INSTALLED := $(VENV)/installed  # made when what developers need is installed too
+COMPILED := $(VENV)/compiled  # made when Python files have been compiled, for what is there now
 
 # a variable of some containers; without compiled files each process compiles the package anew
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,8 +27,8 @@ test-long: test-needs vllm  ## what `make test` leaves out: quick benchmarks, vL
 	$(VENV)/bin/python -m pytest -n 2 -m long $(ARGS)
 
 test-needs:  ## beside each other: all of it takes a core, or waits for a network
-	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint sglang slurm chromium clients \
-		real-model
+	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint $(COMPILED) sglang slurm \
+		chromium clients real-model
 
 check: lint  ## while you work: lint, types and the unit tests, without those of several seconds
 	$(VENV)/bin/python -m pytest -n 2 -q -m "not slow" tests/unit $(ARGS)
@@ -72,6 +73,10 @@ $(INSTALLED): $(RUNS)
 	$(PIP) --editable '.[dev]'
 	$(IMPORT)
 	touch $@
+
+# else each process of the tests compiles all of them; the tests tell what cannot be imported
+$(COMPILED): $(INSTALLED) $(shell find areal_sc tests -name '*.py')
+	-$(VENV)/bin/python -m pytest --collect-only -qq > $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -26,7 +26,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator
-from functools import reduce
+from functools import cache, reduce
 from importlib.machinery import BYTECODE_SUFFIXES, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
@@ -286,6 +286,7 @@ def _script_of_tool(main: types.ModuleType | None) -> Path | None:
     return script if is_tools and script.is_file() else None
 
 
+@cache
 def is_always_importable(root: Path) -> bool:
     """Whether every process of this interpreter has `root` on its `sys.path`."""
     own = Path(__file__).resolve().parents[2]

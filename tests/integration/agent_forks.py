@@ -128,10 +128,10 @@ class Fork:
             return self.returncode
 
 
-def fork_of_agent(
+def fork_with_pipes(
     address: str, command: Sequence[str], log: IO[bytes], env: Mapping[str, str]
 ) -> Fork:
-    """An agent with pipes, as `StartedAgent` has them."""
+    """Its input and output are pipes, as `StartedAgent` has them."""
     stdin, write = os.pipe()
     read, stdout = os.pipe()
     to_it, of_it = open(write, "wb"), open(read, "rb")  # noqa: SIM115
@@ -165,6 +165,22 @@ def start_script(
     )
 
 
+def start_with_pipes(*words: object) -> Fork | subprocess.Popen[bytes]:
+    """Starts `python FILE ARGUMENT ...` with one thread; its input and output are pipes."""
+    command = [sys.executable, *map(str, words)]
+    with suppress(RuntimeError, OSError), open(2, "wb", closefd=False) as errors:
+        return fork_with_pipes(address_of_forks(), command, errors, ONE_THREAD | os.environ)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def end_with_pipes(process: Fork | subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
 def fork_agents(agent_process: Any, address: Any) -> None:
     """Has the module `areal_sc.schedulers.agent_process` fork agents.
 
@@ -181,7 +197,7 @@ def fork_agents(agent_process: Any, address: Any) -> None:
                 suppress(RuntimeError, OSError),
                 open(log_path, "ab", opener=agent_process.own_file) as log,
             ):
-                return fork_of_agent(address(), command, log, env)
+                return fork_with_pipes(address(), command, log, env)
         return execute(command, log_path, env, stdout)
 
     agent_process.start_beside = start_beside

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from integration.agent_forks import end_with_pipes, start_with_pipes
 from integration.arena_program import ENOUGH, MIB, is_intact, lengths_of, shard_of
 from waiting import wait_until
 
@@ -33,14 +32,11 @@ class Worker:
     def __init__(self, folder: ArenaFolder, worker: str, incarnation: str) -> None:
         self.incarnation = incarnation
         root = folder.path.parent.parent
-        command = [sys.executable, str(PROGRAM), str(root), folder.path.name, worker, incarnation]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self.process = start_with_pipes(PROGRAM, root, folder.path.name, worker, incarnation)
 
     def start(self, method: str, *arguments: object) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([method, *arguments]) + "\n")
+        self.process.stdin.write(json.dumps([method, *arguments]).encode() + b"\n")
         self.process.stdin.flush()
 
     def answer(self) -> Any:
@@ -54,8 +50,7 @@ class Worker:
         return self.answer()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        end_with_pipes(self.process)
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import random
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -20,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from integration.agent_forks import end_with_pipes, start_with_pipes
 from integration.bulk_member import BulkMember, hello_of
 from waiting import until
 
@@ -273,26 +272,23 @@ async def test_a_stopped_puller_is_dropped_and_blocks_nobody(max_inflight_chunks
         grant = server.open_session("stopped")
         keys = [grant.session_id, grant.request_key, grant.reply_key]
         arguments = json.dumps([grant.address, *(key.hex() for key in keys), False])
-        with subprocess.Popen(  # noqa: ASYNC220 - it is only started here
-            [sys.executable, str(PULLER_SCRIPT), arguments, str(max_inflight_chunks)],
-            stdout=subprocess.PIPE,
-        ) as puller:
-            try:
-                assert puller.stdout is not None
-                line = await asyncio.to_thread(puller.stdout.readline)
-                assert line == b"pulled\n"
-                puller.send_signal(signal.SIGSTOP)
-                # the others are served as if it were not there
-                for _ in range(3):
-                    assert await fetch(server, NUM_BYTES) == expected(256) * (NUM_BYTES // 256)
+        puller = start_with_pipes(PULLER_SCRIPT, arguments, max_inflight_chunks)
+        try:
+            assert puller.stdout is not None
+            line = await asyncio.to_thread(puller.stdout.readline)
+            assert line == b"pulled\n"
+            puller.send_signal(signal.SIGSTOP)
+            # the others are served as if it were not there
+            for _ in range(3):
+                assert await fetch(server, NUM_BYTES) == expected(256) * (NUM_BYTES // 256)
 
-                def is_given_up() -> bool:
-                    server._check_lives()
-                    return num_connections(server) == 0
+            def is_given_up() -> bool:
+                server._check_lives()
+                return num_connections(server) == 0
 
-                await until(is_given_up)  # the connection, and the queue of replies with it
-            finally:
-                puller.kill()
+            await until(is_given_up)  # the connection, and the queue of replies with it
+        finally:
+            end_with_pipes(puller)
 
 
 @asynccontextmanager

@@ -31,7 +31,7 @@ def test_a_reward_that_always_fails_is_told_with_its_place(
     start_rollout: Callable[..., Any], reward: RewardFunction, cause: str
 ) -> None:
     told: list[str] = []
-    with start_rollout("rollout.rejection_window=4") as rollout:
+    with start_rollout("rollout.rejection_window=4", "rollout.train_batch_groups=1") as rollout:
         rollout.rejections.warn = told.append
         with pytest.raises(TooManyRejections, match=re.escape(cause)):
             rollout.prepare_batch(PROMPTS, SingleTurnWorkflow(reward))

@@ -49,13 +49,13 @@ SHARED_EXPERTS = {"moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 12}
 MESHES_OF = {
     "experts": ("one", "tp2"),
     "shared_experts": ("one", "dp2_tp2"),
-    "untied": ("one", "tp2", "sp2", "dp2_tp2"),
+    "untied": ("one", "tp2", "sp2"),
     "capped": ("one", "tp2", "sp2"),
     "fused": ("one", "tp2"),
 }
 REPLAYED = ("one", "dp2", "tp2", "sp2")
 """Meshes whose tokens go through given experts."""
-ROUNDED = ("one", "tp2", "dp2_tp2")
+ROUNDED = ("one", "tp2", "dp2")
 """Meshes that compute in bfloat16, without FSDP and with it."""
 SHARING = ("one", "dp2", "sp2", "dp2_tp2")
 """Meshes on which rows share their first tokens."""
@@ -247,7 +247,7 @@ def test_rows_that_share_their_first_tokens_train_the_same(mesh: str, results: R
             assert expected["shared_token_share"] == 0
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "sp2", "dp2_tp2"])
+@pytest.mark.parametrize("mesh", ["tp2", "sp2"])
 def test_key_value_heads_may_be_fewer_than_ranks(mesh: str, results: Results) -> None:
     """And norms of queries and keys are shared by heads of different ranks."""
     assert_same_training(results[f"untied_{mesh}"], results["untied_one"][0])

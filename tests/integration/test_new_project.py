@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from integration.agent_forks import environment_of_scripts
+from integration.agent_forks import environment_of_scripts, start_script
 
 NUM_STEPS = 4
 
@@ -31,7 +31,13 @@ def test_a_new_project_runs_is_tested_and_is_read(tmp_path: Path) -> None:
     told = python(tmp_path, "-m", "areal_sc", "new", "my_task")
     assert "cd my_task" in told
 
-    told = python(project, "train.py", "--config", "train.yaml", f"total_steps={NUM_STEPS}")
+    words = ("train.py", "--config", "train.yaml", f"total_steps={NUM_STEPS}")
+    with (tmp_path / "told.txt").open("w+b") as output:
+        script = start_script([sys.executable, *words], project, environment_of_scripts(), output)
+        code = script.wait(200)
+        output.seek(0)
+        told = output.read().decode()
+    assert code == 0, told
     assert f"step={NUM_STEPS}/{NUM_STEPS} " in told
     assert "evaluation=greedy" in told
     left = {path.name for path in (project / "runs" / "train").iterdir()}

@@ -6,8 +6,6 @@ import asyncio
 import importlib.util
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from integration.agent_forks import end_with_pipes, start_with_pipes
 from waiting import until
 
 from areal_sc.config.schema import TransportConfig
@@ -53,12 +52,7 @@ class OwnerProcess:
 
     def __init__(self, number: int, stall_after: int = -1) -> None:
         self.node_id = f"rollout/{number}"
-        self.process = subprocess.Popen(
-            [sys.executable, str(OWNER_SCRIPT), self.node_id, f"life{number}", str(stall_after)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.process = start_with_pipes(OWNER_SCRIPT, self.node_id, f"life{number}", stall_after)
 
     def batch(self) -> BatchMetadata:
         """Waits until the process serves; metadata of its shard."""
@@ -76,8 +70,7 @@ class OwnerProcess:
         return BatchMetadata(self.node_id, 0, (columns,), rows)
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        end_with_pipes(self.process)
 
 
 def received_bytes(bulk: BulkClient) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from integration.ranks import PROGRAM, Results, difference, run_ranks, save_model
+from integration.ranks import Results, difference, load_program, run_ranks, save_model
 from integration.test_meshes import SIZES, scenario
 from torch.nn.functional import logsigmoid
 
@@ -33,12 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    spec = importlib.util.spec_from_file_location("ranks_program", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program()
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -114,19 +114,21 @@ def typed(config: T) -> T:
 
 
 def config_text(config: Any) -> str:
-    """The configuration as YAML; `load_config` of it gives the same configuration again."""
-    content = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-    return OmegaConf.to_yaml(OmegaConf.create(_settable(type(config), content)))
+    """The configuration as YAML; `load_config` of it gives the same configuration again.
+
+    Args: config: its values have their types, as `load_config` and `typed` give them.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(_settable(config)))
 
 
-def _settable(schema: type[Any], content: Any) -> dict[str, Any]:
-    """What a YAML can have of a section's content."""
-    kinds = get_type_hints(schema)
-    names = [found.name for found in fields(schema) if has_place(found)]
-    return {
-        name: _settable(kinds[name], content[name]) if is_section(kinds[name]) else content[name]
-        for name in names
-    }
+def _settable(value: Any) -> Any:
+    """What a YAML can have of a value: a section is a mapping of what has its place there."""
+    if is_dataclass(value):
+        names = (found.name for found in fields(value) if has_place(found))
+        return {name: _settable(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {key: _settable(inner) for key, inner in value.items()}
+    return [*map(_settable, value)] if isinstance(value, list | tuple) else value
 
 
 class _Composition:

@@ -134,7 +134,7 @@ def test_mask(run_settings: Settings) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(runs(OverBound.wait))
 def test_wait(run_settings: Settings) -> None:
     run = play(run_settings)

@@ -46,12 +46,12 @@ def play(seeds: Iterable[int]) -> None:
 
 
 def test_memory_is_never_over_the_card_and_the_run_goes_on() -> None:
-    play([*range(24), 325])  # which loses all workers of a machine
+    play([*range(40), 325])  # which loses all workers of a machine
 
 
 @pytest.mark.long
 def test_the_same_under_more_schedules() -> None:
-    play(range(24, 200))
+    play(range(40, 200))
 
 
 def test_training_may_take_longer_than_a_group(caplog: pytest.LogCaptureFixture) -> None:

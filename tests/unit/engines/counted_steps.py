@@ -5,6 +5,7 @@ A program of its own, because a pretended device stays for the rest of a process
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from pathlib import Path
@@ -100,6 +101,7 @@ def step(model: str, max_tokens: int, dtype: str, **settings: Any) -> dict[str, 
 
 
 def main() -> None:
+    gc.freeze()  # each engine collects garbage while it loads: not in all that is imported
     pretended_device.install()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
