@@ -130,8 +130,7 @@ async def test_100_000_random_frames_at_the_port_change_nothing(server: ServerPr
     assert await held_bytes(member) - warm_bytes < MAX_GROWTH_BYTES
     counted = await counters(member)
     assert counted["num_calls"] == counted["num_malformed"] == 0
-    assert counted["num_refused"] > 100
-    assert 1 <= server.log.count("refused node=") <= most_lines(began_s)
+    assert "refused node=" not in server.log
     await transport.close()
 
 
