@@ -90,7 +90,6 @@ class WrittenFile:
     name: str
     token: str
     num_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)

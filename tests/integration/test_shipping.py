@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import os
 import shutil
 import signal
@@ -241,10 +240,10 @@ async def test_what_comes_back_is_whole_or_not_there(script: Script, tmp_path: P
     await script.files.write_file(own, name)
     assert (script.folder.path / name).read_bytes() == b""
     connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
-    piece = WrittenPiece(name, TOKEN, 0, b"damaged")
+    piece = WrittenPiece(name, TOKEN, 0, b"a part")
     await connection.call(WRITE_PIECE, piece, timeout_s=LIMIT_S)
-    end = WrittenFile(name, TOKEN, 7, hashlib.sha256(b"correct").hexdigest())
-    with pytest.raises(CheckpointError, match="it was damaged on its way"):
+    end = WrittenFile(name, TOKEN, 7)
+    with pytest.raises(CheckpointError, match="6 of 7 bytes have come"):
         await connection.call(END_FILE, end, timeout_s=LIMIT_S)
     assert (script.folder.path / name).read_bytes() == b""
     for token in ("../x", "", "xyz"):
