@@ -57,11 +57,6 @@ class LoraConfig:
         """Whether generation gets the adapter, and keeps the model that it began with."""
         return self.rank > 0 and not self.publish_merged
 
-    @property
-    def begins_trained(self) -> bool:
-        """Whether there is an adapter to begin from."""
-        return self.rank > 0 and bool(self.path)
-
 
 @dataclass
 class FrozenAdapterConfig:

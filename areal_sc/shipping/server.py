@@ -115,7 +115,9 @@ class FileServer:
         if piece.offset < 0:
             raise TransportError(f"a piece begins at 0 or later, not at {piece.offset}")
         with os_errors_as(CheckpointError, f"cannot write {partial}"):
-            self._make_folder(partial.parent)
+            # a snapshot that the script has given up is not made again
+            is_given_up = self._folder.checkpoints in partial.parent.parents
+            partial.parent.mkdir(exist_ok=True, parents=not is_given_up)
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | _OPEN, 0o666)
             try:
                 written = os.pwrite(fd, piece.content, piece.offset)
@@ -136,14 +138,6 @@ class FileServer:
                 partial.unlink()
                 raise CheckpointError(f"{target}: {num_bytes} of {file.num_bytes} bytes have come")
             partial.replace(target)
-
-    def _make_folder(self, folder: Path) -> None:
-        """Makes the folder of a file, with its parents unless it lies in a snapshot: one that the
-        script has given up is not made again.
-
-        Raises: OSError.
-        """
-        folder.mkdir(exist_ok=True, parents=self._folder.checkpoints not in folder.parents)
 
     def _partial_of(self, name: str, token: str, key: str) -> Path:
         target = names.writable(self._folder.path, name, self._callers.known.get(key))
