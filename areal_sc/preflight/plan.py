@@ -110,10 +110,10 @@ def unchecked_plans(
     """
     models = {TRAIN_ROLE: config.actor, **further_models(config)}
     shapes = {role: known_shape(it.path) for role, it in models.items()}
-    placed_on = [
-        Node(NodeFacts(*[it.name] * 2, it.machine.num_cuda_devices, "", "", ""), Path(), it.purpose)
-        for it in nodes
-    ]
+    placed_on = []
+    for node in nodes:
+        facts = NodeFacts(node.name, node.name, node.machine.num_cuda_devices, "", "", "")
+        placed_on.append(Node(facts, Path(), purpose=node.purpose))
 
     def workers_of(
         role: str,

@@ -141,7 +141,7 @@ def test_devices_go_where_they_are_needed() -> None:
     plan = plan_of(steps, config)
     assert plan.advised.point.split == (7, 1)
     assert plan.advised.step_s == pytest.approx(1.0)
-    assert plan.saved_share == pytest.approx(5 / 7)
+    assert 1 - plan.advised.step_s / plan.present.step_s == pytest.approx(5 / 7)
     assert "actor.parallel.data=7 rollout.num_workers=1" in plan.settings
     assert plan_of(steps, config, 16).advised.point.split == (14, 2)
     assert plan_of(steps, config, 2).advised.point.split == (1, 1)
