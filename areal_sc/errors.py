@@ -4,8 +4,7 @@ ArealError                    exit code 1
 |- ConfigError                exit code 2   a setting is unknown, of the wrong type, or impossible
 |- RunFolderError             exit code 3   the run folder is in use, finished, or cannot be resumed
 |  |- NoRunFolder             exit code 2   it cannot be made where it is to be
-|  |- StaleTerm               exit code 11  another start of the script has taken the run over
-|  `- JournalDamaged                        the ledger's journal cannot be read to its end
+|  `- StaleTerm               exit code 11  another start of the script has taken the run over
 |- MetadataError              exit code 4   metadata operations with arguments that do not fit
 |- TransportError             exit code 4   talking to another process failed
 |  |- RpcTimeout                            no reply before the call's deadline
@@ -110,18 +109,6 @@ class StaleTerm(RunFolderError):
 
     exit_code = 11
     title = "The run goes on elsewhere"
-
-
-class JournalDamaged(RunFolderError):
-    """The ledger's journal cannot be read to its end.
-
-    Attributes:
-        path: the segment.
-        at: the byte from which on nothing of it is sound.
-    """
-
-    path: Path = Path()
-    at: int = 0
 
 
 class MetadataError(ArealError, ValueError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Final
 
@@ -24,7 +23,6 @@ COMMAND: Final = dict(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     add_run_dir(parser)
-    parser.add_argument("--totals", action="store_true", help="only the totals")
     parser.add_argument(
         "--json",
         action="store_true",
@@ -36,23 +34,17 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: there is no such folder. RunFolderError: its journal is damaged."""
     folder = arguments.run_dir.expanduser()
     check_is_folder(folder)
-    show: Callable[[GroupAccount | RunAccount], str] = _as_json if arguments.json else _as_text
 
-    def note(group: GroupAccount) -> None:
-        if not arguments.totals:
-            sys.stdout.write(show(group) + "\n")
+    def show(account: GroupAccount | RunAccount) -> None:
+        if arguments.json:
+            text = to_json(asdict(account)).decode()
+        else:
+            text = _of_group(account) if isinstance(account, GroupAccount) else _of_run(account)
+        sys.stdout.write(text + "\n")
 
-    account = read_account(RunFolder(folder).ledger, note)
-    sys.stdout.write(show(account) + "\n")
+    account = read_account(RunFolder(folder).ledger, show)
+    show(account)
     sys.stdout.flush()
-
-
-def _as_json(account: GroupAccount | RunAccount) -> str:
-    return to_json(asdict(account)).decode()
-
-
-def _as_text(account: GroupAccount | RunAccount) -> str:
-    return _of_group(account) if isinstance(account, GroupAccount) else _of_run(account)
 
 
 def _of_group(group: GroupAccount) -> str:

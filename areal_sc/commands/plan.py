@@ -23,9 +23,6 @@ from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.json_lines import to_json
 
-MAX_OTHERS: Final = 6
-"""Splits that are shown beside the present one and the advised one."""
-
 COMMAND: Final = dict(
     help="say how many workers should train and generate, and how stale data need be",
     description="Says which split of a run's devices between training and generation, and "
@@ -106,11 +103,7 @@ def _show(console: Console, plan: Plan) -> None:
     table.add_column("")
     for name in ("train", "rollout", "bound", "step", "training", "generation"):
         table.add_column(name, justify="right", no_wrap=True)
-    others = [
-        it for it in plan.tried if it.point.split not in (present.point.split, advised.point.split)
-    ]
-    rows = [("now", present), *([("advised", advised)] if plan.settings else [])]
-    for name, forecast in [*rows, *(("", it) for it in others[:MAX_OTHERS])]:
+    for name, forecast in [("now", present), *([("advised", advised)] if plan.settings else [])]:
         point = forecast.point
         times_s = (forecast.step_s, forecast.training_s, forecast.generation_s)
         table.add_row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,7 @@ from rich.text import Text
 from areal_sc.commands.arguments import add_run_dir
 from areal_sc.quantities import short_duration
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_status import RunStatus, WorkerStatus
+from areal_sc.run.run_status import RunStatus
 from areal_sc.run.verdict import State, Verdict, steps_of, verdict
 from areal_sc.system.json_lines import to_json
 
@@ -125,7 +125,7 @@ def _show_workers(console: Console, status: RunStatus, now: float, *, have_ended
     workers = [worker for role in status.roles.values() for worker in role.workers]
     if not workers:
         return
-    shown = _most_notable(workers)
+    shown = sorted(workers, key=lambda it: (it.state == "ready", -it.restarts))[:MAX_WORKERS]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("worker", "state"):
         table.add_column(name, overflow="fold")
@@ -141,11 +141,3 @@ def _show_workers(console: Console, status: RunStatus, now: float, *, have_ended
     console.print(table)
     if len(shown) < len(workers):
         console.print(f"and {len(workers) - len(shown)} more; --json has all")
-
-
-def _most_notable(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
-    """At most `MAX_WORKERS` workers, in the order given: those that are not ready are chosen first,
-    then those that were restarted most often."""
-    chosen = sorted(workers, key=lambda worker: (worker.state == "ready", -worker.restarts))
-    kept = {worker.name for worker in chosen[:MAX_WORKERS]}
-    return [worker for worker in workers if worker.name in kept]

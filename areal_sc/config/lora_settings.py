@@ -68,11 +68,6 @@ class LoraConfig:
         """Whether there are several, so that a request of generation names its own."""
         return self.rank > 0 and self.places > 1
 
-    @property
-    def begins_trained(self) -> bool:
-        """Whether there is an adapter to begin from."""
-        return self.rank > 0 and bool(self.path)
-
 
 @dataclass
 class FrozenAdapterConfig:

@@ -378,7 +378,7 @@ class RolloutConfig(Section):
     @property
     def waits_for_weights(self) -> bool:
         """Whether the first weights are the trainer's, as the model folder has others, or none."""
-        return self.random_init or self.lora.begins_trained
+        return self.random_init or (self.lora.rank > 0 and bool(self.lora.path))
 
     @property
     def staleness_bound(self) -> int:

@@ -171,10 +171,6 @@ class TakenOver(NamedTuple):
     num_again: int
     seconds: float
 
-    def of_workers(self) -> dict[str, float]:
-        """All but the version."""
-        return {name: value for name, value in self._asdict().items() if name != "version"}
-
     def __str__(self) -> str:
         again = f"{self.num_again} are generated again" if self.num_again else "none is lost"
         return (

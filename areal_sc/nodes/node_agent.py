@@ -145,7 +145,8 @@ class Agent:
             cannot be used.
         """
         ended = self._ended
-        self._wishes.take_signals(lambda: self._script.uses_node, ended.set)
+        living = self._processes.living
+        self._wishes.take_signals(lambda: bool(living) and self._script.is_lately, ended.set)
         limit_s = self._config.orphan_timeout_s
         watch = asyncio.create_task(_set_after(self._fork_server.is_gone, ended))
         logs = asyncio.create_task(

@@ -131,16 +131,13 @@ class ScriptHeard:
         return self._is_known and self._is_within(self._beats_s)
 
     @property
-    def uses_node(self) -> bool:
-        """Whether it loses something if the agent ends."""
-        return self._has_workers() and self.is_lately
-
-    @property
     def needs_node(self) -> bool:
         """Someone may still need workers; until any run, the script may be silent."""
         limit_s = self._beats_s if self._wishes.are_of_end else self._config.orphan_timeout_s
         must_call = self._is_far or self._has_workers() or self._wishes.are_of_end
-        if self._is_within(limit_s) or not (must_call or _is_input_closed()):
+        # a script that is gone has closed the standard input, to which it writes nothing
+        is_gone = must_call or bool(select.select([sys.stdin], [], [], 0)[0])
+        if self._is_within(limit_s) or not is_gone:
             return True
         logger.error("no controller was heard for %g s; ending", limit_s)
         return False
@@ -204,8 +201,3 @@ class ScriptHeard:
 
     def _is_within(self, limit_s: float) -> bool:
         return time.monotonic() <= self._heard_s + limit_s
-
-
-def _is_input_closed() -> bool:
-    """The script is gone: it holds the standard input open, and writes none."""
-    return bool(select.select([sys.stdin], [], [], 0)[0])

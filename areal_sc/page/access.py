@@ -50,18 +50,17 @@ class Access:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Serves, or refuses."""
-        refuse = text_refusal if request.path == "/" else refusal
         is_new = False
         if not self._is_host_ours(request):
-            answer: web.StreamResponse = refuse(
+            answer: web.StreamResponse = refusal(
                 421, "the page is not served under this name; take the address that it printed"
             )
         elif not self._is_origin_ours(request):
-            answer = refuse(403, "another site's pages may not ask for this one")
+            answer = refusal(403, "another site's pages may not ask for this one")
         elif not (is_new := self._has_key(request.query.get("key"))) and not self._has_key(
             request.cookies.get(_cookie_name(request))
         ):
-            answer = refuse(
+            answer = refusal(
                 401,
                 "the key is wrong or missing; take the whole address that "
                 "`python -m areal_sc page` printed: each start has a key of its own",
@@ -127,10 +126,5 @@ def answer(value: Any, status: int = 200) -> web.Response:
 
 
 def refusal(status: int, why: str) -> web.Response:
-    """Says in one sentence why there is no answer: to a script as JSON."""
+    """Says in one sentence why there is no answer."""
     return answer({"error": why}, status)
-
-
-def text_refusal(status: int, why: str) -> web.Response:
-    """The same for whoever opens the page."""
-    return web.Response(text=f"{why}\n", status=status)

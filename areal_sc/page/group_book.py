@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Set
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.controller.ledger.group_lives import read_lives
 from areal_sc.controller.ledger.ledger_account import GroupAccount, RunAccount, read_account
-from areal_sc.errors import JournalDamaged, RunFolderError
+from areal_sc.errors import RunFolderError
 from areal_sc.page.row_index import Fate
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.system.disk import Disk
@@ -70,7 +69,6 @@ class GroupBook:
         self._groups: list[GroupAccount] = []
         self._account: RunAccount | None = None
         self._failure = ""
-        self._disk = Disk()
         self.num_readings = 0
 
     def stamp(self) -> Stamp:
@@ -121,7 +119,7 @@ class GroupBook:
         """
         self.follow()
         accounts = {it.group: it for it in self._groups if it.group in groups}
-        lives = read_lives(self._ledger, self._disk, accounts.keys()) if accounts else {}
+        lives = read_lives(self._ledger, Disk(), accounts.keys()) if accounts else {}
         return {
             group: {"account": _told(account), "events": lives[group].events}
             for group, account in accounts.items()
@@ -135,15 +133,9 @@ class GroupBook:
         began = time.monotonic()
         self.num_readings += 1
         groups: list[GroupAccount] = []
-        self._account, self._failure, self._disk = None, "", Disk()
+        self._account, self._failure = None, ""
         try:
             self._account = read_account(self._ledger, groups.append)
-        except JournalDamaged as error:
-            self._failure = str(error)
-            self._disk = _DiskUpTo(error.path, error.at)
-            groups.clear()
-            with suppress(RunFolderError):  # there is a second damage: what is before it was told
-                read_account(self._ledger, groups.append, self._disk)
         except RunFolderError as error:
             self._failure = str(error)
         except OSError as error:
@@ -160,16 +152,3 @@ def _made_version(step: int) -> int | None:
 
 def _told(account: GroupAccount) -> dict[str, Any]:
     return {**asdict(account), "step": _made_version(account.step)}
-
-
-class _DiskUpTo(Disk):
-    """Reads one file as if it ended before what is damaged in it."""
-
-    def __init__(self, path: Path, at: int) -> None:
-        super().__init__()
-        self._path, self._at = path, at
-
-    def read(self, path: Path) -> bytes:
-        """Blocks."""
-        content = super().read(path)
-        return content[: self._at] if path == self._path else content

@@ -195,11 +195,6 @@ class Plan:
             found.append(f"rollout.max_staleness={new.max_staleness}")
         return " ".join(found)
 
-    @property
-    def saved_share(self) -> float:
-        """Share of a step's time that the advised point saves."""
-        return 1 - self.advised.step_s / self.present.step_s
-
 
 def make_plan(
     steps: Sequence[StepMetrics], config: GRPOConfig, num_devices: int | None = None

@@ -29,7 +29,6 @@ from typing import Any, Final, NamedTuple, get_type_hints
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import IDLE, TEMPLATE, has_place, is_section, taken_from, value_at
 from areal_sc.config.loading.presets import preset_settings, preset_warnings
-from areal_sc.config.ppo_settings import KLEstimator
 from areal_sc.config.schema import GRPOConfig, RolloutEngine
 from areal_sc.errors import ModelError
 from areal_sc.sizing.model_context import num_parameters
@@ -192,9 +191,7 @@ def settings_warnings(config: GRPOConfig, facts: ScriptFacts) -> Iterator[str]:
     yield from _step_warnings(config)
     if not facts.generates:
         return
-    yield from _stop_warnings(config)
     yield from _distribution_warnings(config)
-    yield from _estimator_warnings(config)
     yield from preset_warnings(config)
     yield from _engine_warnings(config)
 
@@ -211,26 +208,6 @@ def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
             "mismatch also measure what was cut off; pi / pi_behav is smaller by the share that "
             "was kept, and with actor.ppo.clip_center=behavior more tokens are clipped; a token "
             "that is always cut off is never tried"
-        )
-
-
-def _stop_warnings(config: GRPOConfig) -> Iterator[str]:
-    """Strings that a command line has spelled otherwise than they are meant."""
-    for stop in config.generation.stop:
-        if "\\n" in stop:
-            yield (
-                f"generation.stop: {stop} holds a backslash and an n, not the end of a line: set "
-                'it in a YAML file, as "\\n"'
-            )
-
-
-def _estimator_warnings(config: GRPOConfig) -> Iterator[str]:
-    """An estimator that is no penalty where it stands."""
-    ppo = config.actor.ppo
-    if ppo.reward_kl_coefficient and ppo.kl_estimator is not KLEstimator.k1:
-        yield (
-            f"actor.ppo.kl_estimator={ppo.kl_estimator} with actor.ppo.kl_place=reward: near the "
-            "reference such a reward has almost no gradient; that of k1 is the gradient of the KL"
         )
 
 

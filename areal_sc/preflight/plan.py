@@ -110,7 +110,10 @@ def unchecked_plans(
     """
     models = {TRAIN_ROLE: config.actor, **further_models(config)}
     shapes = {role: known_shape(it.path) for role, it in models.items()}
-    placed_on = [Node(_facts_of(node), Path(), purpose=node.purpose) for node in nodes]
+    placed_on = []
+    for node in nodes:
+        facts = NodeFacts(node.name, node.name, node.machine.num_cuda_devices, "", "", "")
+        placed_on.append(Node(facts, Path(), purpose=node.purpose))
 
     def workers_of(
         role: str,
@@ -198,10 +201,6 @@ def _check_fits(result: RunPlan, node: str, actor: TrainHandle, generator: Gener
     )
 
 
-def _facts_of(node: PlannedNode) -> NodeFacts:
-    return NodeFacts(node.name, node.name, node.machine.num_cuda_devices, "", "", "")
-
-
 def _machine_beside(trainers: Sequence[WorkerPlan], machine: Machine) -> Machine:
     """The machine with the CUDA memory that the trainers leave."""
     held = Counter[str]()
@@ -275,7 +274,8 @@ def choices(config: GRPOConfig, machine: Machine) -> list[PlacementChoice]:
     Raises: ConfigError, ModelError: as `unchecked_plans`.
     """
     apart = _placed(config, Placement.apart)
-    shared = unchecked_plans(apart, [PlannedNode("", machine)])[""].shared_places
+    training, generation = unchecked_plans(apart, [PlannedNode("", machine)])[""].needed_by_sides
+    shared = sorted((training.keys() & generation.keys()) - {HOST})
     if not shared:
         return []
     return [

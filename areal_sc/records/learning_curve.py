@@ -114,7 +114,7 @@ def _draw_values(axes: Axes, steps: Sequence[StepMetrics], name: str) -> None:
 
 
 def _draw_evaluations(axes: Axes, evaluations: Sequence[EvaluationResult], name: str) -> None:
-    """Points with their values; each kind of sampling is one entry of the legend, and so is each
+    """Points; each kind of sampling is one entry of the legend, and so is each
     of several `Evaluations`, which begin the names of their results."""
     values = _values(evaluations, name)
     owners = dict.fromkeys(result.name.rpartition("/")[0] for result in evaluations)
@@ -132,18 +132,6 @@ def _draw_evaluations(axes: Axes, evaluations: Sequence[EvaluationResult], name:
             xy = zip(*points, strict=True)
             own = {**style, "label": label, "color": color}
             axes.plot(*xy, linestyle="", zorder=5, clip_on=False, **own)
-        for point in points:
-            axes.annotate(
-                f"{point[1]:.3f}",
-                point,
-                textcoords="offset points",
-                xytext=(0, 8 if is_greedy else -16),
-                ha="center",
-                fontsize=9,
-                zorder=6,
-                annotation_clip=False,
-                bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1},
-            )
 
 
 def _draw_staleness(axes: Axes, steps: Sequence[StepMetrics]) -> None:

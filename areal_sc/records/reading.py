@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from msgspec.structs import replace
 
 from areal_sc.errors import RunFolderError
 from areal_sc.records.blocks import Gap, read_blocks, read_body
@@ -162,17 +161,6 @@ def spans(run: str | Path) -> Iterator[RecordedSpan]:
             logger.warning("%s, line %d is left out: %s", metrics, number, error)
 
 
-def unended(run: str | Path) -> Iterator[RecordedSpan]:
-    """What the processes of a run are doing or, of those that were killed, were doing then.
-
-    Only what has gone on for a second is told; `took_s` reaches to the last sign of life. Arguments
-    and errors are those of `rows`.
-    """
-    for file in _files(run):
-        if file.series is Series.open:
-            yield from _open_spans_of(file)
-
-
 def steps(run: str | Path) -> Iterator[StepMetrics]:
     """What was measured of each training step, without those that a run has gone back behind.
 
@@ -240,22 +228,6 @@ def answers_of(head: bytes, body: bytes) -> list[AnswerContent]:
 
 def _spans_of(process: str, head: bytes, body: bytes) -> list[RecordedSpan]:
     return list(spans_of(unpack_spans(body), process))
-
-
-def _open_spans_of(file: RecordFile) -> list[RecordedSpan]:
-    """Raises: RunFolderError: the file cannot be read."""
-    try:
-        with file.path.open("rb") as opened:
-            seen, content = os.fstat(opened.fileno()).st_mtime, opened.read()
-        found = spans_of(unpack_spans(content), file.process)
-        return [replace(span, took_s=max(0.0, seen - span.began)) for span in found]
-    except FileNotFoundError:  # it ended meanwhile
-        return []
-    except OSError as error:
-        raise RunFolderError(f"{file.path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        logger.warning("%s is left out: %s", file.path, error)
-        return []
 
 
 def _read(file: RecordFile, read: Callable[[bytes, bytes], T]) -> Iterator[T]:

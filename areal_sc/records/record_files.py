@@ -4,14 +4,12 @@
     rollout-0.kept.000001     remarkable groups
     rollout-0.evaluated.000001   answers of evaluations: they go last
     rollout-0.spans.000002    what it did, and how long
-    rollout-0.open.000003     what it does now, or did when it was killed
     train-0.trained.000001    what a train rank computed of the tokens of some rows
 
 Each life of a worker begins files of its own. When the files of a worker take more than they may,
 the oldest `rows` go, then the oldest `spans`, then the oldest of what is `kept`, then the answers
 of evaluations, none of them when it takes less than its share. The newest file of a series stays,
-so that no number comes again. What goes on is another matter: its file, one a life, is replaced
-about once a second, and deleted when nothing goes on.
+so that no number comes again.
 """
 
 from __future__ import annotations
@@ -27,25 +25,20 @@ from areal_sc.system.durable import append_or_undo
 _NUM_FILES: Final = 16
 """A file takes this part of the limit, so that what goes is little."""
 _MAX_FILE_BYTES: Final = 64 << 20
-MAX_LIVES: Final = 8
-"""Files of what went on in lives that were killed; older ones go."""
-_NAME: Final = re.compile(r"([a-z][a-z0-9_-]*)\.(rows|kept|spans|trained|evaluated|open)\.(\d{6,})")
+_NAME: Final = re.compile(r"([a-z][a-z0-9_-]*)\.(rows|kept|spans|trained|evaluated)\.(\d{6,})")
 _MODE: Final = 0o600
 
 
 class Series(StrEnum):
-    """What is in a file."""
+    """What is in a file, in the order in which files go."""
 
     rows = "rows"
     spans = "spans"
     trained = "trained"
     kept = "kept"
     evaluated = "evaluated"
-    open = "open"
 
 
-GROWING: Final = (Series.rows, Series.spans, Series.trained, Series.kept, Series.evaluated)
-"""Series of blocks, in the order in which files go."""
 _MOST_SERIES: Final = 4
 """A process writes so many of them at most: what is trained, ranks alone."""
 _SHARE: Final = 3
@@ -92,9 +85,6 @@ class RecordStore(Protocol):
     def append(self, series: Series, content: bytes) -> None:
         """Adds a block. Raises: OSError, ArealError: it cannot be kept."""
 
-    def replace_open(self, content: bytes) -> None:
-        """These packed spans go on now; b"": none do. Raises: the errors of `append`."""
-
     def close(self) -> None:
         """Nothing more comes."""
 
@@ -114,7 +104,6 @@ class FilesOfProcess:
         self._file_bytes = min(max_bytes // _NUM_FILES, _MAX_FILE_BYTES)
         self._open: dict[Series, int] = {}  # descriptors
         self._sizes: dict[Series, int] = {}
-        self._open_path: Path | None = None
 
     def append(self, series: Series, content: bytes, num_bytes: int | None = None) -> None:
         """Appends a block; a file that it would make too large is followed by another one.
@@ -132,22 +121,6 @@ class FilesOfProcess:
             append_or_undo(file, content)
         self._sizes[series] = size + len(content)
 
-    def replace_open(self, content: bytes, *, is_there: bool = False) -> None:
-        """Writes the file of what goes on, or deletes it.
-
-        Args:
-            is_there: this life has one, of which this object may not know.
-        Raises: OSError: the file cannot be written.
-        """
-        path = self._open_path = self._open_path or self._begin_open(is_there)
-        if not content:
-            return path.unlink(missing_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        with open(os.open(partial, flags, _MODE), "wb", buffering=0) as file:
-            file.write(content)
-        partial.replace(path)
-
     def ends_with(self, series: Series, content: bytes) -> bool:
         """Whether this is the end of the newest file of a series. Raises: OSError."""
         for newest in [it for it in self._own_files() if it.series is series][-1:]:
@@ -160,16 +133,6 @@ class FilesOfProcess:
         for file in self._open.values():
             os.close(file)
         self._open.clear()
-
-    def _begin_open(self, is_there: bool) -> Path:
-        own = [it for it in self._own_files() if it.series is Series.open]
-        for old in own[: -MAX_LIVES + 1]:
-            old.path.unlink(missing_ok=True)
-        name = f"{self._name}.{Series.open}"
-        for unfinished in self._folder.glob(f".{name}.*.partial"):  # by a life that was killed
-            unfinished.unlink(missing_ok=True)
-        number = own[-1].number + (not is_there) if own else 1
-        return self._folder / f"{name}.{number:06d}"
 
     def _own_files(self) -> list[RecordFile]:
         self._folder.mkdir(exist_ok=True, mode=0o700)
@@ -193,10 +156,10 @@ class FilesOfProcess:
             return
 
     def _make_room(self, own: list[RecordFile]) -> None:
-        """The first files go, in the order of `GROWING`, until a file more of each has room."""
+        """The first files go, in the order of `Series`, until a file more of each has room."""
         sizes = {it: _size_of(it.path) for it in own}
         excess = sum(sizes.values()) + _MOST_SERIES * self._file_bytes - self._max_bytes
-        for series in GROWING:
+        for series in Series:
             of_series = [it for it in own if it.series is series]
             beyond = sum(sizes[it] for it in of_series) - _SHARE * self._max_bytes // _NUM_FILES
             for it in of_series[:-1]:

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S: Final = 1.0
 """Time between two writes."""
-OPEN_AFTER_S: Final = 1.0
-"""Spans that go on for longer are written before they end."""
 RANK_BYTES: Final = 256 << 20
 """Limit of the records of a process that generates no rows: some million spans, and the numbers of
 30 million trained tokens."""
@@ -110,11 +108,7 @@ class Recorder:
         process: see above.
         is_open: it records the groups that `keep` asks for.
         is_on: it also records what the process does, and what updates compute.
-        find_open: gives the spans that have begun until a Unix time, and not ended, but for those
-            of `span`; called on the thread that writes.
     """
-
-    find_open: Callable[[float], Iterable[RecordedSpan]] = staticmethod(lambda until: ())
 
     def __init__(
         self, store: RecordStore, process: str, config: RecordsConfig, groups_per_step: int = 1
@@ -128,8 +122,6 @@ class Recorder:
         ]()
         self._is_closing, self._is_wanted = threading.Event(), threading.Event()
         self._store = store
-        self._open = dict[object, RecordedSpan]()  # of `span`
-        self._goes_on = False  # the store has been told of spans that do
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._num_waiting_tokens = 0
@@ -175,11 +167,6 @@ class Recorder:
                 if self._has_room_for(len(spans)):
                     self._waiting.extend(spans)
 
-    def watch_open(self) -> None:
-        """Something begins: `find_open` is asked from now on."""
-        if self.is_on:
-            self._start()
-
     def add_event(self, kind: str) -> None:
         """Records that something happens now."""
         self.add_spans([self._span(kind)])
@@ -187,13 +174,10 @@ class Recorder:
     @contextmanager
     def span(self, kind: str, *, about: str = "", version: int = NO_VERSION) -> Iterator[None]:
         """Records the time that a block takes, whatever it raises."""
-        began_s, key = time.perf_counter(), object()
-        begun = self._open[key] = self._span(kind, about, version)
-        self.watch_open()
+        began_s, begun = time.perf_counter(), self._span(kind, about, version)
         try:
             yield
         finally:
-            del self._open[key]
             self.add_spans([replace(begun, took_s=time.perf_counter() - began_s)])
 
     def _span(self, kind: str, about: str = "", version: int = NO_VERSION) -> RecordedSpan:
@@ -251,27 +235,13 @@ class Recorder:
                     self._is_wanted.wait(FLUSH_S)
                     self._is_wanted.clear()
                     self._write_waiting()
-                    self._write_open(self._find_open())
                 self._write_waiting()
-                self._write_open(())
         except Exception as error:  # a disk, or a value that nobody has thought of
             self.is_open = self.is_on = False
             what = describe(error)
             logger.warning("%s records nothing more of what it does: %s", self.process, what)
         finally:
             self._waiting.clear()
-
-    def _write_open(self, spans: Sequence[RecordedSpan]) -> None:
-        if spans or self._goes_on:
-            self._store.replace_open(pack_spans(spans) if spans else b"")
-        self._goes_on = bool(spans)
-
-    def _find_open(self) -> list[RecordedSpan]:
-        if not self.is_on:
-            return []
-        until = time.time() - OPEN_AFTER_S
-        own = [span for span in list(self._open.values()) if span.began <= until]
-        return [*own, *self.find_open(until)]
 
     def _write_waiting(self) -> None:
         spans, answers = list[RecordedSpan](), list[PlayedAnswer]()

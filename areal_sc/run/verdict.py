@@ -186,7 +186,9 @@ def _living(status: RunStatus, now: float) -> tuple[State, str]:
             f"Nothing was finished for {short_duration(quiet_s)}; before, that took "
             f"{short_duration(before_s)} at most."
         )
-    if quiet_s > max(QUIET_S, _QUIET_FACTOR * before_s) or _is_restarting(status):
+    restarts = (role.restart for role in status.roles.values())
+    is_restarting = any(it is not None and it.ended is None for it in restarts)
+    if quiet_s > max(QUIET_S, _QUIET_FACTOR * before_s) or is_restarting:
         return State.waiting, f"Nothing was finished for {short_duration(quiet_s)}."
     return State.healthy, f"Something was finished {short_duration(quiet_s)} ago."
 
@@ -204,11 +206,6 @@ def _paused(status: RunStatus, wish: PauseWish, now: float) -> str:
         f"{'Nothing is computed' if is_still else f'It still ends what goes on: {runs}'}; "
         "`resume` lets it go on."
     )
-
-
-def _is_restarting(status: RunStatus) -> bool:
-    restarts = [role.restart for role in status.roles.values()]
-    return any(restart is not None and restart.ended is None for restart in restarts)
 
 
 def _ended(

@@ -90,7 +90,6 @@ class WrittenFile:
     name: str
     token: str
     num_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class SentRecords:
     Attributes:
         number: counts the parts of a worker's life from 1; of one that comes again the first is
             taken. 0: there is nothing in it.
-        content: of a block, or of `Series.open` the spans that go on now.
+        content: of a block.
         block_bytes: of the whole block that begins with it; 0: it goes on with one.
         max_bytes: of the worker's files.
     """

@@ -139,7 +139,7 @@ class ScriptFiles:
         """
         fd, token = os.open(source, os.O_RDONLY | os.O_CLOEXEC), random_id()
         try:
-            num_bytes, digest = os.fstat(fd).st_size, await asyncio.to_thread(_digest, fd)
+            num_bytes = os.fstat(fd).st_size
 
             async def write(offset: int) -> None:
                 content = await asyncio.to_thread(os.pread, fd, calls.PIECE_BYTES, offset)
@@ -149,7 +149,7 @@ class ScriptFiles:
             # a caller that is not known yet may say little
             await self._call(calls.WRITE_PIECE, calls.WrittenPiece(name, token, 0, b""))
             await _some_at_once(write, num_bytes)
-            end = calls.WrittenFile(name, token, num_bytes, digest)
+            end = calls.WrittenFile(name, token, num_bytes)
             await self._call(calls.END_FILE, end, calls.LISTING_LIMIT_S)
         finally:
             os.close(fd)

@@ -126,7 +126,8 @@ class FolderInPlace(NodeFolder):
         # the files are asked for in the name of the workers
         self._keys |= {it.name: keys for it, keys in zip(launch.orders, launch.keys, strict=True)}
         transport = ZmqTransport(client=CurveClient.of_worker(launch.keys[0]))
-        paths = set[str]().union(*map(_model_of, launch.orders))
+        named = {str(order.engine_config.get("path")) for order in launch.orders}
+        paths = {path for path in named if path.startswith("/")}  # models that workers begin with
         places: dict[str, str] = {}
 
         async def bring() -> None:
@@ -221,12 +222,6 @@ def _check_weights_folder(order: WorkerOrder, run_dir: str) -> None:
             f"weight_update.folder={folder}: set that to a folder that all nodes see, or take "
             "weight_update.method=pull"
         )
-
-
-def _model_of(order: WorkerOrder) -> set[str]:
-    """The folder on the script's machine that a worker needs when it begins, if it needs one."""
-    path = str(order.engine_config.get("path"))
-    return {path} if path.startswith("/") else set()
 
 
 KEEP_S: Final = 14 * 86400.0
@@ -337,8 +332,8 @@ class NodeCache:
 
         Raises: WaitTimeout: another one does not get on with it.
         """
-        give_up_s = time.monotonic() + limit_s
-        while (lock := take_lock(self._lock_of(digest), fcntl.LOCK_EX)) is None:
+        path_of_lock, give_up_s = self._trees / f".{digest}.lock", time.monotonic() + limit_s
+        while (lock := take_lock(path_of_lock, fcntl.LOCK_EX)) is None:
             if time.monotonic() > give_up_s:
                 raise WaitTimeout(
                     f"{path} was waited for, which another process of this node brings, for "
@@ -349,9 +344,6 @@ class NodeCache:
             yield
         finally:
             lock.close()
-
-    def _lock_of(self, digest: str) -> Path:
-        return self._trees / f".{digest}.lock"
 
     def _use_of(self, digest: str) -> Path:
         return self._trees / f".{digest}.use"

@@ -244,7 +244,6 @@ class RecordSender:
         self._connection: Connection | None = None
         self._max_bytes = max_bytes
         self._num_sent = 0
-        self._has_open = False
 
     def append(self, series: Series, content: bytes) -> None:
         """Blocks until it is there. Raises: ArealError: it is refused, or cannot be written."""
@@ -253,12 +252,6 @@ class RecordSender:
                 for at in range(0, len(content), PIECE_BYTES):
                     self._send(series, content[at : at + PIECE_BYTES], 0 if at else len(content))
                 return
-
-    def replace_open(self, content: bytes) -> None:
-        """Raises: the errors of `append`."""
-        if len(content) <= PIECE_BYTES:
-            self._send(Series.open, content, int(self._has_open))
-            self._has_open = bool(content)
 
     def close(self) -> None:
         """The connection ends with the worker's transport."""
@@ -278,8 +271,6 @@ class RecordSender:
                 return await self._call(sent)
             except _COMES_AGAIN as error:
                 logger.debug("records wait: %s", error)
-                if sent.series is Series.open:  # it may be there, and its answer be lost
-                    sent = replace(sent, block_bytes=1)
                 if self._connection is not None:
                     await self._connection.close()
                     self._connection = None
@@ -310,9 +301,7 @@ class _Writer:
             if sent.number <= self._newest:
                 return  # it comes again, as its answer was lost
             files = self._files or FilesOfProcess(self._folder, self._name, sent.max_bytes)
-            if sent.series is Series.open:
-                files.replace_open(sent.content, is_there=bool(sent.block_bytes))
-            elif self._files is None and not sent.block_bytes:
+            if self._files is None and not sent.block_bytes:
                 raise StaleCall("the beginning of this block went to another process")
             elif self._files is not None or not self._came_before(files, sent):
                 files.append(sent.series, sent.content, sent.block_bytes)

@@ -182,14 +182,15 @@ def read_model_shape(path: str | Path) -> ModelShape | None:
     if config is None:
         return None
     sizes = {name: prod(shape) for name, shape in read_stored_shapes(folder).items()}
+    layer = LayerSizes.of(config)
     return ModelShape(
         **(_numbers_of_parameters(sizes) if sizes else numbers_of_parameters(config)),
         max_context_tokens=first_int(config, "max_position_embeddings", "n_positions"),
-        kv_values_per_token=_kv_values_per_token(config),
+        kv_values_per_token=None if layer is None else 2 * layer.num_layers * layer.keys,
         heads=first_int(config, *HEADS),
         kv_heads=first_int(config, "num_key_value_heads", *HEADS),
         vocabulary=first_int(config, "vocab_size"),
-        layer=LayerSizes.of(config),
+        layer=layer,
         has_weights=bool(sizes),
     )
 
@@ -228,11 +229,6 @@ def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, int]:
         "num_other_parameters": sum(others),
         "num_vocabulary_parameters": max(others),
     }
-
-
-def _kv_values_per_token(config: dict[str, Any]) -> int | None:
-    layer = LayerSizes.of(config)
-    return None if layer is None else 2 * layer.num_layers * layer.keys
 
 
 def tokens_of(folder: Path) -> dict[str, int] | None:

@@ -86,11 +86,6 @@ class WorkerPlan:
         return HOST if self.is_offloaded else self.place
 
     @property
-    def is_on_gpu(self) -> bool:
-        """Whether what it has all the time lies on a GPU."""
-        return self.held_place != HOST
-
-    @property
     def generates(self) -> bool:
         return self.role in GENERATING_ROLES
 
@@ -119,26 +114,17 @@ class RunPlan:
     @property
     def needed_bytes(self) -> dict[str, int]:
         """Bytes needed by place, all workers together."""
-        training, generation = self._needed_by_sides
+        training, generation = self.needed_by_sides
         if not self.takes_turns:
             return dict(training + generation)
         needed = {place: max(training[place], generation[place]) for place in training | generation}
-        needed[HOST] = training[HOST] + generation[HOST] + self._stowed_bytes
+        # what training has on GPUs is in host memory while generation has its turn
+        trainers = (it for it in self.workers if not it.generates and it.held_place != HOST)
+        needed[HOST] = training[HOST] + generation[HOST] + sum(it.held_bytes for it in trainers)
         return needed
 
     @property
-    def shared_places(self) -> list[str]:
-        """GPUs that both training and generation use."""
-        training, generation = self._needed_by_sides
-        return sorted((training.keys() & generation.keys()) - {HOST})
-
-    @property
-    def _stowed_bytes(self) -> int:
-        """What training has on GPUs, and in host memory while generation has its turn."""
-        return sum(it.held_bytes for it in self.workers if not it.generates and it.is_on_gpu)
-
-    @property
-    def _needed_by_sides(self) -> tuple[Counter[str], Counter[str]]:
+    def needed_by_sides(self) -> tuple[Counter[str], Counter[str]]:
         sides = Counter[str](), Counter[str]()
         for worker in self.workers:
             sides[worker.generates].update(worker.memory)

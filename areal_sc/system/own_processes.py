@@ -84,7 +84,7 @@ class OwnProcess:
         self._replies = ReplyReader()
         self._name = name
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[list[Any]]] = {}
+        self.answers: dict[int, asyncio.Future[list[Any]]] = {}
         self._unsent = bytearray()
         self._loop.add_reader(child.connection, self._receive)
 
@@ -104,7 +104,7 @@ class OwnProcess:
     @property
     def is_busy(self) -> bool:
         """Whether a call runs in it."""
-        return any(not answer.done() for answer in self._answers.values())
+        return any(not answer.done() for answer in self.answers.values())
 
     async def ask(
         self, kind: str, *arguments: Any, limit_s: float, cpu_limit_s: float = math.inf
@@ -143,11 +143,6 @@ class OwnProcess:
         answer.add_done_callback(stop)
         return await asyncio.shield(answer)
 
-    async def wait_until_answered(self) -> None:
-        """Waits until no call runs in it."""
-        if self._answers:
-            await asyncio.wait(self._answers.values())
-
     def call(self, kind: str, *arguments: Any) -> tuple[int, asyncio.Future[list[Any]]]:
         """The number of a call, and its answer: a ConnectionResetError if the process ends."""
         number = next(self._numbers)
@@ -155,7 +150,7 @@ class OwnProcess:
         if self.is_over:
             self._fail(answer, ConnectionResetError())
         else:
-            self._answers[number] = answer
+            self.answers[number] = answer
             self.tell(kind, number, *arguments)
         return number, answer
 
@@ -173,9 +168,9 @@ class OwnProcess:
         self.is_over = True
         self._loop.remove_reader(self.child.connection)
         self._loop.remove_writer(self.child.connection)
-        for answer in (self.ready, *self._answers.values()):
+        for answer in (self.ready, *self.answers.values()):
             self._fail(answer, ConnectionResetError())
-        self._answers.clear()
+        self.answers.clear()
 
     def cpu_s(self) -> float:
         """CPU seconds that it has used; 0 if it is gone."""
@@ -233,9 +228,9 @@ class OwnProcess:
             self.ready.set_result([kind, number, *rest])
             if kind == "ready":
                 self._send(self._replies.new_key())
-        elif number not in self._answers:  # code in it has sent an earlier one again
+        elif number not in self.answers:  # code in it has sent an earlier one again
             self._replies.is_forged = True
-        elif not (answer := self._answers.pop(number)).done():
+        elif not (answer := self.answers.pop(number)).done():
             answer.set_result([kind, *rest])
 
 
@@ -299,7 +294,7 @@ class OwnProcesses:
         self._num_lent += 1
         try:
             process = await self.idle_one(use)
-            while process is None and self._idle and self._has_too_many():
+            while process is None and 0 < len(self._idle) > self._num_processes - self._num_lent:
                 await self.end(self._idle.pop(0)[1])
             return process or await start()
         except BaseException:
@@ -372,15 +367,13 @@ class OwnProcesses:
         await asyncio.gather(*self._taking)
 
     async def _take_back_later(self, use: Hashable, process: OwnProcess) -> None:
-        await process.wait_until_answered()
+        if process.answers:
+            await asyncio.wait(process.answers.values())
         await self.take_back(use, process)
 
     def _free_place(self) -> None:
         self._num_lent -= 1
         self._places.release()
-
-    def _has_too_many(self) -> bool:
-        return self._num_lent + len(self._idle) > self._num_processes
 
     async def _end(self, process: OwnProcess, *, by_itself: bool) -> None:
         pid, role, ended = process.child.pid, self._role, process.child.ended

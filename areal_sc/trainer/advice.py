@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from areal_sc.config.schema import GRPOConfig, OverBound
-from areal_sc.planning.advice import busy_share, make_plan, shares_devices
-from areal_sc.quantities import percent, short_duration
+from areal_sc.planning.advice import busy_share, shares_devices
+from areal_sc.quantities import percent
 from areal_sc.records.metrics import StepMetrics
 
 NUM_STEPS: Final = 16
@@ -18,8 +18,6 @@ MAX_WAIT_SHARE: Final = 0.3
 """Share of its time that the trainer may wait for generation before a line says so."""
 MIN_BUSY_SHARE: Final = 0.4
 """Share of the time that servers have to be busy; below it a line says so."""
-WORTH: Final = 0.1
-"""Share of a step that another operating point must save to be worth a line at a run's end."""
 
 MAX_TAIL: Final = 2
 """A group older than this many times the bound is far over it."""
@@ -48,20 +46,6 @@ class Adviser:
         if not self._has_told_balance and (text := self._balance()):
             self._has_told_balance = True
             yield text
-
-    def at_end(self, steps: Sequence[StepMetrics]) -> str | None:
-        """What another operating point would have saved, or may save, if it is worth a line.
-
-        Args:
-            steps: of the whole run.
-        """
-        plan = make_plan(steps, self._config)
-        if plan is None or plan.saved_share < WORTH:
-            return None
-        return (
-            f"with {plan.settings} a step would take about {short_duration(plan.advised.step_s)}, "
-            f"not {short_duration(plan.present.step_s)}: {self._see_plan}"
-        )
 
     def _balance(self) -> str | None:
         """Whether one side waits for the other for most of the time."""

@@ -178,7 +178,8 @@ class Checkpoints(KeepsSnapshots):
                 commit_folder(self._unfinished(step), self._run.folder.snapshot_path(step))
                 for model in (self._actor, *(it for it in self._others if it.version)):
                     model.note_snapshot(step)
-                self._delete_outdated()
+                for outdated in self._run.folder.snapshots()[: -self._run.config.checkpoint.keep]:
+                    shutil.rmtree(outdated, ignore_errors=True)
         except StaleTerm:
             raise  # all that lies there is the other start's
         except _FAILURES as error:
@@ -187,10 +188,6 @@ class Checkpoints(KeepsSnapshots):
             self._run.log.event(f"{kind}_failed", step=step, error=str(error))
             raise
         self._run.log.event(kind, step=step)
-
-    def _delete_outdated(self) -> None:
-        for outdated in self._run.folder.snapshots()[: -self._run.config.checkpoint.keep]:
-            shutil.rmtree(outdated, ignore_errors=True)
 
     def _unfinished(self, step: int) -> Path:
         return partial_of(self._run.folder.snapshot_path(step))

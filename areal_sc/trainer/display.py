@@ -139,16 +139,7 @@ class Display(Tracker):
         self._line(**values)
 
     def on_evaluation(self, result: EvaluationResult) -> None:
-        names = ("accuracy", "reward", "num_prompts", "temperature", "version_min", "version_max")
-        values = {name: getattr(result, name) for name in names} | result.reward_parts()
-        values |= {f"pass@{k}": value for k, value in result.pass_at.items() if k != "1"}
-        values |= {"majority": result.majority}
-        values |= {"rejected": result.num_rejected or None, "cut": result.num_cut or None}
-        if math.isnan(result.temperature):  # sets have different ones
-            del values["temperature"]
-        if "loss" in result.workflow:  # of rows, which have no rewards
-            values = {"loss": result.workflow["loss"], **values, "reward": None}
-        self._line(evaluation=result.name, step=result.step, **values)
+        self._line(evaluation=result.name, step=result.step, **_told(result))
 
     def note(self, text: str) -> None:
         """Shows something worth knowing."""
@@ -183,6 +174,23 @@ class Display(Tracker):
         line = " ".join([level, *pairs]).encode(encoding, "backslashreplace").decode(encoding)
         self._console.file.write(f"{line}\n")
         self._console.file.flush()
+
+
+def _told(result: EvaluationResult) -> dict[str, Any]:
+    """What a line tells of an evaluation, by name; None: nothing."""
+    names = ("accuracy", "reward", "num_prompts", "temperature", "version_min", "version_max")
+    values = {name: getattr(result, name) for name in names} | result.reward_parts()
+    if result.accuracy_low is not None and result.accuracy_high is not None:
+        bounds = result.accuracy_low, result.accuracy_high
+        values["interval"] = " to ".join(map(short_number, bounds))
+    values |= {f"pass@{k}": value for k, value in result.pass_at.items() if k != "1"}
+    values |= {"majority": result.majority}
+    values |= {"rejected": result.num_rejected or None, "cut": result.num_cut or None}
+    if math.isnan(result.temperature):  # sets have different ones
+        del values["temperature"]
+    if "loss" in result.workflow:  # of rows, which have no rewards
+        values = {"loss": result.workflow["loss"], **values, "reward": None}
+    return values
 
 
 def _word(value: Any) -> str:
@@ -257,41 +265,15 @@ class LiveDisplay(Display):
             self._rows_since_header = _ROWS_PER_HEADER
         if self._rows_since_header >= _ROWS_PER_HEADER:
             self._rows_since_header = 0
-            for line in self._table.header():
-                self._print(line)
+            self._print(self._table.header())
         self._rows_since_header += 1
         for line in self._table.rows(metrics):
             self._print(line)
 
     def on_evaluation(self, result: EvaluationResult) -> None:
         line = Text.assemble((f"evaluation {result.name}: ", "bold magenta"))
-        if result.accuracy is not None:
-            line.append(f"accuracy {short_number(result.accuracy)}")
-            if result.accuracy_low is not None and result.accuracy_high is not None:
-                bounds = map(short_number, (result.accuracy_low, result.accuracy_high))
-                line.append(f" ({' to '.join(bounds)})")
-            line.append(", ")
-            most = max(result.pass_at, key=int, default="1")
-            if most != "1":
-                line.append(f"pass@{most} {short_number(result.pass_at[most])}, ")
-            if result.majority is not None:
-                line.append(f"majority {short_number(result.majority)}, ")
-        if "loss" in result.workflow:  # of rows, which have no rewards
-            line.append(f"loss {short_number(result.workflow['loss'])}, ")
-        elif result.accuracy != result.reward:
-            line.append(f"reward {short_number(result.reward)}, ")
-        for name, value in result.reward_parts().items():
-            line.append(f"{name} {short_number(value)}, ")
-        line.append(f"{result.num_prompts} prompts")
-        if result.num_samples > 1:
-            line.append(f" x {result.num_samples} answers")
-        for count, what in ((result.num_rejected, "rejected"), (result.num_cut, "cut")):
-            if count:
-                line.append(f", {count} {what}", style="yellow")
-        versions = f"version {result.version_min}"
-        if result.version_max != result.version_min:
-            versions += f" to {result.version_max}"
-        line.append(f", {versions}", style="dim")
+        told = ((name, value) for name, value in _told(result).items() if value is not None)
+        line.append(", ".join(f"{name} {_word(value)}" for name, value in told))
         self._print(line)
 
     def note(self, text: str) -> None:

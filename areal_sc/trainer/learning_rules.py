@@ -154,7 +154,8 @@ def skipped_updates(course: Course) -> str | None:
 
 def one_answer_a_prompt(course: Course) -> str | None:
     """Without a critic or a baseline of the batch, such answers have no advantage."""
-    trained = [it.train["num_effective_tokens"] for it in course.newest if _tells_effect(it)]
+    name = "num_effective_tokens"
+    trained = [it.train[name] for it in course.newest if name in it.train]
     if not course.is_alone() or not trained or any(trained):
         return None
     return (
@@ -162,10 +163,6 @@ def one_answer_a_prompt(course: Course) -> str | None:
         "there is nothing to compare it with; raise rollout.group_size (8, say), look at "
         "rejected_episodes, or choose an actor.algorithm with a critic"
     )
-
-
-def _tells_effect(metrics: StepMetrics) -> bool:
-    return "num_effective_tokens" in metrics.train
 
 
 def too_small_steps(course: Course) -> str | None:
@@ -396,7 +393,7 @@ def _fallen(results: Sequence[Evaluated]) -> tuple[Measured, Measured, int] | No
     if len(scores) < 3:
         return None
     num_errors = -NormalDist().inv_cdf(CHANCE / math.comb(len(scores), 3))
-    bests = list(accumulate(scores, _higher))
+    bests = list(accumulate(scores, lambda *two: max(two, key=lambda it: it.value)))
     values = accumulate(it.value for it in reversed(scores))
     errors = accumulate((it.error for it in reversed(scores)), math.hypot)
     sums = list(zip(values, errors, strict=True))  # of the newest one, two, ...
@@ -407,10 +404,6 @@ def _fallen(results: Sequence[Evaluated]) -> tuple[Measured, Measured, int] | No
         if fall.value > max(MIN_FALL_OF_EVALUATIONS * best.value, num_errors * fall.error):
             return best, last, num_last
     return None
-
-
-def _higher(one: Measured, other: Measured) -> Measured:
-    return other if other.value > one.value else one
 
 
 def by_heart(course: Course) -> str | None:

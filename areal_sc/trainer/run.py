@@ -285,8 +285,6 @@ class Run:
             self.display.note(f"{left_out} prompts left no room for an answer, and were left out")
         for complaint in self._health.complaints.values():
             self.display.warning(f"learning, at the end: {complaint}")
-        if not self._health.complaints and (advice := self._adviser.at_end(history.steps)):
-            self.display.note(advice)
         return summary
 
     def _write_model(self, actor: TrainController) -> None:
@@ -383,7 +381,8 @@ class Run:
                 f"record that: {self.folder.metrics_path} lacks it"
             )
         self.display.note(str(taken))
-        self.log.event("reattached", step=taken.version, **taken.of_workers())
+        told = taken._asdict()
+        self.log.event("reattached", step=told.pop("version"), **told)
         for other in self.beside:
             other.take_over(history)
 

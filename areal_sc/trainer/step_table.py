@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 from rich.text import Text
@@ -38,7 +37,6 @@ class Column:
         width: characters that every text fits into.
         rank: columns with the largest one leave first when the terminal is narrow.
         text: of the values, which may be None where nothing was measured.
-        heading: above the titles of adjacent columns that share it.
     """
 
     names: tuple[str, ...]
@@ -46,7 +44,6 @@ class Column:
     width: int
     rank: int
     text: Callable[..., str] = short_number
-    heading: str = ""
     style: str = ""
 
     def values(self, metrics: StepMetrics) -> list[Any]:
@@ -75,28 +72,14 @@ COLUMNS = (
     Column(("entropy",), "entropy", 7, 3),
     Column(("loss",), "loss", 6, 7),
     Column(("grad_norm",), "grad", 6, 11),
-    Column(("proximal_kl",), "prox", 6, 10, heading="kl"),
-    Column(("behavior_kl",), "behav", 6, 15, heading="kl"),
-    Column(
-        ("token_staleness_mean", "token_staleness_max"),
-        "tokens",
-        7,
-        9,
-        _mean_and_max,
-        "staleness",
-    ),
-    Column(
-        ("group_staleness_mean", "group_staleness_max"),
-        "groups",
-        7,
-        12,
-        _mean_and_max,
-        "staleness",
-    ),
+    Column(("proximal_kl",), "kl", 6, 10),
+    Column(("behavior_kl",), "kl_b", 6, 15),
+    Column(("token_staleness_mean", "token_staleness_max"), "stale", 7, 9, _mean_and_max),
+    Column(("group_staleness_mean", "group_staleness_max"), "stale_g", 7, 12, _mean_and_max),
     Column(("lead",), "lead", 4, 16, _in_steps),
     Column(("slack",), "slack", 5, 17, _in_steps),
-    Column(("generated_tokens_per_s",), "gen", 5, 13, heading="tokens/s"),
-    Column(("trained_tokens_per_s",), "train", 5, 14, heading="tokens/s"),
+    Column(("generated_tokens_per_s",), "gen/s", 5, 13),
+    Column(("trained_tokens_per_s",), "trn/s", 5, 14),
     Column(("step_time_s",), "time", 6, 6, short_duration),
     Column(("bound",), "bound", 5, 8, lambda bound: _BOUNDS[bound].ljust(5)),
 )
@@ -134,10 +117,7 @@ def columns_of(metrics: StepMetrics) -> tuple[Column, ...]:
         )
     names = metrics.reward_parts()
     titles = {name: name.removeprefix(PART_PREFIX)[:_MAX_PART_WIDTH] for name in names}
-    parts = (
-        Column((name,), title, max(len(title), 6), 10, heading=PART_PREFIX)
-        for name, title in titles.items()
-    )
+    parts = (Column((name,), title, max(len(title), 6), 10) for name, title in titles.items())
     return (*COLUMNS[:2], *parts, *COLUMNS[2:])
 
 
@@ -174,14 +154,12 @@ class StepTable:
         if _length(self._columns, "  ") <= room:
             self._gap = "  "
 
-    def header(self) -> list[Text]:
-        """What adjacent columns share, where they share anything, and the titles."""
+    def header(self) -> Text:
+        """The titles."""
         titles = self._gap.join(column.title.rjust(column.width) for column in self._columns)
-        headings = self._gap.join(self._headings()).rstrip()
-        lines = [Text(line, style="dim") for line in (headings, titles) if line]
-        for line in lines:
-            line.truncate(self.width)
-        return lines
+        line = Text(titles, style="dim")
+        line.truncate(self.width)
+        return line
 
     def rows(self, metrics: StepMetrics) -> list[Text]:
         """One line for one step, and one for the causes of rejections where they do not fit."""
@@ -202,17 +180,6 @@ class StepTable:
             line.rstrip()
             line.truncate(self.width, overflow="ellipsis")
         return lines
-
-    def _headings(self) -> Iterator[str]:
-        """The headings, each over its run of adjacent columns, left out where it does not fit."""
-        for heading, group in groupby(self._columns, key=lambda column: column.heading):
-            columns = list(group)
-            if not heading:
-                yield from (" " * column.width for column in columns)
-                continue
-            width = _length(columns, self._gap)
-            text = next((t for t in (heading, heading[:5]) if len(t) <= width), "")
-            yield text.center(width)
 
 
 def _length(columns: Sequence[Column], gap: str) -> int:

@@ -307,7 +307,6 @@ class Episodes:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        recorder.find_open = self.begun_until
         self._running: dict[WorkerEpisodeEngine, _Running] = {}
         self._free_lanes: list[int] = []
         self._num_kept = 0
@@ -320,7 +319,6 @@ class Episodes:
         lane = heappop(self._free_lanes) if self._free_lanes else len(self._running)
         whole = EpisodeWait("episode", time.time(), time.monotonic())
         self._running[episode] = _Running(lane, whole)
-        self._recorder.watch_open()
         try:
             yield
         finally:
@@ -330,13 +328,6 @@ class Episodes:
             self._recorder.add_spans(
                 [self._span(wait, lane, episode) for wait in (whole, *episode.past_waits)]
             )
-
-    def begun_until(self, until: float) -> Iterator[RecordedSpan]:
-        """What goes on, and had begun at that Unix time; from any thread."""
-        for episode, (lane, whole) in list(self._running.items()):
-            for wait in (whole, *episode.open_waits):
-                if wait.began <= until:
-                    yield self._span(wait, lane, episode)
 
     def _span(self, wait: EpisodeWait, lane: int, episode: WorkerEpisodeEngine) -> RecordedSpan:
         first, last = wait.versions

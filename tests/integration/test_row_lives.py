@@ -10,7 +10,7 @@ from pathlib import Path
 from integration.run_process import PATIENT, gate_of, tiny_run
 
 from areal_sc.controller.ledger.group_lives import RowFate, group_lives
-from areal_sc.records.reading import rows, unended
+from areal_sc.records.reading import rows
 
 
 def test_every_row_has_one_life_and_none_ends_without_a_reason(
@@ -25,7 +25,7 @@ def test_every_row_has_one_life_and_none_ends_without_a_reason(
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as first:
         first.wait_for_step(1)
         os.kill(first.worker_pid("rollout/0"), signal.SIGKILL)
-        first.wait_until(lambda: any(unended(first.run_dir)), "episodes that are held")
+        first.wait_until(lambda: first.events("workers_restarted"), "a worker that is back")
         gate_of(first.run_dir).write_bytes(b"." * 99)
         first.wait_for_step(2)
         first.send(signal.SIGKILL)

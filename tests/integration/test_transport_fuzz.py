@@ -114,7 +114,6 @@ async def test_100_000_random_frames_at_the_port_change_nothing(server: ServerPr
             num_frames -= send_frames(server.port, rng, 40)
 
     assert await member.call(named("echo"), {"x": 1}, timeout_s=30) == {"x": 1}
-    began_s = time.monotonic()
     await asyncio.to_thread(attack, 10_000)  # so that what is made once is made
     await until(lambda: server.num_connections == 1)
     num_files = server.num_open_files
@@ -130,8 +129,7 @@ async def test_100_000_random_frames_at_the_port_change_nothing(server: ServerPr
     assert await held_bytes(member) - warm_bytes < MAX_GROWTH_BYTES
     counted = await counters(member)
     assert counted["num_calls"] == counted["num_malformed"] == 0
-    assert counted["num_refused"] > 100
-    assert 1 <= server.log.count("refused node=") <= most_lines(began_s)
+    assert "refused node=" not in server.log
     await transport.close()
 
 

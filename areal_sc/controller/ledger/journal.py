@@ -52,7 +52,7 @@ import msgspec
 
 from areal_sc.controller.ledger.ledger import Ledger, replay
 from areal_sc.controller.ledger.ledger_records import LedgerState, Publish, Record, Trained
-from areal_sc.errors import JournalDamaged, LedgerError, RunFolderError, WaitTimeout
+from areal_sc.errors import LedgerError, RunFolderError, WaitTimeout
 from areal_sc.fleet.worker_life import RunFailed
 from areal_sc.system.disk import AppendedFile, Disk
 from areal_sc.system.durable import os_errors_as
@@ -137,13 +137,11 @@ def _frames(content: bytes, path: Path, at: int) -> tuple[list[memoryview], int]
     return packed, at
 
 
-def _damaged(path: Path, at: int, found: str) -> JournalDamaged:
-    error = JournalDamaged(
+def _damaged(path: Path, at: int, found: str) -> RunFolderError:
+    return RunFolderError(
         f"{path} is damaged at byte {at}: {found}. Nothing goes on from it. Move the folder "
         f"{path.parent} away to start from the newest snapshot, with an account that begins there"
     )
-    error.path, error.at = path, at
-    return error
 
 
 logger = logging.getLogger(__name__)

@@ -130,16 +130,10 @@ class Rejections:
         self._has_asked |= num_rejected < num_episodes or not kinds <= {*_BEFORE_GENERATION}
 
     def _leave_out(self, why: Rejection) -> None:
-        """Tells of the first one, the tenth, the hundredth, and so on."""
-        if why.prompt_index in self.left_out:
-            return  # it is of an earlier epoch
+        """Tells of the first one; how many there were is told at the end."""
+        if not self.left_out:
+            self.warn(f"a prompt is left out, row {why.prompt_index} of the dataset: {why.message}")
         self.left_out.add(why.prompt_index)
-        number = len(self.left_out)
-        if str(number).strip("0") == "1":
-            what = (
-                "a prompt is left out" if number == 1 else f"{number} prompts are left out by now"
-            )
-            self.warn(f"{what}, row {why.prompt_index} of the dataset: {why.message}")
 
     def add_stale(self, group: Group, num_episodes: int) -> None:
         """Counts a group, of so many episodes, that became stale."""

@@ -32,7 +32,6 @@ from itertools import accumulate
 
 from areal_sc.config.schema import OverBound
 from areal_sc.controller.ledger.group import Group, GroupState
-from areal_sc.errors import ConfigError
 from areal_sc.metadata import RowMetadata
 
 
@@ -70,14 +69,6 @@ class StalenessPolicy:
     max_staleness: int
     train_batch_groups: int
     over_bound: OverBound
-
-    def __post_init__(self) -> None:
-        if self.max_staleness < 0:
-            raise ConfigError(f"max_staleness is {self.max_staleness}; it must be 0 or more")
-        if self.train_batch_groups < 1:
-            raise ConfigError(
-                f"train_batch_groups is {self.train_batch_groups}; it must be 1 or more"
-            )
 
     def num_admissible(self, version: int, num_admitted_not_rejected: int) -> int:
         """How many groups may be admitted now, by eq. 3: floor(N / B) <= i + eta before each."""

@@ -78,7 +78,10 @@ class TrainingGroups(Groups):
         )
         self.admission = Admission(config, self._policy, lambda: asyncio.get_running_loop().time())
         self._kept = tools.workers.kept
-        self._kept.is_open, self._kept.open_groups = self._is_open, self._open_groups
+        self._kept.is_open = self._is_open
+        self._kept.open_groups = lambda: tuple(
+            it.group_id for it in self.ledger.unconsumed() if self._is_open(it.group_id)
+        )
         self._source: RolloutSource | None = None
         self._is_paused = False
         self._restored: dict[int, Group] = {}  # queued groups without a task
@@ -111,10 +114,6 @@ class TrainingGroups(Groups):
         """Whether its rows wait to be trained, or for the rest of their group, or are in the batch
         of the current version."""
         return self._kept.needs(run) or self.ledger.needs_rows(run.group_id, run.attempt)
-
-    def _open_groups(self) -> tuple[int, ...]:
-        unconsumed = (group.group_id for group in self.ledger.unconsumed())
-        return tuple(filter(self._is_open, unconsumed))
 
     def _is_open(self, group_id: int) -> bool:
         group = self.ledger.get(group_id)
@@ -340,7 +339,8 @@ class TrainingGroups(Groups):
         are finished too early give theirs up."""
         if self._workers.are_sweeps_due:
             return
-        full, groups = self._workers.set.full_workers, self.ledger.unconsumed()
+        workers, groups = self._workers.set, self.ledger.unconsumed()
+        full = {it.name for it in workers.states if it.number in workers.loads.full}
         too_early = self._policy.too_early(groups, full, self.version)
         if not too_early and not self.ledger.num(GroupState.running):
             # those that wait for room have all the slots, and these, which have room, have none

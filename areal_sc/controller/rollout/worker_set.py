@@ -396,11 +396,6 @@ class WorkerSet:
         if not self.holds_batch and all(state.life.has_served for state in self.staying):
             self.check_room_of(self.staying)
 
-    @property
-    def full_workers(self) -> set[str]:
-        """The workers that take groups, if none has room or was chosen for a group; else none."""
-        return {self._by_number[number].name for number in self.loads.full}
-
     def retire(self, state: RolloutWorkerState) -> None:
         """The worker is to leave."""
         self.tell(Retired(state.life.unit))

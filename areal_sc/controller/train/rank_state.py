@@ -69,11 +69,6 @@ class Asked:
     def is_update(self) -> bool:
         return self.operation is not None and self.operation.kind is Kind.update
 
-    @property
-    def is_write(self) -> bool:
-        """Whether ranks write beside training; the call goes when that has ended."""
-        return self.operation is not None and self.operation.kind in WRITES
-
 
 class StartingPoint(NamedTuple):
     """A state that ranks can begin from."""
@@ -148,7 +143,7 @@ class RankState:
 
     def drop_step(self) -> None:
         """The rows of the step that goes on are gone: nothing of it is to be repeated."""
-        self.calls = [call for call in self.calls if call.is_write]
+        self.calls = [it for it in self.calls if it.operation and it.operation.kind in WRITES]
 
     def drop(self, call: Asked) -> None:
         """The call is not to be repeated."""

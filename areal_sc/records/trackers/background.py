@@ -41,7 +41,7 @@ class BackgroundTracker:
         self.name = type(tracker).__name__
         self._tracker = tracker
         self._warn = warn
-        self._warned: set[str] = set()
+        self._has_warned = False
         self._events: queue.Queue[Event | None] = queue.Queue(MAX_WAITING_EVENTS)
         self._first_error = ""
         self._num_failed = 0
@@ -70,24 +70,19 @@ class BackgroundTracker:
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         self._look()
         left = self._events.qsize() + self._num_untold
-        if self._thread.is_alive():
-            self._warn_once(
-                "end", f"did not end within {CLOSE_TIMEOUT_S:g} s; it missed {left} events"
-            )
-        elif self._num_failed > 1 or left:
-            self._warn_once("end", f"{self._num_failed} calls failed, {left} events were missed")
+        if self._thread.is_alive() or self._num_failed > 1 or left:
+            is_slow = f"it did not end within {CLOSE_TIMEOUT_S:g} s, "
+            how = is_slow if self._thread.is_alive() else f"{self._num_failed} calls failed, "
+            self._warn(f"tracker {self.name}: {how}{left} events were missed")
 
     def _look(self) -> None:
         """Says once what is wrong with the tracker."""
-        if self._first_error:
-            self._warn_once("failure", f"failed: {self._first_error}")
-        if self._num_untold:
-            self._warn_once("slow", f"is {MAX_WAITING_EVENTS} events behind, and misses some")
-
-    def _warn_once(self, kind: str, what: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            self._warn(f"tracker {self.name} {what}; the run goes on without it")
+        if not self._has_warned and (self._first_error or self._num_untold):
+            self._has_warned = True
+            why = (
+                f"failed: {self._first_error}" if self._first_error else "misses events: it is slow"
+            )
+            self._warn(f"tracker {self.name} {why}; the run goes on without it")
 
     def _tell_all(self) -> None:
         while (event := self._events.get()) is not None:

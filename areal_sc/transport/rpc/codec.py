@@ -3,17 +3,16 @@
     [protocol, request id, ...]       protocol: "SC", the version and the kind of message, a number
 
 Arguments and replies are packed by their `Method`, and lie in the list as they are. Never pickle:
-decoding gives the declared types and nothing else. What a message may cost is bounded: the decoder
-trusts no length that a list claims, and large messages are counted before anything of them is kept.
+decoding gives the declared types and nothing else. What a message may cost is bounded by its size,
+as the decoder trusts no length that a list claims.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-import msgpack
 import msgspec
 from msgspec import Meta, Raw, Struct
 
@@ -42,10 +41,6 @@ Term = Annotated[int, Meta(ge=0)]
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """Most bytes of all frames of a message; a larger one is refused on either side."""
-
-MAX_ELEMENTS: Final = 3 << 19
-"""Most elements of all lists and dicts of a message together. An element takes one byte on the wire
-and up to 64 in memory, so this is what bounds the memory that decoding takes."""
 
 MAX_FRAMES: Final = -(-MAX_MESSAGE_BYTES // FRAME_BYTES)
 
@@ -103,7 +98,6 @@ Message = Request | Reply | Failure | Cancel
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Message)
-_NOT_MSGPACK: Final = (ValueError, TypeError, RecursionError, msgpack.UnpackException)
 
 
 _MAX_MESSAGE_CHARS: Final = 4_000
@@ -120,8 +114,7 @@ _TYPED: Final = {
 def encode(message: Message) -> bytes:
     """The bytes of a message. Raises: ProtocolError: it is over a limit."""
     frame = _encoder.encode(message)
-    if len(frame) > MAX_ELEMENTS:
-        _check_large(frame)  # the receiver would refuse it, and the caller get no answer
+    _check_size(len(frame))  # the receiver would refuse it, and the caller get no answer
     return frame
 
 
@@ -132,9 +125,8 @@ def decode(frames: Sequence[Frame]) -> Message:
     """
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise ProtocolError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
+    _check_size(sum(map(len, frames)))
     frame = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
-    if len(frame) > MAX_ELEMENTS:
-        _check_large(frame)
     try:
         message: Message = _decoder.decode(frame)
     except UNDECODABLE as error:
@@ -142,27 +134,10 @@ def decode(frames: Sequence[Frame]) -> Message:
     return message
 
 
-def _check_large(frame: Buffer) -> None:
-    """Raises: ProtocolError: the message is over a limit, or not msgpack."""
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message has {len(frame)} bytes, the limit is {MAX_MESSAGE_BYTES}")
-    num_left = MAX_ELEMENTS
-
-    def count(container: Any) -> None:  # which is dropped then
-        nonlocal num_left
-        num_left -= len(container)
-        if num_left < 0:
-            raise ValueError("it has more elements than the limit")
-
-    try:
-        # This reads over the whole of it and builds nothing. Afterwards no length is a lie, for
-        # which the counting decoder, unlike msgspec, would make room.
-        unpacker = msgpack.Unpacker(max_buffer_size=len(frame))
-        unpacker.feed(frame)
-        unpacker.skip()
-        msgpack.unpackb(frame, strict_map_key=False, list_hook=count, object_hook=count)
-    except _NOT_MSGPACK as error:
-        raise _refusal(frame, error) from None
+def _check_size(num_bytes: int) -> None:
+    """Raises: ProtocolError: a message of so many bytes is over the limit."""
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message has {num_bytes} bytes, the limit is {MAX_MESSAGE_BYTES}")
 
 
 def _refusal(frame: Buffer, error: Exception) -> ProtocolError:

@@ -1,52 +1,36 @@
 """CurveZMQ for the sockets of a run: who calls is known, and strangers are not served.
 
-consumes     ZMQ's questions whether a connection is admitted (ZAP, RFC 27), and the life events of
-             the guarded socket; both on the event loop that the server runs on
+consumes     ZMQ's questions whether a connection is admitted (ZAP, RFC 27), on the event loop that
+             the server runs on
 waits for    nothing; a connection waits for its answer, bounded by ZMQ's handshake timeout
 unblocked by ZMQ's I/O thread
 
 CURVE alone admits whoever knows the server's public key, hence the question for the client's. Each
 message then comes with the key of its connection, as ZMQ's property `User-Id`. Where callers show
 passes, a connection is made with any key, and its owner has to show a pass with the first request.
+Whoever does not know the server's public key ZMQ puts out by itself, uncounted.
 A guard that is gone admits nobody (`ZAP_ENFORCE_DOMAIN`).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from typing import Final, Self
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
 
 from areal_sc.errors import TransportError
 from areal_sc.transport.security.keys import KeyPair, RunKeys
 from areal_sc.transport.security.passes import KnownCallers, WorkerKeys
 from areal_sc.transport.sockets.refusals import Refusals
-from areal_sc.transport.sockets.zmq_socket import AsyncSocket, Context, Frame, monitor_of
+from areal_sc.transport.sockets.zmq_socket import AsyncSocket, Context, Frame
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 ZAP_DOMAIN: Final = "areal_sc"
 NUM_ZAP_FRAMES: Final = 8
 """Routing id, empty, version, request id, domain, address, identity, mechanism; then the client's
 credentials: for CURVE its public key."""
-
-_EVENTS: Final = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_DISCONNECTED
-)
-
-_REASONS: Final[dict[int, str]] = {
-    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: (
-        "the caller has another server key, or not the secret of its own"
-    ),
-    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "the caller does not authenticate itself as asked",
-}
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +111,7 @@ class CurveServer:
 
 
 class Guard:
-    """Says who is admitted to one socket, and counts who is not."""
+    """Says who is admitted to one socket, and counts the keys that are not the run's."""
 
     def __init__(
         self,
@@ -136,12 +120,8 @@ class Guard:
         callers: KnownCallers,
         refusals: Refusals,
     ) -> None:
-        self._guarded = guarded
         self._callers = callers
         self._refusals = refusals
-        self._num_admitted = 0
-        self._reason: str | None = None
-        self._is_counted = False
         self._is_closed = False
         guarded.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         guarded.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -149,16 +129,12 @@ class Guard:
         zap.setsockopt(zmq.LINGER, 0)
         zap.bind(ZAP_ADDRESS)
         self._zap = AsyncSocket(zap, self._on_question, max_parts=2 * NUM_ZAP_FRAMES)
-        monitor = monitor_of(context, guarded, _EVENTS)
-        self._monitor = AsyncSocket(monitor, self._on_life_event)
 
     def close(self) -> None:
         """Admits nobody any more; connections that are made stay."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._guarded.disable_monitor()
-        self._monitor.close()
         self._zap.close()
 
     def _on_question(self, frames: list[Frame]) -> None:
@@ -173,28 +149,3 @@ class Guard:
             shown = address.decode("ascii", "replace")
             self._refusals.add(f"{shown} shows a key that is not the run's")
         self._zap.send([caller, b"", b"1.0", request_id, status, b"", user, b""])
-
-    def _on_life_event(self, frames: list[Frame]) -> None:
-        """The end of a refused connection follows the event that says why, if there is one."""
-        happened = parse_monitor_message([bytes(frame) for frame in frames])
-        value = happened["value"]
-        match happened["event"]:
-            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._num_admitted += 1
-            case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._is_counted = True
-            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                other = f"the caller broke the handshake (ZMTP error {value:#x})"
-                self._reason = _REASONS.get(value, other)
-            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._reason = f"the caller left before it was admitted ({os.strerror(value)})"
-            case zmq.EVENT_DISCONNECTED:
-                self._on_end()
-
-    def _on_end(self) -> None:
-        if self._reason is None and self._num_admitted and not self._is_counted:
-            # A stranger without a greeting looks the same, and counts when the members are gone.
-            self._num_admitted -= 1
-        elif not self._is_counted:
-            self._refusals.add(self._reason or "the caller did not speak ZMTP")
-        self._reason, self._is_counted = None, False

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -32,7 +31,6 @@ from areal_sc.transport.shards.memory_folder import ArenaFolder
 
 LOOK_AGAIN_S: Final = 1.0
 """Time for which a missing arena is not looked for again, and memory that is gone stays mapped."""
-MAX_CACHED_BLOCKS: Final = 4096
 MAX_SEQUENCE: Final = 1 << 62
 """Shards have smaller numbers; the kernel could not lock larger ones."""
 
@@ -84,7 +82,7 @@ class ArenaMap:
         self._arenas: dict[str, str] = {}
         self._listed_s = self._trimmed_s = -LOOK_AGAIN_S
         self._locks: dict[str, ShardLocks] = {}
-        self._blocks: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
+        self._blocks: dict[str, NDArray[np.uint8]] = {}
         self._holds: dict[tuple[str, int], _Hold] = {}
         os.register_at_fork(after_in_child=partial(_start_over, weakref.ref(self)))
 
@@ -158,14 +156,9 @@ class ArenaMap:
         return MappedShard(layout, shard)
 
     def _block(self, path: str) -> NDArray[np.uint8]:
-        block = self._blocks.get(path)
-        if block is None:
-            block = self._blocks[path] = map_file(path, writable=False)
-            if len(self._blocks) > MAX_CACHED_BLOCKS:
-                self._blocks.popitem(last=False)
-        else:
-            self._blocks.move_to_end(path)
-        return block
+        if path not in self._blocks:
+            self._blocks[path] = map_file(path, writable=False)
+        return self._blocks[path]
 
     def _forget_deleted(self) -> None:
         """Lets go of blocks whose file was deleted; views of them keep their memory."""

@@ -1,4 +1,4 @@
-"""The life of every group, as the ledger's journal tells it, also up to where it is damaged."""
+"""The life of every group, as the ledger's journal tells it."""
 
 from __future__ import annotations
 
@@ -120,15 +120,13 @@ def test_what_a_run_went_back_behind_is_told(tmp_path: Path) -> None:
     assert [it["group"] for it in told["groups"]] == [1]
 
 
-def test_a_damaged_journal_is_shown_up_to_its_damage(book: GroupBook, tmp_path: Path) -> None:
+def test_where_a_journal_is_damaged_is_told(book: GroupBook, tmp_path: Path) -> None:
     path = tmp_path / "ledger" / "000001.journal"
     content = bytearray(path.read_bytes())
     content[-3] ^= 0xFF
     path.write_bytes(content)
     told = book.found(GroupQuery())
-    assert len(told["groups"]) == 6
     assert "is damaged at byte" in told["damage"][0]
-    assert what(book, 1)[-1] == "published"
 
 
 @pytest.mark.parametrize("content", [None, b"", b"areal_sc-ledger 9\n", b"anything"])

@@ -141,7 +141,7 @@ def test_devices_go_where_they_are_needed() -> None:
     plan = plan_of(steps, config)
     assert plan.advised.point.split == (7, 1)
     assert plan.advised.step_s == pytest.approx(1.0)
-    assert plan.saved_share == pytest.approx(5 / 7)
+    assert 1 - plan.advised.step_s / plan.present.step_s == pytest.approx(5 / 7)
     assert "actor.parallel.data=7 rollout.num_workers=1" in plan.settings
     assert plan_of(steps, config, 16).advised.point.split == (14, 2)
     assert plan_of(steps, config, 2).advised.point.split == (1, 1)
@@ -226,15 +226,3 @@ def test_a_trainer_that_waits_is_told_once() -> None:
     (text,) = chain.from_iterable(told(0.2))
     assert "servers are busy 10% of the time only" in text
     assert not any(told())
-
-
-def test_the_end_of_a_run_names_what_is_worth_it() -> None:
-    config = config_of()
-    config.actor.parallel.data = 2
-    values = dict(num_train_workers=2, num_rollout_workers=6, step_time_s=3.5, train_s=3.5)
-    text = Adviser(config, Path("mine")).at_end(make_steps(range(1, 41), **values))
-    assert text is not None
-    assert "actor.parallel.data=7 rollout.num_workers=1" in text
-    assert "a step would take about 1.00s, not 3.50s" in text
-    assert Adviser(config, Path("mine")).at_end(make_steps(range(1, 5))) is None
-    assert Adviser(config_of(), Path("mine")).at_end(make_steps(range(1, 41))) is None

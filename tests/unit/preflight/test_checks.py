@@ -368,7 +368,6 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(tmp_path: Path) -
             "generation.top_p=0.9 generation.top_k=9",
             "generation.top_p=0.9 and generation.top_k=9: the sampled distribution is cut",
         ),
-        ("generation.stop=['\\n']", "generation.stop: \\n holds a backslash and an n, not the end"),
         ("actor.optimizer.warmup_steps=10", "actor.optimizer.warmup_steps=10 is not below"),
         ("evaluation.every_steps=11", "evaluation.every_steps=11 has no effect with total_steps"),
         ("checkpoint.every_steps=11", "checkpoint.every_steps=11 has no effect with total_steps"),

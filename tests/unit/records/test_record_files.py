@@ -10,8 +10,6 @@ from recorded_groups import MEBI
 from areal_sc.page.followed_blocks import FollowedBlocks
 from areal_sc.records.blocks import block
 from areal_sc.records.record_files import (
-    GROWING,
-    MAX_LIVES,
     FilesOfProcess,
     Series,
     record_files,
@@ -25,11 +23,11 @@ def files_of(folder: Path, max_bytes: int = MEBI) -> FilesOfProcess:
 
 
 def test_what_is_written_most_leaves_the_others_their_share(tmp_path: Path) -> None:
-    for most in GROWING:
+    for most in Series:
         folder = tmp_path / most
         files = files_of(folder)
         for number in range(2000):
-            for series in GROWING:
+            for series in Series:
                 if series is most or number % 8 == 0:
                     files.append(series, BLOCK)
         files.close()
@@ -60,34 +58,3 @@ def test_whoever_follows_reads_a_life_that_has_room_for_less(tmp_path: Path) -> 
     files.append(Series.rows, BLOCK)
     files.close()
     assert sum(1 for _ in followed.read_new()) == 1
-
-
-def test_what_a_kill_left_half_written_goes_with_the_next_life(tmp_path: Path) -> None:
-    left, other = (
-        tmp_path / f".{name}.open.000005.partial" for name in ("rollout-0", "rollout-10")
-    )
-    left.write_bytes(b"ha")
-    other.write_bytes(b"of another process")
-    files_of(tmp_path).replace_open(b"goes on")
-    assert not left.exists()
-    assert other.exists()
-
-
-def test_what_lives_were_doing_is_kept_apart_and_the_oldest_go(tmp_path: Path) -> None:
-    FilesOfProcess(tmp_path, "rollout/1", MEBI).replace_open(b"goes on")
-    for _ in range(MAX_LIVES + 3):
-        files_of(tmp_path).replace_open(b"goes on")
-    found = record_files(tmp_path)
-    assert [it.number for it in found if it.process == "rollout/0"] == [*range(4, MAX_LIVES + 4)]
-    assert [it.number for it in found if it.process == "rollout/1"] == [1]
-
-
-def test_who_goes_on_with_a_life_has_its_file_of_what_goes_on(tmp_path: Path) -> None:
-    for _ in range(2):
-        files_of(tmp_path).replace_open(b"goes on")
-    [killed, last] = record_files(tmp_path)
-    successor = files_of(tmp_path)
-    successor.replace_open(b"goes on, too", is_there=True)
-    assert last.path.read_bytes() == b"goes on, too"
-    successor.replace_open(b"")
-    assert record_files(tmp_path) == [killed]
