@@ -27,7 +27,7 @@ from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.shared_prefixes import Forest
 from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.config.schema import ActorConfig, ModelHead
-from areal_sc.engines.base import SCORES, RankPosition, column_of
+from areal_sc.engines.base import SCORES, AdapterBeginning, RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.kept_states import KeptStates
 from areal_sc.engines.training.learning_rate import learning_rate
@@ -390,15 +390,7 @@ class RankEngine(ABC):
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         return self._publication.layouts(bucket_bytes)
 
-    def fill_adapter(
-        self,
-        place: int,
-        folder: Path | None,
-        *,
-        rank: int,
-        seed: int,
-        with_optimizer: bool,
-    ) -> None:
+    def fill_adapter(self, place: int, beginning: AdapterBeginning) -> None:
         """See `TrainEngine`. Raises: ConfigError: this engine trains no adapters."""
         raise _NO_ADAPTERS
 

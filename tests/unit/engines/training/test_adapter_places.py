@@ -19,6 +19,7 @@ from areal_sc.algorithms.losses import Metrics
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import ActorConfig, Dtype, ModelHead, OptimizerConfig
+from areal_sc.engines.base import AdapterBeginning
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel
 from areal_sc.engines.handles import make_actor
@@ -28,7 +29,8 @@ from areal_sc.errors import ConfigError, ModelError
 from areal_sc.metadata import RowMetadata
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_folder import read_model_shape
-from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.token_fields import field_type
+from areal_sc.transport.packed_rows import PackedRows, RowValues
 
 LORA = LoraConfig(rank=4, alpha=6.0, places=3)
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5)
@@ -59,8 +61,7 @@ def rows_of(*places: int, step: int = 0, begin: int = 0) -> PackedRows:
 
 
 def begin(engine: FSDPEngine, place: int, **changes: Any) -> None:
-    wanted: dict[str, Any] = {"folder": None, "rank": 0, "seed": place, "with_optimizer": False}
-    engine.fill_adapter(place, **wanted | changes)
+    engine.fill_adapter(place, AdapterBeginning(**{"seed": place, **changes}))
 
 
 def adapter(engine: FSDPEngine, place: int) -> dict[str, torch.Tensor]:
@@ -113,6 +114,13 @@ def test_rows_are_computed_with_their_own_adapter(
     for row, its in zip(order, found, strict=True):
         expected = engine.forward(rows.take([row]), "logprobs")
         assert torch.allclose(its, expected, atol=1e-5), row
+    tokens = torch.split(shuffled.fields["adapter"], list(shuffled.lengths))
+    of_rows = torch.tensor([int(its[0]) for its in tokens])
+    spans = tuple((row, row + 1) for row in range(shuffled.num_rows))
+    named = {"adapter": RowValues(of_rows, spans, field_type("row:int64"))}
+    only = {n: it for n, it in shuffled.fields.items() if n != "adapter"}
+    by_row = replace(shuffled, fields=only, row_fields=named)
+    assert torch.equal(engine.forward(by_row, "logprobs"), torch.cat(found))
     base = engine.forward(shuffled, "base_logprobs")
     assert (torch.cat(found) - base).abs().max() > 0.1
 
@@ -145,10 +153,10 @@ def test_a_place_begins_anew_and_goes_on_from_a_folder(build: Build, tmp_path: P
 
     begin(engine, 1)
     assert is_same(adapter(engine, 1), adapter(build(replace(LORA, places=1), seed=1), 0))
-    begin(engine, 2, folder=tmp_path / "one", with_optimizer=True)
+    begin(engine, 2, folder=str(tmp_path / "one"), with_optimizer=True)
     engine.update([rows_of(2, step=2)], summed, step=2)
     assert is_same(adapter(engine, 2), expected)
-    begin(engine, 2, folder=tmp_path / "one")  # without: its moments begin at 0
+    begin(engine, 2, folder=str(tmp_path / "one"))  # without: its moments begin at 0
     engine.update([rows_of(2, step=2)], summed, step=2)
     assert not is_same(adapter(engine, 2), expected)
     engine.load_snapshot(tmp_path / "snapshot")
@@ -160,13 +168,13 @@ def test_a_place_begins_anew_and_goes_on_from_a_folder(build: Build, tmp_path: P
     (tmp_path / "one" / "optimizer.safetensors").write_bytes(b"{}")
     before = adapter(engine, 2)
     with pytest.raises(ModelError, match="not a whole safetensors file"):
-        begin(engine, 2, folder=tmp_path / "one", with_optimizer=True)
+        begin(engine, 2, folder=str(tmp_path / "one"), with_optimizer=True)
     with pytest.raises(ModelError, match=r"cannot read adapter_config\.json"):
-        begin(engine, 2, folder=tmp_path / "nowhere")
+        begin(engine, 2, folder=str(tmp_path / "nowhere"))
     assert is_same(adapter(engine, 2), before)
     small = build(replace(LORA, rank=1))
     with pytest.raises(ModelError, match=r"expected an adapter of rank at most 1, got 2"):
-        begin(small, 0, folder=tmp_path / "one")
+        begin(small, 0, folder=str(tmp_path / "one"))
 
 
 def test_rows_of_no_place_are_refused_and_nothing_changes(build: Build) -> None:
