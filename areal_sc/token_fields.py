@@ -28,8 +28,8 @@ ROUTED_EXPERTS: Final = "routed_experts"
 through, [layers, experts of a token]."""
 
 ADAPTER: Final = "adapter"
-"""The place of the adapter that a row belongs to, with `actor.lora.places`; the same number at each
-token of the row. Rows without the field belong to place 0."""
+"""The place of the adapter that a row belongs to, with `actor.lora.places`: a field of rows, or the
+same number at each token. Rows without the field belong to place 0."""
 
 TOP_LOGPROBS, TOP_TOKENS = "teacher_top_logprobs", "teacher_top_tokens"
 """Fields of a teacher that tells its k most probable tokens at each place: [T, k] float32, nats,

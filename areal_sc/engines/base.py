@@ -256,6 +256,25 @@ class RankPosition:
     min_saved_tokens: float = math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterBeginning:
+    """What an adapter begins with.
+
+    Attributes:
+        folder: what `TrainEngine.begin_save_adapter` or peft has written, and rank 0 sees; "": it
+            is new.
+        rank: up to `actor.lora.rank`; 0: that one, or the folder's.
+        seed: of a new one.
+        with_optimizer: moments and count of updates are those of the folder, if it has them; else
+            they are 0.
+    """
+
+    folder: str = ""
+    rank: int = 0
+    seed: int = 0
+    with_optimizer: bool = False
+
+
 class TrainEngine(Protocol):
     """What every rank of a trained model has. Called from one thread; every rank gets the same
     calls.
@@ -331,23 +350,9 @@ class TrainEngine(Protocol):
             optimizers: of this update, by the place of an adapter; None: the model's, of all.
         """
 
-    def fill_adapter(
-        self,
-        place: int,
-        folder: Path | None,
-        *,
-        rank: int,
-        seed: int,
-        with_optimizer: bool,
-    ) -> None:
-        """The adapter of a place begins anew, or goes on from what `begin_save_adapter` wrote.
+    def fill_adapter(self, place: int, beginning: AdapterBeginning) -> None:
+        """The adapter of a place begins anew, or goes on from a folder.
 
-        Args:
-            folder: that rank 0 sees; None: it is new.
-            rank: up to `lora.rank`; 0: that one, or the folder's.
-            seed: of a new one.
-            with_optimizer: also the moments and the count of updates, where the folder has them;
-                else these are 0.
         Raises: ModelError: on every rank: there is no such adapter. Nothing has changed.
         """
 

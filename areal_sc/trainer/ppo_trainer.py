@@ -56,13 +56,18 @@ class PPOTrainer(Run):
                 sets by name, each of them prompts or an `EvaluationSet`.
             evaluation_workflow: of sets that have none of their own; None: that of training.
         Returns: the numbers of `summary.json`.
-        Raises: ConfigError: the policy is to be trained with dropout.
+        Raises: ConfigError: the policy is to be trained with dropout, or beside other ones.
         """
         lora = self.config.actor.lora
         if self.config.actor.has_adapter and lora.dropout:
             raise ConfigError(
                 f"actor.lora.dropout: expected 0 with PPOTrainer, got {lora.dropout:g}: the policy "
                 "that is trained must be the one that was sampled from; SFT and DPO may have it"
+            )
+        if self.config.actor.has_adapter and lora.places > 1:
+            raise ConfigError(
+                f"actor.lora.places: expected 1 with PPOTrainer, got {lora.places}: it publishes "
+                "one policy; a loop of your own trains adapters beside each other"
             )
         with self.opened():
             actor = TrainController(make_actor(self.config.actor), self.scheduler)

@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from areal_sc.config.optimizer_settings import OptimizerConfig
-from areal_sc.engines.base import RankPosition
+from areal_sc.engines.base import AdapterBeginning, RankPosition
 from areal_sc.metadata import BatchMetadata
 from areal_sc.token_fields import TOP_LOGPROBS, TOP_TOKENS
 from areal_sc.transport.rpc.method import Method
@@ -157,17 +157,10 @@ class Update(Change, frozen=True, array_like=True):
 
 
 class FillAdapter(Change, frozen=True, array_like=True):
-    """The adapter of a place begins anew, or from a folder: see `TrainEngine.fill_adapter`.
-
-    Attributes:
-        folder: as the script names it; "": it is new.
-    """
+    """See `TrainEngine.fill_adapter`; the script names the folder."""
 
     place: int
-    folder: str
-    rank: int
-    seed: int
-    with_optimizer: bool
+    beginning: AdapterBeginning
 
 
 class SnapshotPlace(StrEnum):

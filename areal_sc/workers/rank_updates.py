@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -162,19 +162,10 @@ async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
 
 async def fill_adapter(rank: Rank, args: rank_methods.FillAdapter) -> dict[str, float]:
     """Raises: what `Operations.join` and the engine raise."""
-    folder = Path(rank.files.place(args.folder)) if args.folder else None
+    beginning = replace(args.beginning, folder=rank.files.place(args.beginning.folder))
 
     async def run() -> dict[str, float]:
-        def fill() -> None:
-            rank.engine.fill_adapter(
-                args.place,
-                folder,
-                rank=args.rank,
-                seed=args.seed,
-                with_optimizer=args.with_optimizer,
-            )
-
-        await rank.compute(fill)
+        await rank.compute(lambda: rank.engine.fill_adapter(args.place, beginning))
         return {}
 
     return await rank.operations.join(args.operation, run)

@@ -31,6 +31,7 @@ from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, ModelHead, OptimizerConfig
+from areal_sc.engines.base import AdapterBeginning
 from areal_sc.engines.fsdp import packed_model
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
@@ -244,7 +245,7 @@ def train_beside(
             engine.begin_save_adapter(place, of_place, with_optimizer=True).result(60)
 
     for place in settings:
-        engine.fill_adapter(place, None, rank=0, seed=place, with_optimizer=False)
+        engine.fill_adapter(place, AdapterBeginning(seed=place))
     *first, last = steps
     for step, minibatches in enumerate(first):
         if step == 1 and snapshot:
@@ -253,11 +254,11 @@ def train_beside(
             engine.update(minibatches, weighted_sum, step=step, optimizers=settings)
         )
     save("first")
-    engine.fill_adapter(0, folder / "first_2", rank=0, seed=0, with_optimizer=True)
-    engine.fill_adapter(1, None, rank=2, seed=7, with_optimizer=False)
+    engine.fill_adapter(0, AdapterBeginning(str(folder / "first_2"), with_optimizer=True))
+    engine.fill_adapter(1, AdapterBeginning(rank=2, seed=7))
     if snapshot == "resumes":
         engine.begin_snapshot(folder / "filled").result(60)
-        engine.fill_adapter(1, None, rank=0, seed=9, with_optimizer=False)
+        engine.fill_adapter(1, AdapterBeginning(seed=9))
         engine.load_snapshot(folder / "filled")
     step = len(first)
     result["stats"].append(engine.update(last, weighted_sum, step=step, optimizers=settings))

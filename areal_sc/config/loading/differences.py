@@ -30,7 +30,7 @@ FIXED = {
     "actor.path": "the snapshot holds the weights of another model",
     "actor.dtype": "steps that are trained again would give other weights",
     **dict.fromkeys(
-        ("actor.lora.rank", "actor.lora.alpha", "actor.lora.targets"),
+        ("actor.lora.rank", "actor.lora.alpha", "actor.lora.targets", "actor.lora.places"),
         "the snapshot holds another adapter, or none",
     ),
     "critic.path": "the snapshot holds the values of another critic, or none",

@@ -39,7 +39,7 @@ from areal_sc.controller.train.train_step import (
     TrainStep,
     trained_content,
 )
-from areal_sc.engines.base import column_of
+from areal_sc.engines.base import AdapterBeginning, column_of
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ROWS_GONE, ConfigError
 from areal_sc.fleet.runtime import Runtime
@@ -318,8 +318,8 @@ class TrainController(Controller):
         Raises: ConfigError: as `sft_update`, or there is no such place.
         """
         self._check_trains()
-        has_reader = self.role == TRAIN_ROLE and self._common.needs and self.publishes
-        if advances and (self.ranks.reader or has_reader):
+        is_policy = self.role == TRAIN_ROLE and self._common.needs and self.publishes
+        if advances and (self.ranks.reader or is_policy):
             raise ConfigError(POLICY_ADVANCES)
         if isinstance(optimizer, OptimizerConfig):
             optimizer = dict.fromkeys(range(self._num_places), optimizer)
@@ -357,7 +357,7 @@ class TrainController(Controller):
             has no adapter of this model; nothing has changed.
         """
         self._check_trains()
-        self._check_place(place)
+        self._check_adapter(place)
         largest = self.config.lora.rank
         smallest = 1 if self._num_places > 1 else largest
         if rank is not None and not smallest <= rank <= largest:
@@ -365,9 +365,8 @@ class TrainController(Controller):
                 f"rank of an adapter: expected {smallest} to {largest} (actor.lora.rank), got "
                 f"{rank}"
             )
-        await self._step.fill_adapter(
-            place, _absolute(folder), rank or 0, seed, with_optimizer=with_optimizer
-        )
+        beginning = AdapterBeginning(_absolute(folder), rank or 0, seed, with_optimizer)
+        await self._step.fill_adapter(place, beginning)
 
     async def save_adapter_async(
         self, place: int, folder: str | Path, *, with_optimizer: bool
@@ -378,7 +377,7 @@ class TrainController(Controller):
             with_optimizer: also `optimizer.safetensors`, its moments and its count of updates.
         Raises: ConfigError: there is no such place. CheckpointError: as `save_hf`.
         """
-        self._check_place(place)
+        self._check_adapter(place)
         finish = await self.ranks.begin_export(
             check_replaceable(folder), place, with_optimizer=with_optimizer
         )
@@ -392,6 +391,12 @@ class TrainController(Controller):
     @property
     def _num_places(self) -> int:
         return self.config.lora.places if self.config.has_adapter else 1
+
+    def _check_adapter(self, place: int) -> None:
+        """Raises: ConfigError: there is no such place, or no adapter at all."""
+        if not self.config.has_adapter:
+            raise ConfigError(f"actor.lora.rank: expected one above 0 for {self.role!r}, got 0")
+        self._check_place(place)
 
     def _check_place(self, place: int) -> None:
         """Raises: ConfigError: there is no such place."""

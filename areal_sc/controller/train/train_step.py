@@ -30,6 +30,7 @@ from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.rank_layout import try_loss, with_sealed_fields
 from areal_sc.controller.train.rank_state import Asked
 from areal_sc.controller.train.ranks import Ranks
+from areal_sc.engines.base import AdapterBeginning
 from areal_sc.errors import ROWS_GONE, ArealError, BatchLost, ConfigError, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.sources.row_file import PromptSource
@@ -396,14 +397,12 @@ class TrainStep:
             del metrics["behavior_weight_square"]
         return metrics
 
-    async def fill_adapter(
-        self, place: int, folder: str, rank: int, seed: int, *, with_optimizer: bool
-    ) -> None:
+    async def fill_adapter(self, place: int, beginning: AdapterBeginning) -> None:
         """Every rank does once what `TrainEngine.fill_adapter` says; as an update it is noted."""
-        number, what = self._ranks.step.num_updates, (place, folder, rank, seed, with_optimizer)
-        operation = self._ranks.operation(Kind.update, str(number), ["fill_adapter", *what])
-        shares = [rank_methods.FillAdapter(operation, *what)] * self._ranks.layout.num_shares
-        asked = Asked(rank_methods.FILL_ADAPTER, shares)
+        number, decisive = self._ranks.step.num_updates, [place, asdict(beginning)]
+        operation = self._ranks.operation(Kind.update, str(number), decisive)
+        filled = rank_methods.FillAdapter(operation, place, beginning)
+        asked = Asked(rank_methods.FILL_ADAPTER, [filled] * self._ranks.layout.num_shares)
         await self._ranks.update(asked, number, (), (), None)
         self._ranks.step.num_updates = number + 1
 

@@ -23,7 +23,7 @@ from areal_sc.algorithms.losses import Metric
 from areal_sc.algorithms.packing import padded_size
 from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.config.schema import ActorConfig, Dtype, ModelHead
-from areal_sc.engines.base import BASE_LOGPROBS, RankPosition
+from areal_sc.engines.base import BASE_LOGPROBS, AdapterBeginning, RankPosition
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.handle import needs_fsdp
 from areal_sc.engines.fsdp.model import load_sharded_model
@@ -330,16 +330,8 @@ class FSDPEngine(RankEngine):
         copies = {name: values.to("cpu", copy=True) for name, values in whole}
         return begin_adapter(self.config, copies, folder, self._writer, probe)
 
-    def fill_adapter(
-        self,
-        place: int,
-        folder: Path | None,
-        *,
-        rank: int,
-        seed: int,
-        with_optimizer: bool,
-    ) -> None:
-        self._place_states.fill(place, folder, rank, seed, with_optimizer=with_optimizer)
+    def fill_adapter(self, place: int, beginning: AdapterBeginning) -> None:
+        self._place_states.fill(place, beginning)
 
     def begin_save_adapter(self, place: int, folder: Path, *, with_optimizer: bool) -> Future[None]:
         return self._place_states.begin_save(place, folder, with_optimizer=with_optimizer)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.base import AdapterBeginning
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
 from areal_sc.engines.training.adapters.adapter_files import begin_adapter, read_adapter
@@ -78,59 +79,55 @@ class PlaceStates:
         """What a snapshot needs beside parameters and moments."""
         return {} if self.places is None else {"adapter_ranks": self.places.ranks}
 
-    def fill(
-        self, place: int, folder: Path | None, rank: int, seed: int, *, with_optimizer: bool
-    ) -> None:
+    def fill(self, place: int, beginning: AdapterBeginning) -> None:
         """See `TrainEngine.fill_adapter`."""
-        names = self._names(place)
-        stored: dict[str, torch.Tensor] = {}
+        rank, stored = beginning.rank or self._config.lora.rank, dict[str, torch.Tensor]()
         error: ModelError | None = None
-        if folder is not None and self._world.rank == 0:
+        if beginning.folder and self._world.rank == 0:
             try:
-                rank, stored = self._read(place, folder, rank, with_optimizer=with_optimizer)
+                rank, stored = self._read(place, beginning)
             except ModelError as failure:  # the other ranks wait
                 error = failure
         message = str(error) if error else None
         rank, stored, message = self._world.broadcast((rank, stored, message))
         if message is not None:
             raise error or ModelError(message)
-        rank = rank or self._config.lora.rank
         moments = self._optimizer.moments()
-        for name in names:
-            common = common_name(name)
+        for name in self._names(place):
+            common, shape = common_name(name), self._small(name, rank)
             values = stored.get(common)
             if values is None:
-                values = new_values(common, self._small(name, rank), seed)
-            targets = {"": local_part(self._parameters[name].detach()), **moments[name]}
-            for kind, target in targets.items():
-                if kind == _STEP:
-                    target.copy_(stored.get(_STEP, torch.zeros(())))
-                    continue
-                if kind:
-                    values = stored.get(f"{kind}.{common}", torch.zeros(self._small(name, rank)))
-                whole = torch.zeros(self._parts.shapes[name])
-                whole[: values.shape[0], : values.shape[1]] = values
-                own = self._parts.box(name).within(Box.whole(whole.shape))
-                target.copy_(whole[own].view(target.shape))
+                values = new_values(common, shape, beginning.seed)
+            self._copy(name, values, local_part(self._parameters[name].detach()))
+            for kind in _MOMENTS:
+                values = stored.get(f"{kind}.{common}", torch.zeros(shape))
+                self._copy(name, values, moments[name][kind])
+            moments[name][_STEP].copy_(stored.get(_STEP, torch.zeros(())))
         if self.places is not None:
             self.places.ranks[place] = rank
 
-    def _read(
-        self, place: int, folder: Path, rank: int, *, with_optimizer: bool
-    ) -> tuple[int, dict[str, torch.Tensor]]:
+    def _copy(self, name: str, values: torch.Tensor, part: torch.Tensor) -> None:
+        """This rank's part of whole values, which may be those of a smaller rank."""
+        whole = torch.zeros(self._parts.shapes[name])
+        whole[: values.shape[0], : values.shape[1]] = values
+        own = self._parts.box(name).within(Box.whole(whole.shape))
+        part.copy_(whole[own].view(part.shape))
+
+    def _read(self, place: int, beginning: AdapterBeginning) -> tuple[int, dict[str, torch.Tensor]]:
         """Rank, and values by name: of parameters at place 0, `exp_avg.<name>` and so on, `step`.
 
         Raises: ModelError: the folder has no such adapter.
         """
+        folder = Path(beginning.folder)
         found = stored_rank(folder)
-        if found > self._config.lora.rank or (rank and found != rank):
-            expected = rank or f"at most {self._config.lora.rank}"
+        if found > self._config.lora.rank or beginning.rank not in (0, found):
+            expected = beginning.rank or f"at most {self._config.lora.rank}"
             raise ModelError(f"{folder}: expected an adapter of rank {expected}, got {found}")
         lora = replace(self._config.lora, path=str(folder), rank=found)
         shapes = {common_name(n): self._small(n, found) for n in self._names(place)}
         stored = read_adapter(replace(self._config, lora=lora), shapes)
         path = folder / OPTIMIZER_FILE
-        if not with_optimizer or not path.exists():
+        if not (beginning.with_optimizer and path.exists()):
             return found, stored
         try:
             state = load_file(path)

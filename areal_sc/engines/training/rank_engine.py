@@ -27,7 +27,7 @@ from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.shared_prefixes import Forest
 from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.config.schema import ActorConfig, ModelHead
-from areal_sc.engines.base import SCORES, RankPosition, column_of
+from areal_sc.engines.base import SCORES, AdapterBeginning, RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.kept_states import KeptStates
 from areal_sc.engines.training.learning_rate import learning_rate
@@ -69,7 +69,7 @@ from areal_sc.weights.published import BucketLayout
 
 logger = logging.getLogger(__name__)
 
-_NO_ADAPTERS: Final = ConfigError("actor.lora.rank: expected one above 0, of adapters, got 0")
+_NO_ADAPTERS: Final = "actor.lora.rank: expected one above 0, of adapters, got 0"
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,9 @@ class RankEngine(ABC):
         """What the current weights say of trained tokens, on the CPU.
 
         Args:
-            rows: fields `input_ids` and `loss_mask`; `temperatures`, else 1. Where advantages are
-                known, rows without any are left out: nothing is trained on them.
+            rows: fields `input_ids` and `loss_mask`; `temperatures`, else 1; `adapter`, the place
+                of each row's adapter, else 0. Where advantages are known, rows without any are left
+                out: nothing is trained on them.
         Raises: ValueError: there is no such output, a field is missing, or a row is too long.
         """
         column = column_of(output, self.config)
@@ -390,21 +391,13 @@ class RankEngine(ABC):
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         return self._publication.layouts(bucket_bytes)
 
-    def fill_adapter(
-        self,
-        place: int,
-        folder: Path | None,
-        *,
-        rank: int,
-        seed: int,
-        with_optimizer: bool,
-    ) -> None:
+    def fill_adapter(self, place: int, beginning: AdapterBeginning) -> None:
         """See `TrainEngine`. Raises: ConfigError: this engine trains no adapters."""
-        raise _NO_ADAPTERS
+        raise ConfigError(_NO_ADAPTERS)
 
     def begin_save_adapter(self, place: int, folder: Path, *, with_optimizer: bool) -> Future[None]:
         """See `TrainEngine`. Raises: as `fill_adapter`."""
-        raise _NO_ADAPTERS
+        raise ConfigError(_NO_ADAPTERS)
 
     @abstractmethod
     def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
@@ -462,8 +455,8 @@ class RankEngine(ABC):
         """Micro-batches of each batch, as many as on every other rank.
 
         Args: places: of adapters that rows may have; None: any that there is.
-        Raises: ValueError: ranks have different numbers of batches, a row is too long, or
-            `asked_of` raises.
+        Raises: ValueError: ranks have different numbers of batches, a row is too long or of no such
+            place, or `asked_of` raises.
         """
         asked, wanted, of_rows = list[torch.Tensor](), list[int](), list[list[int]]()
         of_units, error, min_saved = list[RowUnits](), None, self._min_saved_tokens

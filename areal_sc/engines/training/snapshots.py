@@ -84,7 +84,7 @@ class CountsUpdates(Protocol):
 
 class TrainedState(Protocol):
     """What a snapshot holds of an engine: `parameter.<name>`, and `exp_avg.`, `exp_avg_sq.` and
-    `step.` of each, by Hugging Face names.
+    `step.` of each, by Hugging Face names; of several adapters beside each other `adapter_ranks`.
 
     Attributes:
         architecture: class of the Hugging Face model.

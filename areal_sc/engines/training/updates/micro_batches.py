@@ -249,22 +249,23 @@ def places_of_rows(rows: PackedRows, known: Collection[int]) -> list[int]:
     Args: known: the places that there are.
     Raises: ValueError: a row is of another one, or of several.
     """
-    given = rows.fields.get(ADAPTER)
-    if given is None:
-        places, found = [0] * rows.num_rows, {0} if rows.num_rows else set()
-    else:
-        first = given[torch.tensor(rows.starts, dtype=torch.int64)]
-        whole = first.repeat_interleave(torch.tensor(rows.lengths, dtype=torch.int64))
-        if not torch.equal(whole, given):
+    found: list[float] = [0.0] * rows.num_rows
+    if ADAPTER in rows.row_fields:
+        found = [float(it) for it in rows.row_fields[ADAPTER].of_rows]
+    elif (given := rows.fields.get(ADAPTER)) is not None:
+        starts, lengths = (
+            torch.tensor(it, dtype=torch.int64) for it in (rows.starts, rows.lengths)
+        )
+        first = given[starts]
+        if not torch.equal(first.repeat_interleave(lengths), given):
             raise ValueError(f"field {ADAPTER}: expected one number for all tokens of a row")
-        found = set(first.tolist())
-        places = first.long().tolist()
-    if unknown := sorted(found - set(known)):
+        found = first.tolist()
+    if unknown := sorted(set(found) - set(known)):
         raise ValueError(
             f"field {ADAPTER}: expected one of the places {sorted(known)} (of actor.lora.places "
             f"those that the update has an optimizer for), got {unknown[0]:g}"
         )
-    return places
+    return [int(place) for place in found]
 
 
 @dataclass(frozen=True)
