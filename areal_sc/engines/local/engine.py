@@ -148,6 +148,8 @@ class LocalEngine(GenerationThread):
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
             engine has failed or is closed. ModelError: the adapter cannot be served.
         """
+        if prefix_group is not None:  # the entries of a prompt differ by adapter
+            prefix_group = f"{adapter}\0{prefix_group}"
         request = self._make_request(input_ids, sampling, prefix_group)
         check_top(top_k_logprobs, request.max_length)
         request.num_top = top_k_logprobs
@@ -157,8 +159,6 @@ class LocalEngine(GenerationThread):
         async with AsyncExitStack() as held:
             if adapter:
                 request.adapter = await held.enter_async_context(self._adapters.using(adapter))
-                if prefix_group is not None:  # entries of keys and values differ by adapter
-                    request.prefix_group = f"{adapter}\n{prefix_group}"
             if on_tokens is None:
                 return await self.complete(request)
             return await hand_over(on_tokens, partial(self.complete, request))
