@@ -238,17 +238,17 @@ def check_turns(config: GRPOConfig, count_devices: Callable[[], int]) -> None:
             "weight_update.method: expected pull or disk with placement=turns, since a broadcast "
             "needs both sides at one time, got collective"
         )
-    generator = make_generator(config.rollout)
-    if config.rollout.lora.is_named and generator.takes_free_memory:
+    if config.rollout.lora.is_named:
         raise ConfigError(
-            "actor.lora.places: expected 1 with placement=turns, which gives servers all weights "
-            f"in each turn, got {config.rollout.lora.places}"
+            "actor.lora.places: expected 1 with placement=turns, which gives generation all "
+            f"weights in each turn, got {config.rollout.lora.places}"
         )
     if config.rollout.lora.is_published_alone:
         raise ConfigError(
             "actor.lora.publish_merged: expected true with placement=turns, which gives servers "
             "all weights in each turn, got false"
         )
+    generator = make_generator(config.rollout)
     is_local = config.scheduler.type == SchedulerType.local
     has_cuda = config.rollout.device is not Device.cpu and (not is_local or count_devices() > 0)
     generator.check_turns(has_cuda=has_cuda, is_here=is_local)

@@ -20,7 +20,10 @@ TOKEN: Final = re.compile(r"[0-9a-f]{8,64}")
 _PART: Final = r"[^./\0-\x1f\x7f\\][^/\0-\x1f\x7f\\]{0,200}"
 _NAME: Final = re.compile(rf"{_PART}(/{_PART}){{0,{MAX_PARTS - 1}}}")
 _ENGINE: Final = r"engine(-[a-z0-9_-]{1,32})?"
-_READABLE: Final = re.compile(rf"sources/{_PART}|checkpoints/step-[0-9]+/{_ENGINE}/{_PART}")
+_READABLE: Final = re.compile(
+    rf"sources/{_PART}|checkpoints/step-[0-9]+/{_ENGINE}/{_PART}"
+    rf"|{_PART}(/{_PART}){{0,{MAX_PARTS - 2}}}/adapter_(config\.json|model\.safetensors)"
+)
 _LISTABLE: Final = re.compile(rf"checkpoints/step-[0-9]+/{_ENGINE}")
 _LOG: Final = rf"logs/{_PART}/{_PART}"
 _WRITABLE: Final = re.compile(

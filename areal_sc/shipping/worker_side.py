@@ -27,11 +27,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from areal_sc.config.lora_settings import ADAPTER_CONFIG
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.engines.training.snapshot_index import INDEX_NAME
 from areal_sc.errors import (
     CheckpointError,
     ConfigError,
+    ModelError,
     NotPermitted,
     PeerLost,
     RpcTimeout,
@@ -49,6 +51,7 @@ from areal_sc.records.record_files import FilesOfProcess, RecordStore, Series
 from areal_sc.shipping.calls import PIECE_BYTES, SEND_RECORDS, SentRecords
 from areal_sc.shipping.client import RETRY_S, ScriptFiles, until_there
 from areal_sc.shipping.node_side import NodeCache
+from areal_sc.sizing.adapter_folder import ADAPTER_WEIGHTS
 from areal_sc.sources.reference_paths import code_folders, data_paths, script_files
 from areal_sc.sources.row_file import GROWING
 from areal_sc.system.durable import os_errors_as, remove, write_atomic
@@ -79,6 +82,7 @@ class ShippedFiles(WorkerFiles):
         self._transport = transport
         self._growing: dict[int, list[str]] = {}  # names of files, by the number of their source
         self._one_brings: dict[int, asyncio.Lock] = {}
+        self._one_brings_adapter: dict[str, asyncio.Lock] = {}
 
     def place(self, path: str) -> str:
         for named in sorted(self._places, key=len, reverse=True):
@@ -105,6 +109,27 @@ class ShippedFiles(WorkerFiles):
             wanted = self._growing.get(number) or await self._bring_new(files, number)
             await all_of(self._bring_rest(files, it) for it in wanted)
         self._growing[number] = [it for it in wanted if Path(it).name.startswith(GROWING)]
+
+    async def bring_adapter(self, name: str) -> Path:
+        folder = await super().bring_adapter(name)
+        try:
+            async with self._one_brings_adapter.setdefault(name, asyncio.Lock()):
+                if not (folder / ADAPTER_CONFIG).exists():
+                    what = f"adapter {name}"
+                    await until_there(
+                        what, lambda: self._bring_adapter(name, folder), self._limit_s
+                    )
+        except (TransportError, WaitTimeout, OSError) as error:
+            raise ModelError(f"adapter {name} cannot be brought to this node: {error}") from error
+        return folder
+
+    async def _bring_adapter(self, name: str, folder: Path) -> None:
+        """Its settings come last: with them it is whole."""
+        async with self._opened() as files:
+            for file in (ADAPTER_WEIGHTS, ADAPTER_CONFIG):
+                content = await files.read_all("", f"{name}/{file}")
+                await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+                await asyncio.to_thread(write_atomic, folder / file, content)
 
     async def bring_snapshot(self, folder: Path) -> None:
         name = folder.relative_to(self._here.path).as_posix()

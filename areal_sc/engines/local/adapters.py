@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from areal_sc.engines.local.slots import Ints
 from areal_sc.engines.training.adapters.adapter_files import AdapterLayers
 
 _MAX_IDLE_SHARE = 0.5
@@ -82,7 +82,10 @@ class AdapterStack:
         return AdapterStack(needed, targets)
 
     def of_tokens(
-        self, of_rows: Sequence[LoadedAdapter | None], token_rows: Ints, device: torch.device
+        self,
+        of_rows: Sequence[LoadedAdapter | None],
+        token_rows: npt.NDArray[np.int64],
+        device: torch.device,
     ) -> PassAdapters:
         """What a pass computes with.
 

@@ -24,6 +24,7 @@ from areal_sc.engines.base import Completion
 from areal_sc.engines.held_adapters import HeldAdapters
 from areal_sc.engines.local.adapters import LoadedAdapter
 from areal_sc.engines.local.generator import SlotGenerator
+from areal_sc.engines.local.handle import adapter_room
 from areal_sc.engines.local.model import (
     LocalModel,
     check_context,
@@ -49,10 +50,6 @@ if TYPE_CHECKING:
     from areal_sc.engines.base import OnTokens, TensorSource
 
 logger = logging.getLogger(__name__)
-
-LEAST_ADAPTER_BYTES = 256 << 20
-"""In host memory adapters may always have so much, and else a share of what the model has."""
-ADAPTER_SHARE = 0.5
 
 _MAX_ASKED_LOGITS = 1 << 26
 """Of the prompts whose log-probabilities one pass tells: more are told by several passes."""
@@ -105,9 +102,8 @@ class LocalEngine(GenerationThread):
         self._adaptable = {
             name: (it.out_features, it.in_features) for name, it in local_model.adaptable.items()
         }
-        own_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._adapters = HeldAdapters(
-            max(LEAST_ADAPTER_BYTES, int(ADAPTER_SHARE * own_bytes)),
+            adapter_room(sum(parameter.nbytes for parameter in model.parameters())),
             self._adapter_bytes,
             self._load_adapter,
             self._unload_adapter,
@@ -152,6 +148,8 @@ class LocalEngine(GenerationThread):
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
             engine has failed or is closed. ModelError: the adapter cannot be served.
         """
+        if prefix_group is not None:  # the entries of a prompt differ by adapter
+            prefix_group = f"{adapter}\0{prefix_group}"
         request = self._make_request(input_ids, sampling, prefix_group)
         check_top(top_k_logprobs, request.max_length)
         request.num_top = top_k_logprobs
@@ -161,8 +159,6 @@ class LocalEngine(GenerationThread):
         async with AsyncExitStack() as held:
             if adapter:
                 request.adapter = await held.enter_async_context(self._adapters.using(adapter))
-                if prefix_group is not None:  # entries of keys and values differ by adapter
-                    request.prefix_group = f"{adapter}\n{prefix_group}"
             if on_tokens is None:
                 return await self.complete(request)
             return await hand_over(on_tokens, partial(self.complete, request))

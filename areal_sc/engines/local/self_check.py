@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from areal_sc.engines.base import Completion
 from areal_sc.engines.likely_rows import likely_rows, plain_logprobs
 from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import LocalModel
@@ -87,6 +88,7 @@ def _compare(
                 f"{type(model).__name__} cannot be run by embedded generation: {error}"
             ) from error
         for request, completion in finished:
+            assert isinstance(completion, Completion), "no request has an adapter"
             rows.append(torch.tensor([*request.prompt.tolist(), *completion.token_ids]))
             found.append(torch.tensor(completion.logprobs))
 

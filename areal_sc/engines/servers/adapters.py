@@ -106,17 +106,6 @@ class AdapterWeights(VersionWeights):
             )
 
 
-@dataclass(frozen=True)
-class SameWeights(VersionWeights):
-    """A version of servers whose requests name their adapters: the model stays as it is."""
-
-    version: int
-
-    async def load(self, server: ServerClient, times: UpdateTimes) -> None:
-        if server.adapter is not None:
-            server.adapter = ServedAdapter("", self.version)
-
-
 class NamedAdapters(HeldAdapters[str]):
     """The adapters that a server has for requests that name them, by the server's names of them.
 

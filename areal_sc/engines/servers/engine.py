@@ -31,7 +31,6 @@ from areal_sc.engines.servers.adapters import (
     AdapterFolders,
     AdapterWeights,
     NamedAdapters,
-    SameWeights,
 )
 from areal_sc.engines.servers.completion import Completer
 from areal_sc.engines.servers.handle import ServersHandle
@@ -277,9 +276,6 @@ class ServerEngine:
         Raises: ModelError: names or sizes do not fit; the old weights and version stay.
             EngineFailed: it is lost.
         """
-        if self._config.lora.is_named:
-            await self.adopt(SameWeights(version))
-            return
         if self._config.lora.is_published_alone:
             folder = await asyncio.to_thread(self._adapters.write, version, await source())
             await self._adopt_adapter(version, folder)
@@ -293,9 +289,6 @@ class ServerEngine:
         Raises: ModelError: it is of another model, or incomplete; nothing has changed then.
             EngineFailed: the server is lost.
         """
-        if self._config.lora.is_named:
-            await self.adopt(SameWeights(version))
-            return
         if self._config.lora.is_published_alone:
             await self._adopt_adapter(version, folder)
             return

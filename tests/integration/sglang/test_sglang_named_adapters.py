@@ -109,14 +109,3 @@ async def test_prompts_of_one_token_and_in_pieces(
         check_answer(
             merged[1], prompt, answer, sampling.temperature, tolerance=TOLERANCE, num_top=2
         )
-
-
-async def test_a_new_version_is_the_same_model(engine: ServerEngine, merged: list[Merged]) -> None:
-    async def source() -> list[tuple[str, object]]:
-        raise AssertionError("nothing is asked for")
-
-    await engine.update_weights(engine.version + 1, source)  # type: ignore[arg-type]
-    for it in (merged[0], merged[-1]):
-        answer = await engine.generate(PROMPT, SAMPLED, adapter=it.folder, prompt_logprobs=True)
-        assert set(answer.versions) == {engine.version}
-        check_answer(it, PROMPT, answer, 0.7, tolerance=TOLERANCE)

@@ -40,6 +40,8 @@ def test_a_file_below_a_folder_has_a_name(name: str) -> None:
         *("keys.json", "ledger/1", ".lock", ".term", ".nonce", "config.yaml", "logs/files.log"),
         *("checkpoints/step-000002", "checkpoints/step-000002/controllers.msgpack"),
         *("sources", "sources/a/b", "agents/x.json", "sources/../keys.json"),
+        *("a/../adapter_config.json", ".a/adapter_config.json", "a/adapter_config.json.key"),
+        *("adapter_config.json", "a/adapter_config.json/key", "serving/key", "serving/journal"),
     ],
 )
 def test_nothing_else_of_the_run_folder_is_read(name: str) -> None:
@@ -64,6 +66,8 @@ def test_what_nodes_need_they_get() -> None:
     snapshot = "checkpoints/step-000002/engine-critic"
     assert readable(RUN, "sources/123.json") == RUN / "sources" / "123.json"
     assert readable(RUN, f"{snapshot}/rank-0.safetensors").name == "rank-0.safetensors"
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert readable(RUN, f"serving/adapters/a-1/{name}").name == name
     assert listable(RUN, snapshot) == RUN / snapshot
     for name in (
         "checkpoints/.step-000002.partial/engine/snapshot.json",

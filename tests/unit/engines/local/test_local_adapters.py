@@ -20,6 +20,7 @@ from waiting import until
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.local import engine as local_engine
+from areal_sc.engines.local import handle
 from areal_sc.errors import ConfigError, ModelError
 
 TOLERANCE = 1e-4
@@ -97,8 +98,8 @@ async def test_adapters_come_and_go_beyond_the_room(
     model = long_model()
     merged = adapters_of(model, tmp_path, (4, 4, 4, 4, 4, 4))
     size = (Path(merged[0].folder) / "adapter_model.safetensors").stat().st_size
-    monkeypatch.setattr(local_engine, "LEAST_ADAPTER_BYTES", 2 * size)
-    monkeypatch.setattr(local_engine, "ADAPTER_SHARE", 0.0)
+    monkeypatch.setattr(handle, "LEAST_ADAPTER_BYTES", 2 * size)
+    monkeypatch.setattr(handle, "ADAPTER_SHARE", 0.0)
     async with running(model) as engine:
         for _ in range(3):
             answers = await asyncio.gather(

@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,19 +90,24 @@ def test_what_is_not_there_is_found() -> None:
     assert missing("sglang", "routes", ["/flush_cache", "/ready"])["/ready"][0] == "0.5.11"
 
 
+@pytest.mark.parametrize("lora", [LoraConfig(4, publish_merged=False), LoraConfig(4, places=3)])
 @pytest.mark.parametrize("is_cuda", [True, False])
 @pytest.mark.parametrize("server", ["sglang", "vllm"])
-def test_flags(server: str, is_cuda: bool, tiny_model_folder: Path) -> None:
+def test_flags(server: str, is_cuda: bool, lora: LoraConfig, tiny_model_folder: Path) -> None:
     config = RolloutConfig(
         path=str(tiny_model_folder),
         dtype=Dtype.bfloat16,
         float32_output_layer=True,
         max_context_tokens=64,
-        lora=LoraConfig(rank=4, publish_merged=False),
+        lora=lora,
         placement=Placement.turns,
     )
     of_server = {"sglang": sglang_arguments, "vllm": vllm_arguments}[server]
     instance = ServerInstance(4000, "key", is_cuda)
+    if server == "vllm" and lora.is_named and not is_cuda:
+        with pytest.raises(ConfigError, match=r"actor.lora.places: expected 1 with .* on a CPU"):
+            of_server.server_arguments(config, instance)
+        return
     words = of_server.server_arguments(config, instance)
     used = [word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
     used = [name.removeprefix("no_") if server == "vllm" else name for name in used]
@@ -161,12 +167,14 @@ async def test_routes_and_fields_of_requests(kind: type[ServerClient]) -> None:
     sampling = GenerationConfig(max_new_tokens=4, top_p=0.9, top_k=5)
     never = asyncio.get_running_loop().create_future()
     request = CompletionRequest([1], sampling, 4, "length", (2,), None, True, never)
+    asking = replace(request, is_truncated=False, adapter="a", asks_prompt=True, num_top=2)
     calls = [
         client.check_health(timeout_s=1),
         client.probe(timeout_s=1),
         client.ask_abilities(),
         client.served_weights(),
         client.answer(request, 10),
+        client.answer(asking, None),
         client.abort("r"),
         client.abort_all(),
         client.loaded_adapters(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from areal_sc.config.schema import (
 )
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.requests import CompletionRequest
-from areal_sc.engines.servers.sglang.answers import read_answer, request_body
+from areal_sc.engines.servers.sglang.answers import read_answer, request_body, with_asked
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError, WorkflowError
 
@@ -225,3 +226,74 @@ def test_routes_of_another_model_are_refused(number: int) -> None:
     part = read_answer(answer(routed_experts=told), is_truncated=False)
     with pytest.raises(ProtocolError, match="routed experts are not"):
         request.extend(part)
+
+
+def asking(**settings: Any) -> CompletionRequest:
+    """Two tokens of a prompt, and one that was sampled before; all is asked for."""
+    return CompletionRequest(
+        prompt=[1, 2],
+        sampling=GenerationConfig(max_new_tokens=9),
+        max_new_tokens=9,
+        length_reason="length",
+        stop_token_ids=(),
+        is_truncated=False,
+        token_ids=[3],
+        logprobs=[-1.0],
+        versions=[0],
+        adapter="adapter-1",
+        **{"asks_prompt": True, "num_top": 2, **settings},
+    )
+
+
+def told(**meta: Any) -> dict[str, Any]:
+    pairs = [[-0.1, 7, None], [-2.5, 4, None]]
+    return answer(
+        **{
+            "input_token_logprobs": [[None, 1, None], [-0.25, 2, None], [-9.0, 3, None]],
+            "input_top_logprobs": [None, [[-0.25, 2, None], [-1.5, 6, None]], pairs],
+            "output_top_logprobs": [pairs, pairs, pairs],
+            **meta,
+        }
+    )
+
+
+def test_what_is_asked_for_besides_is_in_the_body() -> None:
+    body = request_body(asking(), None)
+    assert (body["logprob_start_len"], body["top_logprobs_num"]) == (0, 2)
+    body = request_body(asking(prompt_logprobs=[math.nan, -1.0], num_top=0), None)
+    assert body["logprob_start_len"] == -1  # it is known
+    assert "top_logprobs_num" not in body
+
+
+def test_what_is_asked_for_besides_is_read_once() -> None:
+    request, pairs = asking(), [(7, -0.1), (4, -2.5)]
+    part = with_asked(read_answer(told(), is_truncated=False), told(), request)
+    assert math.isnan(part.prompt_logprobs[0])
+    assert part.prompt_logprobs[1:] == [-0.25]
+    assert part.prompt_top == [[], [(2, -0.25), (6, -1.5)]]
+    request.extend(part)
+    later = answer(output_top_logprobs=told()["meta_info"]["output_top_logprobs"])
+    request.extend(with_asked(read_answer(later, is_truncated=False), later, request))
+    completion = request.completion("length")
+    assert completion.prompt_top == part.prompt_top
+    assert completion.top == [pairs] * 6
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"input_token_logprobs": None}, "has 0 log-probabilities for a prompt of 3 tokens"),
+        ({"input_top_logprobs": None}, "has not the most probable tokens"),
+        ({"output_top_logprobs": [[[-0.1, 7, None]], None, None]}, "has not the most probable"),
+    ],
+)
+def test_what_was_asked_for_besides_is_missing(meta: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        with_asked(read_answer(told(**meta), is_truncated=False), told(**meta), asking())
+
+
+def test_a_prompt_whose_answer_was_aborted_at_once_is_asked_for_again() -> None:
+    reply = {"meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "2"}}
+    request = asking()
+    request.extend(with_asked(read_answer(reply, is_truncated=False), reply, request))
+    assert request_body(request, None)["logprob_start_len"] == 0

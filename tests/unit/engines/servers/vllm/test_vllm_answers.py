@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.servers.requests import CompletionRequest
-from areal_sc.engines.servers.vllm.answers import read_answer, request_body
+from areal_sc.engines.servers.vllm.answers import read_answer, request_body, with_asked
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError
 
 
@@ -116,3 +118,45 @@ def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected 0, or at least 0\.01 with vLLM, got 0\.001"):
         request_body(request(temperature=0.001))
     assert request_body(request(temperature=0.0))["sampling_params"]["temperature"] == 0
+
+
+def asking(**settings: Any) -> CompletionRequest:
+    return replace(request(), **{"asks_prompt": True, "num_top": 2, **settings})
+
+
+def told(**changed: Any) -> dict[str, Any]:
+    """vLLM tells the token itself beside the most probable ones."""
+    entries = [{"token_id": it, "logprob": lp} for it, lp in ((7, -0.5), (4, -0.1), (5, -2.5))]
+    reply = answer()
+    for entry in reply["choices"][0]["logprobs"]["content"]:
+        entry["top_logprobs"] = entries
+    places = [None, {"2": {"logprob": -4.0}, "6": {"logprob": -1.0}, "5": {"logprob": -0.5}}]
+    reply["prompt_logprobs"] = [*places, {"3": {"logprob": -1.0}}]
+    return {**reply, **changed}
+
+
+def test_what_is_asked_for_besides() -> None:
+    parameters = request_body(asking())["sampling_params"]
+    assert (parameters["prompt_logprobs"], parameters["logprobs"]) == (2, 3)
+    known = request_body(asking(prompt_logprobs=[math.nan, -1.0]))["sampling_params"]
+    assert "prompt_logprobs" not in known
+    part = with_asked(read_answer(told()), told(), asking())
+    assert math.isnan(part.prompt_logprobs[0])
+    assert part.prompt_logprobs[1:] == [-4.0]
+    assert part.prompt_top == [[], [(5, -0.5), (6, -1.0)]]
+    assert part.top == [[(4, -0.1), (7, -0.5)]] * 3
+
+
+def test_what_was_asked_for_besides_is_missing() -> None:
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        with_asked(read_answer(answer()), answer(), asking())
+    without = answer(finish_reason="abort")
+    request_ = asking(num_top=0)
+    request_.extend(with_asked(read_answer(without), without, request_))
+    assert request_.is_prompt_missing
+
+
+@pytest.mark.parametrize("settings", [{"num_top": 20}, {"num_top": 1, "is_truncated": True}])
+def test_what_vllm_does_not_tell_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="top_k_logprobs: expected at most 19 with vLLM"):
+        request_body(replace(request(), **settings))
