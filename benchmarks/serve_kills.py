@@ -234,8 +234,6 @@ class Killer:
         num_steps, killed_s = self._session.num_steps, time.monotonic()
         if kind == "client":
             self._clients.pop().kill()
-            if len(self.took_s[kind]) % 2:
-                self._clients.append(self._start())
         elif kind == "all":
             self._server.run.kill_all()
             self._server.start()
@@ -244,6 +242,8 @@ class Killer:
         self._session.wait_for_steps(num_steps + 2)
         self.took_s[kind].append(time.monotonic() - killed_s)
         report.say(f"{kind} {len(self.took_s[kind])}: {self.took_s[kind][-1]:.2f} s")
+        if kind == "client" and len(self.took_s[kind]) % 2:
+            self._clients.append(self._start())
 
 
 def unload(server: Served, tenant: str, model_id: str) -> None:

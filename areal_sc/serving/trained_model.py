@@ -13,6 +13,8 @@ from areal_sc.serving.wire import RequestRefused
 
 ROWS_A_MODEL: Final = 1 << 22
 """Numbers of the rows of one model: the file of all has rows of earlier models, too."""
+_MAX_AHEAD: Final = 1 << 12
+"""Requests of a model that can be under way between two that come one after the other."""
 
 
 class InOrder:
@@ -20,7 +22,17 @@ class InOrder:
 
     def __init__(self, first: int) -> None:
         self._next = first
+        self._last = first
         self._changed = asyncio.Condition()
+
+    def expect(self, number: int) -> None:
+        """A request of that number comes.
+
+        Raises: RequestRefused: so many could not come before it.
+        """
+        if number > self._last + _MAX_AHEAD:
+            raise RequestRefused(f"seq_id: expected about {self._last + 1}, got {number}")
+        self._last = max(self._last, number)
 
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
@@ -52,6 +64,8 @@ class TrainedModel:
         num_asked_tokens: of these.
         order: of its requests.
         place: among the models that are trained; None: it rests.
+        last_turn: number of the last turn that it had.
+        has_had_turn: since it has this place.
         is_changed: the weights at its place are not those of `source` any more.
         saved: names of folders that it has.
         samplers: folders of weights for sampling that have no name, the newest ones last.
@@ -70,6 +84,8 @@ class TrainedModel:
         self.num_asked_tokens = 0
         self.order = InOrder(first=1)
         self.place: int | None = None
+        self.last_turn = 0
+        self.has_had_turn = False
         self.is_changed = False
         self.saved: set[str] = set()
         self.samplers: list[str] = []
