@@ -23,7 +23,7 @@ class InOrder:
     def __init__(self, first: int) -> None:
         self._next = first
         self._last = first
-        self._changed = asyncio.Condition()
+        self._begins: dict[int, asyncio.Event] = {}  # of requests that wait, by number
 
     def expect(self, number: int) -> None:
         """A request of that number comes.
@@ -37,16 +37,16 @@ class InOrder:
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
         """Raises: RequestRefused: a request of that number was served."""
-        async with self._changed:
-            if number < self._next:
-                raise RequestRefused(f"seq_id: expected {self._next} or above, got {number}")
-            await self._changed.wait_for(lambda: self._next == number)
+        if number < self._next:
+            raise RequestRefused(f"seq_id: expected {self._next} or above, got {number}")
+        if number > self._next:
+            await self._begins.setdefault(number, asyncio.Event()).wait()
         try:
             yield
         finally:
-            async with self._changed:
-                self._next += 1
-                self._changed.notify_all()
+            self._next += 1
+            if (following := self._begins.pop(self._next, None)) is not None:
+                following.set()
 
 
 class TrainedModel:
