@@ -96,11 +96,13 @@ class Session:
     Attributes:
         told: what the clients were answered, by step.
         num_steps: that were answered.
+        may_step: is held by who wants no step to begin meanwhile.
     """
 
     def __init__(self, server: Served, model: Path, part: str) -> None:
         self.told: list[Any] = []
         self.num_steps = 0
+        self.may_step = threading.Lock()
         self._answered = threading.Condition()
         self._server = server
         self._part = part
@@ -221,7 +223,7 @@ class Killer:
         try:
             for kind in self._kinds:
                 if kind == "client" and not self._clients:
-                    self._clients.append(self._start())
+                    self._start_client()
                 time.sleep(self._random.random() * MOST_WAIT_S)
                 self._kill(kind)
         except BaseException as error:
@@ -243,6 +245,10 @@ class Killer:
         self.took_s[kind].append(time.monotonic() - killed_s)
         report.say(f"{kind} {len(self.took_s[kind])}: {self.took_s[kind][-1]:.2f} s")
         if kind == "client" and len(self.took_s[kind]) % 2:
+            self._start_client()
+
+    def _start_client(self) -> None:
+        with self._session.may_step:
             self._clients.append(self._start())
 
 
@@ -336,7 +342,8 @@ def measure(folder: Path, part: str, model: Path, kinds: list[str]) -> dict[str,
         thread = threading.Thread(target=killer.run)
         thread.start()
         while thread.is_alive():
-            session.step()
+            with session.may_step:
+                session.step()
         thread.join()
         if killer.failed is not None:
             raise killer.failed
