@@ -20,14 +20,15 @@ Answers are compared as well. The program ends with an error where anything diff
 process, a file in shared memory, or a folder of a model that was unloaded is left at the end.
 
 `until_step_s` is from the signal until the step whose calls were open, and the one after it, were
-answered: whoever died has to be back by then. Undisturbed, that is two steps.
+answered: whoever died has to be back by then. Undisturbed, that is two steps. The official client
+asks a server that is away again after 1, 2, 4, 8, 16, 30 s; `until_serving_s` is until the server
+listens once more.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
 import signal
@@ -96,13 +97,14 @@ class Session:
     Attributes:
         told: what the clients were answered, by step.
         num_steps: that were answered.
-        may_step: is held by who wants no step to begin meanwhile.
+        may_step: is cleared by who wants no step to begin meanwhile.
     """
 
     def __init__(self, server: Served, model: Path, part: str) -> None:
         self.told: list[Any] = []
         self.num_steps = 0
-        self.may_step = threading.Lock()
+        self.may_step = threading.Event()
+        self.may_step.set()
         self._answered = threading.Condition()
         self._server = server
         self._part = part
@@ -205,13 +207,18 @@ class Killer:
 
     Attributes:
         took_s: by kind.
+        serving_s: of those of the server, until it listens again.
+        failed: by what it has ended.
+        noise, difference: of weights; see above.
     """
 
     def __init__(
         self, server: Served, session: Session, kinds: list[str], start: Callable[[], Client]
     ) -> None:
         self.took_s = defaultdict[str, list[float]](list)
+        self.serving_s = defaultdict[str, list[float]](list)
         self.failed: BaseException | None = None
+        self.noise = self.difference = 0.0
         self._server = server
         self._session = session
         self._kinds = kinds
@@ -241,6 +248,8 @@ class Killer:
             self._server.start()
         else:
             self._server.kill(WORKERS.get(kind, kind))
+        if kind in ("server", "all"):
+            self.serving_s[kind].append(time.monotonic() - killed_s)
         self._session.wait_for_steps(num_steps + 2)
         self.took_s[kind].append(time.monotonic() - killed_s)
         report.say(f"{kind} {len(self.took_s[kind])}: {self.took_s[kind][-1]:.2f} s")
@@ -248,8 +257,9 @@ class Killer:
             self._start_client()
 
     def _start_client(self) -> None:
-        with self._session.may_step:
-            self._clients.append(self._start())
+        self._session.may_step.clear()
+        self._clients.append(self._start())
+        self._session.may_step.set()
 
 
 def unload(server: Served, tenant: str, model_id: str) -> None:
@@ -331,19 +341,19 @@ def digest(weights: Any) -> str:
     return found.hexdigest()
 
 
-def measure(folder: Path, part: str, model: Path, kinds: list[str]) -> dict[str, list[float]]:
-    """Seconds of each kind's kills. Raises: SystemExit: something differs, or is left."""
+def measure(folder: Path, part: str, model: Path, kinds: list[str]) -> Killer:
+    """Raises: SystemExit: something differs, or is left."""
     folder.mkdir()
     memory = folder / "memory"
     memory.mkdir()
     with started(folder / "killed", part, model, memory) as server:
         session = Session(server, model, part)
         killer = Killer(server, session, kinds, lambda: Client(server, part, model, folder))
-        thread = threading.Thread(target=killer.run)
+        thread = threading.Thread(target=killer.run, daemon=True)
         thread.start()
         while thread.is_alive():
-            with session.may_step:
-                session.step()
+            session.may_step.wait()
+            session.step()
         thread.join()
         if killer.failed is not None:
             raise killer.failed
@@ -357,13 +367,14 @@ def measure(folder: Path, part: str, model: Path, kinds: list[str]) -> dict[str,
         if told != expected_told or digest(weights) != digest(expected):
             gap = difference(weights, expected)
             sys.exit(f"{part}: an answer or a weight is another one, by up to {gap:g}")
-        return killer.took_s
+        return killer
     _, again = undisturbed(folder / "again", part, model, num_steps)
     noise, gap = difference(again, expected), difference(weights, expected)
     report.say(f"{part}: noise {noise:.2g}, difference {gap:.2g}")
     if gap > TOLERANCE:
         sys.exit(f"{part}: weights differ by {gap:g} of the largest one")
-    return killer.took_s | {"noise": [noise], "difference": [gap]}
+    killer.noise, killer.difference = noise, gap
+    return killer
 
 
 def main() -> None:
@@ -378,6 +389,7 @@ def main() -> None:
     parts = (arguments.part,) if arguments.part else PARTS[:1] if arguments.quick else PARTS
     records: dict[tuple[str | int, ...], report.Metrics] = {}
     took_s = defaultdict[str, list[float]](list)
+    serving_s = defaultdict[str, list[float]](list)
     folder = Path(tempfile.mkdtemp(prefix="serve-kills-"))
     try:
         model = folder / "model"
@@ -387,11 +399,14 @@ def main() -> None:
             kinds = [kind for kind in arguments.kinds for _ in range(its)]
             random.Random(0).shuffle(kinds)
             found = measure(folder / part, part, model, kinds)
-            for name in ("noise", "difference"):
-                if name in found:
-                    records.setdefault((name,), {})["share"] = max(found.pop(name))
-            for kind, seconds in found.items():
+            if part == "many":
+                records["many",] = {
+                    "noise_share": found.noise,
+                    "difference_share": found.difference,
+                }
+            for kind, seconds in found.took_s.items():
                 took_s[kind] += seconds
+                serving_s[kind] += found.serving_s[kind]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for kind, seconds in took_s.items():
@@ -400,7 +415,12 @@ def main() -> None:
             "median_until_step_s": statistics.median(seconds),
             "worst_until_step_s": max(seconds),
         }
-    told = {"kills": arguments.kills, "parts": " ".join(parts), "pid": os.getpid()}
+        if serving_s[kind]:
+            records[kind,] |= {
+                "median_until_serving_s": statistics.median(serving_s[kind]),
+                "worst_until_serving_s": max(serving_s[kind]),
+            }
+    told = {"kills": arguments.kills, "parts": " ".join(parts)}
     report.print_records("Kills in the midst of calls", told, ["what"], records)
     report.write(report.flat(records), arguments.json)
 
