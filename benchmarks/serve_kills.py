@@ -154,6 +154,7 @@ class Session:
                     for name, values in load_file(file).items()
                 }
             )
+            assert found[-1], f"{folder} has no weights"
         return found
 
 
