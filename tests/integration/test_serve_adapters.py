@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -228,3 +230,32 @@ def bob_of(folder: RunFolder) -> TenantStatus:
     status = read_status(folder.status_path)
     assert status is not None
     return next(it for it in status.tenants if it.name == "bob")
+
+
+def test_what_is_refused_or_ended_holds_up_nothing_else(
+    server: Served, tiny_model_folder: Path
+) -> None:
+    client = server.client("alice")
+    model, ended = (begun(client, tiny_model_folder, seed) for seed in (0, 1))
+    with pytest.warns(FutureWarning, match="DEPRECATED"):
+        loading = model.load_state("tinker://missing/weights/x")
+    with pytest.raises(tinker.RequestFailedError, match="there is no session"):
+        loading.result()
+    trained(server, {0: model}, steps=1)
+    session = str(model.model_id).partition(":")[0]
+    new = {"model_seq_id": 7, "base_model": tiny_model_folder.name, "lora_config": {"rank": 1}}
+    headers = {"X-API-Key": server.key("alice")}
+    with httpx.Client(base_url=f"{server.url}/api/v1/", headers=headers, timeout=60) as raw:
+        made_up = raw.post("create_model", json={"session_id": f"{session}:/../../x", **new})
+        assert (made_up.status_code, "there is no session" in made_up.text) == (404, True)
+        far = {"model_id": model.model_id, "seq_id": 10**9, "optim_params": ADAM.model_dump()}
+        assert "expected about" in raw.post("optim_step", json=far).text
+        under_way = take_step(ended, 1, 0)
+        under_way[0].result()
+        asked = raw.post("unload_model", json={"model_id": ended.model_id}).json()
+        with suppress(tinker.TinkerError):  # its update may have been before
+            under_way[1].result()
+        raw.post("retrieve_future", json={"request_id": asked["request_id"]}).raise_for_status()
+    with pytest.raises(tinker.NotFoundError, match="any more"):
+        ended.optim_step(ADAM).result()
+    trained(server, {0: model}, steps=1)
