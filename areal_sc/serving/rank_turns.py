@@ -47,6 +47,8 @@ from areal_sc.serving.journal import (
 from areal_sc.serving.trained_model import TrainedModel
 from areal_sc.serving.wire import RequestRefused
 
+_IDLE_TURNS: Final = 32
+"""A model that has wished for nothing for so long leaves its place to any other."""
 RESTING: Final = "resting"
 """Begins the names of folders of models that rest."""
 
@@ -181,6 +183,9 @@ class RankTurns:
         self._number = 1 + max((turn.number for turn in turns), default=-1)
         self._wishes: list[_TurnWish] = []
         self._placed: list[TrainedModel] = []  # who has waited longest for a turn first
+        self._num_taken = 0  # turns in which ranks compute
+        self._one_turn = asyncio.Lock()
+        self._entered: dict[str, int] = {}  # by tenant, the last turn that gave it a place
         self._changed = asyncio.Event()
         self._is_repeated = asyncio.Event()
         # the next one first
@@ -204,12 +209,13 @@ class RankTurns:
         """Wishes by tenant."""
         return Counter(wish.model.tenant for wish in self._wishes)
 
-    def forget(self, model: TrainedModel) -> None:
-        """A model is no more: its place is free."""
-        self._drop_place(model)
+    async def forget(self, model: TrainedModel) -> None:
+        """A model is no more: its place is free once the turn that it may be in has ended."""
         model.is_ended = True
-        gone = RequestRefused("model_id: the model is no more")
-        self._fail([wish for wish in self._wishes if wish.model is model], gone)
+        async with self._one_turn:
+            self._drop_place(model)
+            gone = RequestRefused("model_id: the model is no more")
+            self._fail([wish for wish in self._wishes if wish.model is model], gone)
 
     async def wait_until_repeated(self) -> None:
         """Waits until the turns of the earlier server are made."""
@@ -252,8 +258,10 @@ class RankTurns:
     async def run(self) -> None:
         """Takes turns until it is cancelled; an error ends it that is none of a request."""
         while True:
-            while await (self._repeat() if self._past else self._take()):
-                pass
+            has_taken = True
+            while has_taken:
+                async with self._one_turn:
+                    has_taken = await (self._repeat() if self._past else self._take())
             if not self._past:
                 self._is_repeated.set()
             await self._changed.wait()
@@ -307,6 +315,7 @@ class RankTurns:
                 break
         else:
             return False
+        self._num_taken += 1
         for wish in self._wishes:
             wish.num_turns += 1
         if kind is ScoreWanted:
@@ -321,28 +330,40 @@ class RankTurns:
     async def _give_place(self) -> bool:
         """Gives a model that rests a place, if it wishes for something, and there is one.
 
-        The model leaves that has had a turn the longest time ago, and wishes for nothing; where
-        all do, and the other one has waited for two turns, it leaves all the same.
+        Tenants take turns at this, whose models come in the order of their wishes.
         """
-        homeless = next((it for it in self._wishes if it.model.place is None), None)
-        if homeless is None:
-            return False
+        homeless = [it for it in self._wishes if it.model.place is None]
         taken = {model.place for model in self._placed}
         free = next((it for it in range(self._host.num_places) if it not in taken), None)
-        if free is None:
-            wishing = {wish.model for wish in self._wishes}
-            idle = [model for model in self._placed if model not in wishing]
-            if not idle and homeless.num_turns < 2:
-                return False
-            leaving = (idle or self._placed)[0]
-            for wish in self._wishes:
-                if wish.model is leaving:
-                    wish.num_turns = 0
-            folder = _resting() if leaving.is_changed else ""
-            await self._leave(self._write(Left(*self._next, leaving.model_id, folder)))
-            return True
-        await self._load(homeless, free)
-        return True
+        for wish in sorted(homeless, key=lambda it: self._entered.get(it.model.tenant, -1)):
+            if free is not None:
+                self._entered[wish.model.tenant] = self._number
+                await self._load(wish, free)
+                return True
+            if (leaving := self._leaving(wish)) is not None:
+                folder = _resting() if leaving.is_changed else ""
+                await self._leave(self._write(Left(*self._next, leaving.model_id, folder)))
+                return True
+        return False
+
+    def _leaving(self, homeless: _TurnWish) -> TrainedModel | None:
+        """Who leaves its place to the model of a wish: of its own tenant, or of one that has more.
+
+        That is the model that has had a turn the longest time ago, and wishes for nothing; where
+        all do, and the other one has waited for two turns, one that has had a turn.
+        """
+        tenant = homeless.model.tenant
+        held = Counter(model.tenant for model in self._placed)
+        wishing = {wish.model for wish in self._wishes}
+        idle = [model for model in self._placed if model not in wishing]
+        for model in idle:
+            if model.last_turn < self._num_taken - _IDLE_TURNS:
+                return model
+        has_few = 0 if held[tenant] == 0 else held[tenant] + 1
+        theirs = [it for it in self._placed if it.tenant == tenant or held[it.tenant] > has_few]
+        if homeless.num_turns >= 2:
+            idle += [model for model in self._placed if model.has_had_turn and model in wishing]
+        return next((model for model in idle if model in theirs), None)
 
     async def _load(self, wish: _TurnWish, place: int) -> None:
         """A model gets its weights at a place; a wish for them ends with that."""
@@ -389,6 +410,7 @@ class RankTurns:
 
     def _note_turn(self, models: Iterable[TrainedModel]) -> None:
         for model in models:
+            model.last_turn, model.has_had_turn = self._num_taken, True
             if model in self._placed:
                 self._placed.remove(model)
                 self._placed.append(model)
@@ -423,6 +445,7 @@ class RankTurns:
         model, source = self._model_of(turn.model_id), turn.source
         self._take_source(model, source)
         model.place = turn.place
+        model.last_turn, model.has_had_turn = self._num_taken, False
         if model not in self._placed:
             self._placed.append(model)
         asking = [it for it in self._wishes if it.model is model]
@@ -493,6 +516,7 @@ class RankTurns:
         except (ArealError, RequestRefused) as error:
             self._fail([wish], error)
         else:
+            self._note_turn([wish.model])
             self._end(wish, None)
 
 

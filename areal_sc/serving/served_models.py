@@ -25,7 +25,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -221,6 +221,10 @@ class TinkerModels:
         if self._model(model_id).is_ended:
             raise RequestRefused(f"model_id: there is no model {model_id!r:.200} any more", 404)
 
+    def expect(self, model_id: str, number: int) -> None:
+        """Raises: RequestRefused: the number of a request is far beyond all others' of a model."""
+        self._model(model_id).order.expect(number)
+
     @property
     def ids(self) -> list[str]:
         """Of the models that are there."""
@@ -344,11 +348,13 @@ class TinkerModels:
 
     async def _end(self, model: TrainedModel) -> None:
         """What it has saved by a name stays."""
-        self.turns.forget(model)
+        await self.turns.forget(model)
         folder = self._folder / model.file_name
         for path in folder.glob("*") if folder.is_dir() else ():
             if not path.name.startswith((_STATE, _SAMPLER)):
                 await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+        with suppress(OSError):  # there is none, or something is in it
+            folder.rmdir()
 
     # What clients ask of a model
 

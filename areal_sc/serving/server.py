@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -31,12 +32,20 @@ from areal_sc.run.run_status import TenantStatus
 from areal_sc.serving.answers import Answers, Work
 from areal_sc.serving.journal import KeptRequest, Record, ServeJournal, WrittenReply
 from areal_sc.serving.served_models import TinkerModels
-from areal_sc.serving.wire import ApiAnswer, RequestRefused, json_of, read_json, read_pass
+from areal_sc.serving.wire import (
+    MAX_BODY_BYTES,
+    ApiAnswer,
+    RequestRefused,
+    cut_pass,
+    head_of_pass,
+    json_of,
+    read_json,
+    read_pass,
+)
 from areal_sc.system.durable import replace_file
 
 B = TypeVar("B", bound=pydantic.BaseModel)
 
-MAX_BODY_BYTES: Final = 64 << 20
 KEY_PREFIX: Final = "tml-"
 """Which the official client expects of a key."""
 POLL_S: Final = 20.0
@@ -52,6 +61,7 @@ MOST_RESTS: Final = 64
 KEPT_BYTES: Final = 32 << 20
 """Of answers, the newest ones, which such a one has."""
 _API: Final = "/api/v1"
+_SESSION: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 _MAX_ROWS_A_PASS: Final = 1024
 _OF_MODELS: Final = (
     *("create_model", "load_weights", "forward_backward", "optim_step", "save_weights"),
@@ -198,7 +208,7 @@ class TinkerServer:
     def _answering(self, serve: Look) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             try:
-                given = request.headers.get("X-API-Key", "").encode()
+                given = request.headers.get("X-API-Key", "").encode(errors="surrogateescape")
                 equal = [
                     name for name, key in self._keys.items() if hmac.compare_digest(given, key)
                 ]
@@ -212,17 +222,9 @@ class TinkerServer:
 
         return handle
 
-    def _tenant_of(self, given: bytes) -> str:
-        """Raises: RequestRefused: 401: nobody has this key."""
-        equal = (name for name, key in self._keys.items() if hmac.compare_digest(given, key))
-        tenant = next(equal, None)
-        if tenant is None:
-            raise RequestRefused("X-API-Key: this is not the key of this server", 401)
-        return tenant
-
     async def _keep(self, name: str, request: web.Request, tenant: str) -> ApiAnswer:
         """A request that a later server has to know, too."""
-        body = await request.read()
+        body = await (_head_of(request) if name == "forward_backward" else request.read())
         answer = self._kept[name](body, tenant)  # raises, if it is no request
         self._journal.write(KeptRequest(name, body, tenant, answer.request_id))
         is_large = self._journal.size > JOURNAL_BYTES or self._models.turns.num_rests > MOST_RESTS
@@ -312,8 +314,10 @@ class TinkerServer:
             raise RequestRefused(f"there is no session {session!r:.200}", 404)
 
     def _hear(self, session: str, tenant: str) -> None:
-        """Raises: RequestRefused: as `_check_owner`."""
+        """Raises: RequestRefused: as `_check_owner`; or it is none that this server has made."""
         self._check_owner(session, tenant)
+        if _SESSION.fullmatch(session) is None:  # it becomes the name of a folder
+            raise RequestRefused(f"there is no session {session!r:.200}", 404)
         self._heard_s[session] = time.monotonic()
 
     def _is_silent(self, model_id: str, limit_s: float) -> bool:
@@ -351,9 +355,13 @@ class TinkerServer:
     def _load(self, body: bytes, tenant: str) -> ApiAnswer:
         """Into a model, or as the first request of a new one."""
         asked = read_json(body, types.LoadWeightsRequest)
-        self._check_owner(asked.path, tenant)
         if asked.session_id is None:
-            return self._train(types.LoadWeightsRequest, self._models.load, body, tenant)
+            try:
+                self._check_owner(asked.path, tenant)
+            except RequestRefused as refused:
+                return self._refused(asked, refused, tenant)
+            return self._in_order(asked, partial(self._models.load, asked), tenant)
+        self._check_owner(asked.path, tenant)
         self._hear(asked.session_id, tenant)
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
 
@@ -417,7 +425,10 @@ class TinkerServer:
         return json_of(types.WeightsInfoResponse(base_model=name, is_lora=True, lora_rank=rank))
 
     def _pass(self, body: bytes, tenant: str) -> ApiAnswer:
-        asked = read_pass(body)
+        try:
+            asked = read_pass(body)
+        except RequestRefused as refused:
+            return self._refused(head_of_pass(body), refused, tenant)
         return self._in_order(asked, partial(self._models.run_pass, asked), tenant)
 
     def _train(
@@ -429,17 +440,21 @@ class TinkerServer:
     ) -> ApiAnswer:
         try:
             asked = read_json(body, kind)
-        except RequestRefused as refused:  # the requests behind it wait for its number
-            numbered = read_json(body, Numbered)
-            refuse = partial(self._models.refuse, numbered.model_id, numbered.seq_id, str(refused))
-            return self._in_order(numbered, refuse, tenant)
+        except RequestRefused as refused:
+            return self._refused(read_json(body, Numbered), refused, tenant)
         return self._in_order(asked, partial(work, asked), tenant)
+
+    def _refused(self, asked: Any, why: RequestRefused, tenant: str) -> ApiAnswer:
+        """At its turn: the requests behind it wait for its number."""
+        refuse = partial(self._models.refuse, asked.model_id, asked.seq_id, str(why))
+        return self._in_order(asked, refuse, tenant)
 
     def _in_order(self, asked: Any, work: Work, tenant: str) -> ApiAnswer:
         self._check_owner(asked.model_id or "", tenant)
         self._models.check_id(asked.model_id)
         if not asked.seq_id:
             raise RequestRefused("seq_id: expected a number above 0")
+        self._models.expect(asked.model_id, asked.seq_id)
         return self._begun(tenant, f"{asked.model_id}:{asked.seq_id}", work, asked.model_id)
 
     # Samplers
@@ -462,6 +477,8 @@ class TinkerServer:
 
     def _sample(self, body: bytes, tenant: str) -> ApiAnswer:
         asked = read_json(body, types.SampleRequest)
+        if asked.seq_id is None:
+            raise RequestRefused("seq_id: expected a number, by which its answer is asked for")
         session = asked.sampling_session_id or ""
         self._check_owner(session, tenant)
         request_id = f"{session}:{asked.seq_id}"
@@ -469,6 +486,16 @@ class TinkerServer:
             self._models.check_sampler(session)
         ids = [f"{request_id}:{number}" for number in range(min(asked.num_samples, 1024))]
         return self._begun(tenant, request_id, partial(self._models.sample, asked), ids=ids)
+
+
+async def _head_of(request: web.Request) -> bytes:
+    """A body; of one that is too large what it begins with, which says what it is of, and no
+    more."""
+    body = bytearray()
+    async for part in request.content.iter_any():
+        if len(body) <= MAX_BODY_BYTES:
+            body += part
+    return bytes(body) if len(body) <= MAX_BODY_BYTES else cut_pass(body)
 
 
 class Cancelled(pydantic.BaseModel):

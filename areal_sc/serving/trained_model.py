@@ -13,6 +13,8 @@ from areal_sc.serving.wire import RequestRefused
 
 ROWS_A_MODEL: Final = 1 << 22
 """Numbers of the rows of one model: the file of all has rows of earlier models, too."""
+_MAX_AHEAD: Final = 1 << 12
+"""Requests of a model that can be under way between two that come one after the other."""
 
 
 class InOrder:
@@ -24,21 +26,31 @@ class InOrder:
 
     def __init__(self, first: int) -> None:
         self.next = first
-        self._changed = asyncio.Condition()
+        self._last = first
+        self._begins: dict[int, asyncio.Event] = {}  # of requests that wait, by number
+
+    def expect(self, number: int) -> None:
+        """A request of that number comes.
+
+        Raises: RequestRefused: so many could not come before it.
+        """
+        if number > self._last + _MAX_AHEAD:
+            raise RequestRefused(f"seq_id: expected about {self._last + 1}, got {number}")
+        self._last = max(self._last, number)
 
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
         """Raises: RequestRefused: a request of that number was served."""
-        async with self._changed:
-            if number < self.next:
-                raise RequestRefused(f"seq_id: expected {self.next} or above, got {number}")
-            await self._changed.wait_for(lambda: self.next == number)
+        if number < self.next:
+            raise RequestRefused(f"seq_id: expected {self.next} or above, got {number}")
+        if number > self.next:
+            await self._begins.setdefault(number, asyncio.Event()).wait()
         try:
             yield
         finally:
-            async with self._changed:
-                self.next += 1
-                self._changed.notify_all()
+            self.next += 1
+            if (following := self._begins.pop(self.next, None)) is not None:
+                following.set()
 
 
 class TrainedModel:
@@ -56,6 +68,8 @@ class TrainedModel:
         num_asked_tokens: of these.
         order: of its requests.
         place: among the models that are trained; None: it rests.
+        last_turn: number of the last turn that it had.
+        has_had_turn: since it has this place.
         is_changed: the weights at its place are not those of `source` any more.
         saved: names of folders that it has.
         samplers: folders of weights for sampling that have no name, the newest ones last.
@@ -74,6 +88,8 @@ class TrainedModel:
         self.num_asked_tokens = 0
         self.order = InOrder(first=1)
         self.place: int | None = None
+        self.last_turn = 0
+        self.has_had_turn = False
         self.is_changed = False
         self.saved: set[str] = set()
         self.samplers: list[str] = []

@@ -34,6 +34,8 @@ B = TypeVar("B", bound=pydantic.BaseModel)
 
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
+MAX_BODY_BYTES: Final = 64 << 20
+_HEAD_BYTES: Final = 1024
 _DTYPES: Final = {
     pb.DTYPE_FLOAT32: np.float32,
     pb.DTYPE_INT64: np.int64,
@@ -112,7 +114,29 @@ def read_pass(body: bytes) -> pb.ForwardBackwardRequest:
     try:
         return pb.ForwardBackwardRequest.FromString(body)  # type: ignore[no-any-return]
     except DecodeError as error:
-        raise RequestRefused(f"the body is no ForwardBackwardRequest: {error}", 422) from error
+        raise RequestRefused(
+            f"the body is no ForwardBackwardRequest of at most {MAX_BODY_BYTES >> 20} MiB", 422
+        ) from error
+
+
+def cut_pass(body: bytearray) -> bytes:
+    """What it begins with, which is no pass, wherever it is cut."""
+    return bytes(body[:_HEAD_BYTES]) + b"\xff"
+
+
+def head_of_pass(body: bytes) -> pb.ForwardBackwardRequest:
+    """The model and number of a pass whose body is cut short, or wrong behind them.
+
+    Raises: RequestRefused: 422: it does not begin with them.
+    """
+    for end in range(min(len(body), _HEAD_BYTES), 0, -1):
+        try:
+            head = pb.ForwardBackwardRequest.FromString(body[:end])
+        except DecodeError:
+            continue
+        if head.model_id and head.seq_id:
+            return head  # type: ignore[no-any-return]
+    raise RequestRefused("the body is no ForwardBackwardRequest", 422)
 
 
 def pass_of(asked: pb.ForwardBackwardRequest, limits: RowLimits) -> WantedPass:

@@ -5,22 +5,24 @@ Each model of a client is compared with the same one that was trained alone.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
 import torch
 from integration.serving import NUM_PROMPT, WORD, Served, datum, sampled, served, tokens_of
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from tinker import types
 
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import TenantStatus, read_status
-from areal_sc.run.verdict import STALE_AFTER_S, State, verdict
+from areal_sc.run.verdict import State, _living
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 RANK = 4
@@ -221,10 +223,42 @@ def test_status_shows_tenants(server: Served, tiny_model_folder: Path) -> None:
     assert bob_of(folder).num_models >= 1
     assert bob_of(folder).busy_s > 0
     server.run.wait_until(lambda: not bob_of(folder).num_waiting, "rest")
-    assert verdict(folder, time.time() + 0.9 * STALE_AFTER_S).state is State.healthy
+    status = read_status(folder.status_path)
+    assert status is not None
+    quiet = replace(status, progressed=0.0, longest_quiet_s=0.0)  # for a night, say
+    assert _living(quiet, status.written)[0] is State.healthy
 
 
 def bob_of(folder: RunFolder) -> TenantStatus:
     status = read_status(folder.status_path)
     assert status is not None
     return next(it for it in status.tenants if it.name == "bob")
+
+
+def test_what_is_refused_or_ended_holds_up_nothing_else(
+    server: Served, tiny_model_folder: Path
+) -> None:
+    client = server.client("alice")
+    model, ended = (begun(client, tiny_model_folder, seed) for seed in (0, 1))
+    with pytest.warns(FutureWarning, match="DEPRECATED"):
+        loading = model.load_state("tinker://missing/weights/x")
+    with pytest.raises(tinker.RequestFailedError, match="there is no session"):
+        loading.result()
+    trained(server, {0: model}, steps=1)
+    session = str(model.model_id).partition(":")[0]
+    new = {"model_seq_id": 7, "base_model": tiny_model_folder.name, "lora_config": {"rank": 1}}
+    headers = {"X-API-Key": server.key("alice")}
+    with httpx.Client(base_url=f"{server.url}/api/v1/", headers=headers, timeout=60) as raw:
+        made_up = raw.post("create_model", json={"session_id": f"{session}:/../../x", **new})
+        assert (made_up.status_code, "there is no session" in made_up.text) == (404, True)
+        far = {"model_id": model.model_id, "seq_id": 10**9, "optim_params": ADAM.model_dump()}
+        assert "expected about" in raw.post("optim_step", json=far).text
+        under_way = take_step(ended, 1, 0)
+        under_way[0].result()
+        asked = raw.post("unload_model", json={"model_id": ended.model_id}).json()
+        with suppress(tinker.TinkerError):  # its update may have been before
+            under_way[1].result()
+        raw.post("retrieve_future", json={"request_id": asked["request_id"]}).raise_for_status()
+    with pytest.raises(tinker.NotFoundError, match="any more"):
+        ended.optim_step(ADAM).result()
+    trained(server, {0: model}, steps=1)
