@@ -27,6 +27,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -312,28 +313,38 @@ class TinkerModels:
         return replace(source, folder=kept)
 
     async def create(
-        self, model_id: str, is_given_up: Callable[[str], bool], begin_anew: Callable[[], None]
+        self, model_id: str, is_silent: Callable[[str], bool], begin_anew: Callable[[], None]
     ) -> ApiAnswer:
         """A new model begins with the base model; where all parameters are trained, once the model
         before it is given up, which is no more then.
 
         Args:
-            is_given_up: whether the model of that id is.
+            is_silent: whether the client of the model of that id has not been heard for long.
             begin_anew: the journal, without that model; it has the answer already, if there is one.
         """
         if self._host.publishes:
-            await self._begin_whole(self._model(model_id), is_given_up, begin_anew)
+            await self._begin_whole(self._model(model_id), is_silent, begin_anew)
         return json_of(types.CreateModelResponse(model_id=model_id))
 
     async def _begin_whole(
         self,
         model: TrainedModel,
-        is_given_up: Callable[[str], bool],
+        is_silent: Callable[[str], bool],
         begin_anew: Callable[[], None],
     ) -> None:
-        before = [it for it in self._models.values() if not it.is_ended and it is not model]
-        while any(not is_given_up(it.model_id) for it in before if not it.is_ended):  # noqa: ASYNC110
+        # a server that was killed begins all requests at once: some of these came later
+        earlier = takewhile(lambda it: it is not model, self._models.values())
+        before = [it for it in earlier if not it.is_ended]
+
+        def is_in_use(other: TrainedModel) -> bool:
+            is_given_up = other.session == model.session or is_silent(other.model_id)
+            return not (other.is_ended or is_given_up)
+
+        while any(map(is_in_use, before)):
             await asyncio.sleep(_LOOK_S)
+            if is_silent(model.model_id):
+                await self._end(model)
+                raise RequestRefused("the client has gone before it could get the model")
         for other in before:
             await self._end(other)
         if before:

@@ -337,11 +337,12 @@ class TinkerServer:
         async def create(known: ApiAnswer | None) -> ApiAnswer:
             if why is not None:
                 raise why
+            if known is not None and known.is_failure:
+                await self._models.unload(model_id, known)
+                return known
             return await self._models.create(
                 model_id,
-                lambda other: (
-                    other.startswith(f"{asked.session_id}:") or self._is_silent(other, SILENT_S)
-                ),
+                lambda other: self._is_silent(other, SILENT_S),
                 lambda: None if known else self._journal.begin_anew([kept]),
             )
 

@@ -133,9 +133,12 @@ def test_a_loss_of_the_client(client: tinker.ServiceClient, tiny_model_folder: P
 def session(server: Served, model: Path, disturb: Callable[[int], None]) -> list[Any]:
     """What a client gets in 8 steps, and the weights at their end.
 
+    Another client waits for the model meanwhile.
+
     Args: disturb: is called with the number of each step, while its calls are under way.
     """
     trained, told = begun(server.client(), model), list[Any]()
+    server.client().create_lora_training_client(base_model=model.name, rank=0)
     for step in range(8):
         rows = [datum(f"{a}{b}d={min(a, b)}d{max(a, b)}$") for a, b in ("ab", "ca", "xe")]
         passes = [trained.forward_backward(rows[:n], "cross_entropy") for n in (3, 2)]
