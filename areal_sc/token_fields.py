@@ -27,6 +27,10 @@ ROUTED_EXPERTS: Final = "routed_experts"
 """The field of rollout workers, with `actor.routing_replay`: the experts that each token went
 through, [layers, experts of a token]."""
 
+PICTURES: Final = "pictures"
+"""The field of a model that reads pictures: those of a row, compressed as they came; once a group.
+See `sources.pictures`."""
+
 TOP_LOGPROBS, TOP_TOKENS = "teacher_top_logprobs", "teacher_top_tokens"
 """Fields of a teacher that tells its k most probable tokens at each place: [T, k] float32, nats,
 and [T, k] of integers, the tokens. An update computes its model's log-probabilities of them."""

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from areal_sc.metadata import RowMetadata
-from areal_sc.token_fields import FieldType
+from areal_sc.token_fields import PICTURES, FieldType
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,13 @@ class PackedRows:
             None if self.metadata is None else tuple(self.metadata[row] for row in rows),
             self.take_row_fields(rows),
         )
+
+    def picture_bytes(self, rows: Sequence[int]) -> list[bytes]:
+        """The field `pictures` of the named rows; none where the rows do not have it."""
+        if PICTURES not in self.row_fields:
+            return []
+        its = self.row_fields[PICTURES]
+        return [bytes(its.values[slice(*its.spans[row])].numpy()) for row in rows]
 
     def take_row_fields(self, rows: Sequence[int]) -> dict[str, RowValues]:
         """Those of the named rows, in the given order."""

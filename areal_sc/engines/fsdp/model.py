@@ -39,6 +39,7 @@ from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
 from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
 from areal_sc.engines.fsdp.units import check_units
 from areal_sc.engines.fsdp.vocabulary import look_up_whole, spread_vocabulary
+from areal_sc.engines.picture_inputs import freeze_tower, pictures_of_folder
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
 from areal_sc.engines.rounding import Expected
 from areal_sc.engines.training.adapters.adapter_files import read_adapter
@@ -59,7 +60,7 @@ from areal_sc.engines.training.probe import require_agreement
 from areal_sc.engines.training.process_group import ProcessGroup, ProcessGroups, memory_of
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
 from areal_sc.engines.training.stored_weights import ModelWeights
-from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers
+from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers, text_part
 from areal_sc.errors import ModelError
 from areal_sc.sizing.output_layer import chunk_tokens, kept_tokens
 
@@ -135,6 +136,7 @@ def _packed(
         kept_tokens=kept_tokens(chunk, device.type),
         head=config.head,
         replays_routes=config.routing_replay,
+        pictures=pictures_of_folder(causal_lm, config.path),
     )
 
 
@@ -154,6 +156,13 @@ def _check_supported(causal_lm: Any, settings: ActorConfig) -> None:
     to go where none can."""
     config, name = causal_lm.config.get_text_config(), type(causal_lm).__name__
     max_tokens = settings.max_tokens_per_micro_batch
+    parallel = settings.parallel
+    if text_part(causal_lm) is not causal_lm and parallel.tensor * parallel.sequence > 1:
+        raise ModelError(
+            f"{name} reads pictures; expected actor.parallel.tensor=1 and "
+            f"actor.parallel.sequence=1, got {parallel.tensor} and {parallel.sequence}: set more "
+            "actor.parallel.data"
+        )
     if settings.has_adapter:
         targeted(causal_lm, settings.lora.targets)
     limit = rope_limits(config).get(DYNAMIC, max_tokens)
@@ -366,6 +375,7 @@ def _freeze(causal_lm: Any, config: ActorConfig) -> None:
 
     What is never changed is kept in the type that it is computed in.
     """
+    freeze_tower(causal_lm)
     if config.has_adapter:
         add_adapters(causal_lm, config.lora, config.head)
     if config.is_frozen:

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import (
     AttentionInterface,
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -33,6 +32,7 @@ from areal_sc.engines.rotary import rope_limits
 from areal_sc.engines.routers import Routers
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.engines.training.causal_lm import check_all_used
+from areal_sc.engines.training.value_head import model_class
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.weights.published import check_shapes
@@ -56,7 +56,7 @@ def _draw(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Raises: ModelError: transformers cannot build such a model."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        build: Any = AutoModelForCausalLM.from_config
+        build: Any = model_class(folder).from_config
         model = build(config, dtype=dtype)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(
@@ -69,7 +69,7 @@ def _draw(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 def _load(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     """Raises: ModelError: weights are damaged, missing, or of another shape."""
-    load: Any = AutoModelForCausalLM.from_pretrained
+    load: Any = model_class(folder).from_pretrained
     try:
         model, loading = load(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:

@@ -120,6 +120,7 @@ class RankEngine(ABC):
         logprob_noise: nats by which rounding moves a log-probability, in the mean over a few
             likely rows; None: not known.
         routed_experts: of a model that replays routes; None: it does not.
+        reads_pictures: rows may have pictures.
     """
 
     world: ProcessGroup
@@ -133,6 +134,7 @@ class RankEngine(ABC):
         self.node = ""
         self.logprob_noise: float | None = None
         self.routed_experts: RoutedExperts | None = None
+        self.reads_pictures = False
         self._hosted: TCPStore | None = None
         self._writer: BackgroundWriter
         self._snapshots: Snapshots
@@ -434,6 +436,10 @@ class RankEngine(ABC):
         try:
             for rows in batches:
                 check_routes(rows, self.routed_experts)
+                if not self.reads_pictures and any(rows.picture_bytes(range(rows.num_rows))):
+                    raise ValueError(
+                        f"the rows have pictures, and the model in {self.config.path} reads none"
+                    )
             asked = [asked_of(rows) for rows in batches]
             of_units = [
                 RowUnits.of(

@@ -22,7 +22,8 @@ from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.row_numbers import RowNumbers, sums_of_rows
 from areal_sc.sizing.routed_experts import RoutedExperts
-from areal_sc.token_fields import ROUTED_EXPERTS, TOP_TOKENS
+from areal_sc.sources.pictures import unpacked
+from areal_sc.token_fields import PICTURES, ROUTED_EXPERTS, TOP_TOKENS
 from areal_sc.transport.packed_rows import PackedRows, RowValues
 
 LayoutOf = Callable[[Sequence[int], torch.device, Sequence[int] | None], PackedLayout]
@@ -48,6 +49,7 @@ class MicroBatch:
         fields: [N, ...] values of each field of these rows at the asked tokens.
         loss_rows: the rows as a loss sees them; None: their numbers are not known.
         routes: [T, L, k], the experts that the tokens went through in generation; None: not known.
+        pictures: of each row; no row: there are none. Rows behind these are padding.
     """
 
     input_ids: torch.Tensor
@@ -59,6 +61,7 @@ class MicroBatch:
     fields: Mapping[str, torch.Tensor]
     loss_rows: LossRows | None
     routes: torch.Tensor | None = None
+    pictures: tuple[tuple[bytes, ...], ...] = ()
 
     @property
     def own_token_index(self) -> torch.Tensor:
@@ -410,10 +413,12 @@ def make_micro_batch(
     routes = of_tokens.pop(ROUTED_EXPERTS, None)
     fields = {f"field {name}": values[asked_index] for name, values in of_tokens.items()}
     of_rows, row_fields = {}, dict[str, RowValues]()
+    pictures = tuple(unpacked(it) for it in rows.picture_bytes(chosen))
     if numbers is not None:
         of_token = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         its = numbers.take(chosen)
         row_fields = rows.take_row_fields(chosen)
+        row_fields.pop(PICTURES, None)
         of_rows = {
             "row": of_token[places],
             "place in row": offset[places],
@@ -453,4 +458,5 @@ def make_micro_batch(
         {name: there[f"field {name}"] for name in of_tokens},
         loss_rows,
         there.get("routes"),
+        pictures if any(pictures) else (),
     )
