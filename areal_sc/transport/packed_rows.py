@@ -27,6 +27,14 @@ class RowValues:
     spans: tuple[tuple[int, int], ...]
     type: FieldType
 
+    @classmethod
+    def of_bytes(cls, each: Sequence[bytes]) -> RowValues:
+        """Bytes of each row, as many as it has."""
+        stops = list(accumulate(map(len, each), initial=0))
+        values = torch.frombuffer(bytearray(b"".join(each)) or bytearray(1), dtype=torch.uint8)
+        spans = tuple(zip(stops[:-1], stops[1:], strict=True))
+        return cls(values[: stops[-1]], spans, FieldType("row", True, "uint8"))
+
     def take(self, rows: Sequence[int]) -> RowValues:
         """Those of the named rows, in the given order; what several share is there once."""
         starts, size = dict[tuple[int, int], int](), 0
