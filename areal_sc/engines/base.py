@@ -106,6 +106,7 @@ class GenerationEngine(Protocol):
         *,
         prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
+        pictures: Sequence[bytes] = (),
     ) -> Completion:
         """Samples one completion. Cancelling the task frees the slot at once.
 
@@ -114,7 +115,9 @@ class GenerationEngine(Protocol):
             on_tokens: called in the caller's task while the answer is sampled. It gets every token
                 of the completion once, in order, before this returns, whatever interrupts the
                 answer meanwhile. What it raises is raised here, and the answer is given up.
-        Raises: WorkflowError: the prompt leaves no room in the context.
+            pictures: of the prompt.
+        Raises: WorkflowError: the prompt leaves no room in the context, or the engine reads no
+            pictures.
         """
 
 

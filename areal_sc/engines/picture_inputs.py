@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -22,6 +22,10 @@ from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.engines.training.streamed_layers import text_part
 from areal_sc.errors import WorkflowError
 from areal_sc.sizing.model_folder import reads_pictures
+
+
+DEEP_ARGUMENTS: Final = ("visual_pos_masks", "deepstack_visual_embeds")
+"""What a decoder takes that adds features of pictures behind its first layers."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +181,7 @@ class PictureInputs:
             features, is_picture = Features.joined(parts), is_picture.to(device)
             embeddings = embeddings.masked_scatter(is_picture[:, None], features.values)
             if features.deep:
-                given["visual_pos_masks"] = spread(is_picture)
-                given["deepstack_visual_embeds"] = list(features.deep)
+                given |= zip(DEEP_ARGUMENTS, (spread(is_picture), list(features.deep)), strict=True)
             if self.see_each_other:
                 given["token_type_ids"] = spread(is_picture.long())
         return {**given, "inputs_embeds": spread(embeddings)}

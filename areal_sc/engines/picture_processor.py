@@ -11,6 +11,7 @@ here: two of them cannot be loaded without packages for videos.
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,20 +42,22 @@ class KeptPictures(Generic[T]):
     def __init__(self) -> None:
         self._kept = OrderedDict[bytes, tuple[T, int]]()
         self._num_bytes = 0
+        self._lock = threading.Lock()  # a worker's event loop and its generation share one
 
     def get(self, picture: bytes, make: Callable[[], T], size: Callable[[T], int]) -> T:
         """Args: make, size: are called where it is not kept."""
         key = blake2b(picture, digest_size=16).digest()
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key][0]
-        made = make()
-        self._kept[key] = made, size(made)
-        self._num_bytes += size(made)
-        while self._num_bytes > KEPT_BYTES and len(self._kept) > 1:
-            _, (_, dropped) = self._kept.popitem(last=False)
-            self._num_bytes -= dropped
-        return made
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key][0]
+            made = make()
+            self._kept[key] = made, size(made)
+            self._num_bytes += size(made)
+            while self._num_bytes > KEPT_BYTES and len(self._kept) > 1:
+                _, (_, dropped) = self._kept.popitem(last=False)
+                self._num_bytes -= dropped
+            return made
 
     def clear(self) -> None:
         self._kept.clear()

@@ -31,10 +31,11 @@ from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.partial_answers import hand_over
+from areal_sc.engines.picture_processor import picture_processor
 from areal_sc.engines.request_checks import check_request
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.tokenizer import end_token_ids
-from areal_sc.errors import EngineFailed
+from areal_sc.errors import EngineFailed, NeverWorks
 from areal_sc.sizing.machine import resolved_device
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.weights.group import NamedTensor, WeightReceiver
@@ -75,12 +76,15 @@ class LocalEngine(GenerationThread):
                 config.path, torch.device(device), config.dtype, is_drawn=config.random_init
             )
         model, self.tokenizer = loaded
+        self.processor = picture_processor(config.path, self.tokenizer)
         check_context(model, config.max_context_tokens)
         local_model = LocalModel(
             model,
             has_float32_logits=config.float32_output_layer,
             records_routes=config.routing_replay,
+            processor=self.processor,
         )
+        self._pictures = local_model.pictures
         pass_tokens = config.max_prefill_tokens + config.max_running_sequences
         check_generation(model, longest_input=max(config.max_context_tokens, pass_tokens))
         self.max_context_tokens = config.max_context_tokens
@@ -117,6 +121,7 @@ class LocalEngine(GenerationThread):
         *,
         prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
+        pictures: Sequence[bytes] = (),
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task frees its place at once.
 
@@ -127,6 +132,11 @@ class LocalEngine(GenerationThread):
             engine has failed or is closed.
         """
         request = self._make_request(input_ids, sampling, prefix_group)
+        if pictures:
+            if self._pictures is None:
+                raise NeverWorks("the prompt has pictures, and the model reads none")
+            tokens = torch.from_numpy(request.prompt)
+            request.pictures = self._pictures.of_row(tokens, pictures)
         if on_tokens is None:
             return await self.complete(request)
         return await hand_over(on_tokens, partial(self.complete, request))

@@ -133,8 +133,9 @@ class SlotGenerator:
         token_ids = torch.from_numpy(plan.token_ids).to(device)
         positions = torch.from_numpy(plan.positions).to(device)
         attention = SlotAttention(plan, self._cache, positions)
-        logits = self._model(token_ids, positions, attention, n)
         table = self.table
+        spans = () if self._model.pictures is None else table.parts_with_pictures(plan)
+        logits = self._model(token_ids, positions, attention, n, spans)
         sampled, logprobs = sample(
             logits, table.random(), table.temperature[:n], table.top_p[:n], table.top_k[:n]
         )
