@@ -173,7 +173,8 @@ def save_picture_model(folder: Path, family: str, seed: int = 0, **text: Any) ->
     fast = hf.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", **named
     )
-    fast.chat_template = TEMPLATE.replace("MARKER", its.marker)
+    marker = f"{its.special[0]}{its.marker}{its.special[1]}" if "qwen" in family else its.marker
+    fast.chat_template = TEMPLATE.replace("MARKER", marker)
     fast.save_pretrained(folder)
     its.images().save_pretrained(folder)
     config = its.config(lambda token: numbers[token], len(numbers))

@@ -99,7 +99,7 @@ class PictureInputs:
     def of_row(self, token_ids: torch.Tensor, pictures: Sequence[bytes]) -> RowPictures:
         """Args: token_ids: [L] int64, on the CPU.
 
-        Raises: WorkflowError: there are too few tokens for them.
+        Raises: WorkflowError: there are too few tokens for them, or none between two.
         """
         processor = self.processor
         sizes = [processor.processed(it).num_tokens for it in pictures]
@@ -117,6 +117,8 @@ class PictureInputs:
             positions = self._base.get_rope_index(
                 token_ids[None], mm_token_type_ids=kinds[None], image_grid_thw=torch.cat(grids)
             )[0][:, 0]
+            if positions.shape[1] != len(token_ids):
+                raise WorkflowError("two pictures of a row have no token between them")
         return RowPictures(pictures, places, positions)
 
     @torch.no_grad()

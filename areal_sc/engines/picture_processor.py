@@ -111,20 +111,20 @@ class PictureProcessor:
         self._kept = KeptPictures[ProcessedPicture]()
         self.token_id: int = config.image_token_id
         self._token = str(tokenizer.convert_ids_to_tokens(self.token_id))
-        self.marker = self._token
-        make: Callable[[Any], tuple[str, dict[str, Any]]] = self._qwen
+        self.marker = self._plain = self._token
+
+        def named(*ids: int) -> list[str]:
+            return [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
+
+        make: Callable[[Any], tuple[str, dict[str, Any]]] = self._idefics
         if config.model_type == "gemma3":
-            self.marker, self._end = map(
-                str,
-                tokenizer.convert_ids_to_tokens(
-                    [config.boi_token_index, config.eoi_token_index]
-                ),
-            )
-            make = self._gemma
+            self.marker, self._end = named(config.boi_token_index, config.eoi_token_index)
+            self._plain, make = self.marker, self._gemma
             if self._images.do_pan_and_scan:
                 raise ModelError(f"model folder {folder}: do_pan_and_scan: expected false, got true")
-        elif config.model_type in ("idefics3", "smolvlm"):
-            make = self._idefics
+        elif config.model_type in ("qwen2_5_vl", "qwen3_vl"):
+            begin, end = named(config.vision_start_token_id, config.vision_end_token_id)
+            self._plain, make = f"{begin}{self.marker}{end}", self._qwen
         self._make = make
 
     def processed(self, picture: bytes) -> ProcessedPicture:
@@ -139,7 +139,7 @@ class PictureProcessor:
         Raises: WorkflowError: it has another number of markers; or see `processed`.
         """
         if self.marker not in text:
-            text = text.replace(PLAIN_MARKER, self.marker)
+            text = text.replace(PLAIN_MARKER, self._plain)
         parts = text.split(self.marker)
         if len(parts) != len(pictures) + 1:
             raise WorkflowError(
