@@ -119,9 +119,7 @@ FAMILIES = {
         _QWEN_TOKENS,
         "<|image_pad|>",
         "<|image_pad|>",
-        _qwen(
-            hf.Qwen2_5_VLConfig, {"depth": 2, "window_size": 16, "fullatt_block_indexes": [1]}
-        ),
+        _qwen(hf.Qwen2_5_VLConfig, {"depth": 2, "window_size": 16, "fullatt_block_indexes": [1]}),
         _patches,
     ),
     "qwen3_vl": Family(

@@ -80,9 +80,7 @@ class TurnEncoder:
         self.use_chat_template = use_chat_template
         self.complaints: dict[str, str] = {}
 
-    def texts(
-        self, prompt: str, completion: str, pictures: Sequence[bytes] = ()
-    ) -> dict[str, Any]:
+    def texts(self, prompt: str, completion: str, pictures: Sequence[bytes] = ()) -> dict[str, Any]:
         """A plain prompt, and the completion that follows it, with an end token."""
         if pictures:
             processor = self._reading_pictures()
@@ -157,9 +155,7 @@ class TurnEncoder:
 
         def render(messages: Sequence[Any], tools: Any, **options: Any) -> Any:
             text = self._render(messages, tools, tokenize=False, **options)
-            num_pictures = sum(
-                part == PART for message in messages for part in message["content"]
-            )
+            num_pictures = sum(part == PART for message in messages for part in message["content"])
             expanded = processor.expand(text, pictures[:num_pictures])
             return {"input_ids": bare_tokens(self._tokenizer, expanded)}
 
@@ -347,9 +343,7 @@ def _num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def _row(
-    ids: list[int], spans: Sequence[range], pictures: Sequence[bytes] = ()
-) -> dict[str, Any]:
+def _row(ids: list[int], spans: Sequence[range], pictures: Sequence[bytes] = ()) -> dict[str, Any]:
     """Tokens, of which those in the spans are trained; and the row's pictures, if there are any."""
     mask = [False] * len(ids)
     for span in spans:

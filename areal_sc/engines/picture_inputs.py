@@ -189,6 +189,22 @@ class PictureInputs:
         return {**given, "inputs_embeds": spread(embeddings)}
 
 
+class PictureRun(NamedTuple):
+    """Tokens of a row with pictures in a forward, before these are looked for.
+
+    Attributes:
+        first, start, stop: see `PictureSpan`.
+        token_ids: [L] int64, of the whole row, on the CPU.
+        pictures: of the row, compressed.
+    """
+
+    first: int
+    token_ids: torch.Tensor
+    pictures: tuple[bytes, ...]
+    start: int
+    stop: int
+
+
 class PictureSpan(NamedTuple):
     """Tokens of a row with pictures in a forward.
 

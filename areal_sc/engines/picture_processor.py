@@ -103,7 +103,9 @@ class PictureProcessor:
             )
             config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ModelError(f"model folder {folder}: no usable image processor: {error}") from error
+            raise ModelError(
+                f"model folder {folder}: no usable image processor: {error}"
+            ) from error
         if not tokenizer.chat_template and (folder / "chat_template.json").is_file():
             content = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
             tokenizer.chat_template = content["chat_template"]
@@ -121,7 +123,9 @@ class PictureProcessor:
             self.marker, self._end = named(config.boi_token_index, config.eoi_token_index)
             self._plain, make = self.marker, self._gemma
             if self._images.do_pan_and_scan:
-                raise ModelError(f"model folder {folder}: do_pan_and_scan: expected false, got true")
+                raise ModelError(
+                    f"model folder {folder}: do_pan_and_scan: expected false, got true"
+                )
         elif config.model_type in ("qwen2_5_vl", "qwen3_vl"):
             begin, end = named(config.vision_start_token_id, config.vision_end_token_id)
             self._plain, make = f"{begin}{self.marker}{end}", self._qwen
@@ -129,9 +133,7 @@ class PictureProcessor:
 
     def processed(self, picture: bytes) -> ProcessedPicture:
         """Raises: WorkflowError: the picture is damaged, or of a shape that the model refuses."""
-        return self._kept.get(
-            picture, partial(self._process, picture), lambda made: made.num_bytes
-        )
+        return self._kept.get(picture, partial(self._process, picture), lambda made: made.num_bytes)
 
     def expand(self, text: str, pictures: Sequence[bytes]) -> str:
         """The text with what stands for each picture in place of its marker.

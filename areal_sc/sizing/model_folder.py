@@ -110,7 +110,11 @@ def check_model_folder(
         if isinstance(value, dict) and name.startswith(_OTHER_THAN_TEXT) and not is_known:
             raise ModelError(
                 f"model folder {path}: the model is multimodal (its config.json has {name}), and "
-                + ("servers are" if is_text else f"pictures are those of {', '.join(PICTURE_FAMILIES)}; others are")
+                + (
+                    "servers are"
+                    if is_text
+                    else f"pictures are those of {', '.join(PICTURE_FAMILIES)}; others are"
+                )
                 + " trained and served with text alone: save its language model in a folder of its "
                 "own, as docs/models.md shows"
             )

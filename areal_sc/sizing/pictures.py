@@ -19,7 +19,5 @@ def engine_fields(config: RolloutConfig) -> dict[str, TensorMetadata]:
     """
     fields = routes_field(config)
     if reads_pictures(local_model(config.path)):
-        fields[PICTURES] = TensorMetadata(
-            (None,), "uint8", per_group=True, max_bytes=MAX_ROW_BYTES
-        )
+        fields[PICTURES] = TensorMetadata((None,), "uint8", per_group=True, max_bytes=MAX_ROW_BYTES)
     return fields

@@ -46,9 +46,7 @@ def encode_text_with(
     return encode_text(tokenizer, processor.expand(text, pictures))
 
 
-def in_parts(
-    messages: Sequence[Mapping[str, Any]], num_pictures: int
-) -> list[Mapping[str, Any]]:
+def in_parts(messages: Sequence[Mapping[str, Any]], num_pictures: int) -> list[Mapping[str, Any]]:
     """The messages with lists of parts, as templates of such models read them.
 
     Where no part is for a picture, all pictures stand before the first text of the user.

@@ -31,7 +31,7 @@ from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, Dtype, 
 from areal_sc.engines.fsdp.ability_probe import ModelTrial, probe_abilities, probe_model
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.gradient_reduction import InPlaceReduceScatter
-from areal_sc.engines.fsdp.handle import needs_fsdp, rounds_copies
+from areal_sc.engines.fsdp.handle import check_pictures, needs_fsdp, rounds_copies
 from areal_sc.engines.fsdp.launches import host_is_limit
 from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
@@ -60,7 +60,7 @@ from areal_sc.engines.training.probe import require_agreement
 from areal_sc.engines.training.process_group import ProcessGroup, ProcessGroups, memory_of
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
 from areal_sc.engines.training.stored_weights import ModelWeights
-from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers, text_part
+from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers
 from areal_sc.errors import ModelError
 from areal_sc.sizing.output_layer import chunk_tokens, kept_tokens
 
@@ -92,6 +92,7 @@ def load_sharded_model(
     Raises: ModelError, ConfigError: on every rank, when the folder cannot be used, or not on this
         mesh.
     """
+    check_pictures(Path(config.path), config.parallel)
     world = groups.world
     if not needs_fsdp(world.size, config):
         model = _packed(read_causal_lm(config), config, world.device, 1)
@@ -156,13 +157,6 @@ def _check_supported(causal_lm: Any, settings: ActorConfig) -> None:
     to go where none can."""
     config, name = causal_lm.config.get_text_config(), type(causal_lm).__name__
     max_tokens = settings.max_tokens_per_micro_batch
-    parallel = settings.parallel
-    if text_part(causal_lm) is not causal_lm and parallel.tensor * parallel.sequence > 1:
-        raise ModelError(
-            f"{name} reads pictures; expected actor.parallel.tensor=1 and "
-            f"actor.parallel.sequence=1, got {parallel.tensor} and {parallel.sequence}: set more "
-            "actor.parallel.data"
-        )
     if settings.has_adapter:
         targeted(causal_lm, settings.lora.targets)
     limit = rope_limits(config).get(DYNAMIC, max_tokens)

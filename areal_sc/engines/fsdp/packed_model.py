@@ -27,7 +27,7 @@ from areal_sc.algorithms.logprobs import (
 from areal_sc.config.schema import ModelHead
 from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
 from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows
-from areal_sc.engines.picture_inputs import PictureInputs, PictureSpan
+from areal_sc.engines.picture_inputs import PictureInputs, PictureRun, PictureSpan
 from areal_sc.engines.rotary import rotate_rows_by_own_length
 from areal_sc.engines.routers import Routers
 from areal_sc.engines.training.packed_attention import (
@@ -277,8 +277,8 @@ class PackedModel(nn.Module):
 
     def min_saved_tokens(self, device: torch.device) -> float:
         """From how many saved tokens on rows share their first ones; infinite: they never do."""
-        # equal tokens of two rows may have gone through different experts, or be of other pictures
-        if not self.abilities.shares or self.routers is not None or self.pictures is not None:
+        # equal tokens of two rows may have gone through different experts
+        if not self.abilities.shares or self.routers is not None:
             return math.inf
         return min_saved_tokens(device, self.attention_width)
 
@@ -299,7 +299,7 @@ class PackedModel(nn.Module):
         temperatures: torch.Tensor | None,
         routes: torch.Tensor | None = None,
         top_k: int = 0,
-        pictures: Sequence[Sequence[bytes]] = (),
+        pictures: Sequence[PictureRun] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of `targets`, each after the packed token at its position.
 
@@ -311,7 +311,7 @@ class PackedModel(nn.Module):
             temperatures: [N] > 0, divide the logits at each position; None: 1.
             routes: [T, L, k], see `Routers.given`, of a model that replays them.
             top_k: not 0: the most probable tokens are asked for, in place of `targets`.
-            pictures: of each row; rows behind these are padding.
+            pictures: where tokens of rows with pictures are.
         Returns: logprobs as `targets`, entropy [N]; float32, nats. Of a model with a value head:
             values [N] float32, zeros [N]. With `top_k`: see `chunked_top_logprobs`.
         """
@@ -353,12 +353,12 @@ class PackedModel(nn.Module):
         self,
         input_ids: torch.Tensor,
         layout: PackedLayout,
-        pictures: Sequence[Sequence[bytes]] = (),
+        pictures: Sequence[PictureRun] = (),
     ) -> tuple[Any, torch.Tensor]:
         """What the model without its head returns, and the [T, H] final hidden states in it."""
         arguments, is_token = self._inputs(input_ids, layout)
         body = self.body
-        if any(pictures):
+        if pictures:
             given = self._picture_arguments(input_ids, layout, pictures)
             del arguments["input_ids"]
             arguments |= given
@@ -369,17 +369,17 @@ class PackedModel(nn.Module):
         return output, hidden[0] if is_token is None else hidden[is_token]
 
     def _picture_arguments(
-        self, input_ids: torch.Tensor, layout: PackedLayout, pictures: Sequence[Sequence[bytes]]
+        self, input_ids: torch.Tensor, layout: PackedLayout, pictures: Sequence[PictureRun]
     ) -> dict[str, Any]:
         """What a forward is given in place of tokens, of which some are of pictures."""
         assert self.pictures is not None, "the engine has refused them"
-        lengths, spans, first = list(layout.lengths), list[PictureSpan](), 0
-        token_ids = input_ids.cpu()
-        for length, its in zip(lengths, pictures, strict=False):
-            if its:
-                row = self.pictures.of_row(token_ids[first : first + length], its)
-                spans.append(PictureSpan(first, row, 0, length))
-            first += length
+        lengths = list(layout.lengths)
+        spans = [
+            PictureSpan(
+                it.first, self.pictures.of_row(it.token_ids, it.pictures), it.start, it.stop
+            )
+            for it in pictures
+        ]
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             if self.abilities.packs:

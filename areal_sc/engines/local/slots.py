@@ -280,9 +280,7 @@ class SlotTable:
             parts.append((first_last + row, row, length - 1, length))
         of_rows = {row: it.pictures for row, it in self._requests.items() if it.pictures}
         return [
-            (first, of_rows[row], start, end)
-            for first, row, start, end in parts
-            if row in of_rows
+            (first, of_rows[row], start, end) for first, row, start, end in parts if row in of_rows
         ]
 
     def take_streamed(self) -> list[tuple[int, int]]:
