@@ -55,7 +55,7 @@ def drawn(counts: dict[str, int], chance: random.Random) -> Any:
     picture = Image.new("RGB", (CELLS * CELL, CELLS * CELL), "white")
     pen = ImageDraw.Draw(picture)
     cells = chance.sample(range(CELLS**2), sum(counts.values()))
-    for kind in [kind for kind in KINDS for _ in range(counts[kind])]:
+    for kind in (it for it in KINDS for _ in range(counts[it])):
         row, column = divmod(cells.pop(), CELLS)
         x, y = column * CELL + 1, row * CELL + 1
         draw = pen.ellipse if kind == "circles" else pen.rectangle

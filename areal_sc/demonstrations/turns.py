@@ -112,7 +112,7 @@ class TurnEncoder:
         """
         check_conversation(messages, first)
         # a table has null for the fields that a message does not have, and templates would write it
-        given = [
+        given: list[Mapping[str, Any]] = [
             {key: value for key, value in message.items() if value is not None or key == "content"}
             for message in messages
         ]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from areal_sc.algorithms.named_loss import NamedLoss
     from areal_sc.config.schema import ActorConfig, GenerationConfig
+    from areal_sc.engines.picture_processor import PictureProcessor
     from areal_sc.engines.training.updates.update_trace import UpdateTrace
     from areal_sc.transport.packed_rows import PackedRows
     from areal_sc.weights.group import NamedTensor
@@ -93,8 +94,10 @@ class GenerationEngine(Protocol):
 
     Attributes:
         end_token_ids: that end a completion, beside those of its `GenerationConfig`.
+        processor: of a model that reads pictures; None: it reads none.
     """
 
+    processor: PictureProcessor | None
     tokenizer: PreTrainedTokenizerBase
     max_context_tokens: int
     end_token_ids: tuple[int, ...]

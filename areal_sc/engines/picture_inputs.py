@@ -23,7 +23,6 @@ from areal_sc.engines.training.streamed_layers import text_part
 from areal_sc.errors import WorkflowError
 from areal_sc.sizing.model_folder import reads_pictures
 
-
 DEEP_ARGUMENTS: Final = ("visual_pos_masks", "deepstack_visual_embeds")
 """What a decoder takes that adds features of pictures behind its first layers."""
 

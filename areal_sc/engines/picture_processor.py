@@ -98,9 +98,8 @@ class PictureProcessor:
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         try:
-            self._images: Any = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, backend="pil"
-            )
+            load: Any = AutoImageProcessor.from_pretrained
+            self._images = load(folder, local_files_only=True, backend="pil")
             config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ModelError(

@@ -162,7 +162,7 @@ def compressed(given: Any) -> bytes:
 
 def _of_data_url(kind: str, encoded: str) -> bytes:
     if not (kind.startswith("data:image/") and kind.endswith(";base64")):
-        raise WorkflowError(f"a picture is {kind:.60!r}: expected data:image/...;base64")
+        raise WorkflowError(f"a picture is {kind!r:.60}: expected data:image/...;base64")
     try:
         return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -194,8 +194,9 @@ def _looked_at(picture: bytes) -> Image:
     except (images.DecompressionBombError, images.DecompressionBombWarning) as error:
         raise WorkflowError(f"it has too many pixels: {error}") from None
     except (OSError, ValueError, SyntaxError) as error:
-        what = "it is an SVG, which is a program" if b"<svg" in picture[:1000] else str(error)
-        raise WorkflowError(f"{what}; expected one of {', '.join(_FORMATS)}") from None
+        is_svg = b"<svg" in picture[:1000]
+        what = "it is an SVG, which is a program" if is_svg else "it is of no known kind, or damaged"
+        raise WorkflowError(f"{what}; expected one of {', '.join(_FORMATS)}") from error
     width, height = image.size
     if not 0 < width * height <= MAX_PIXELS:
         raise WorkflowError(

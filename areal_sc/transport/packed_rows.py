@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -32,7 +32,7 @@ class RowValues:
         """Bytes of each row, as many as it has."""
         stops = list(accumulate(map(len, each), initial=0))
         values = torch.frombuffer(bytearray(b"".join(each)) or bytearray(1), dtype=torch.uint8)
-        spans = tuple(zip(stops[:-1], stops[1:], strict=True))
+        spans = tuple(pairwise(stops))
         return cls(values[: stops[-1]], spans, FieldType("row", True, "uint8"))
 
     def take(self, rows: Sequence[int]) -> RowValues:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from msgspec import Struct
 
@@ -37,9 +37,6 @@ from areal_sc.workflows.base import AgentReturn, AgentSession, Trajectory
 from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
 from areal_sc.workflows.pictures import encode_chat_with, encode_text_with
 from areal_sc.workflows.text_checks import why_endless
-
-if TYPE_CHECKING:
-    from areal_sc.engines.picture_processor import PictureProcessor
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
 
@@ -186,7 +183,7 @@ class WorkerEpisodeEngine:
         use_chat_template: bool = True,
         chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        processor: PictureProcessor | None = getattr(self._engine, "processor", None)
+        processor = self._engine.processor
         if processor is None:
             raise NeverWorks("the row has pictures, and the model reads none")
         own = pictures, processor, self.tokenizer

@@ -384,7 +384,7 @@ class PackedModel(nn.Module):
         def spread(values: torch.Tensor) -> torch.Tensor:
             if self.abilities.packs:
                 return values[None]
-            return nn.utils.rnn.pad_sequence(list(values.split(lengths)), batch_first=True)
+            return nn.utils.rnn.pad_sequence(list(torch.split(values, lengths)), batch_first=True)
 
         embed = self.causal_lm.get_input_embeddings()
         positions = layout.position_ids[0]

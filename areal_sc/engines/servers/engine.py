@@ -48,7 +48,15 @@ from areal_sc.engines.servers.weights import (
     update_server,
 )
 from areal_sc.engines.stop_strings import StopStrings
-from areal_sc.errors import ConfigError, EngineFailed, ModelError, PeerLost, RpcTimeout, WorkerError
+from areal_sc.errors import (
+    ConfigError,
+    EngineFailed,
+    ModelError,
+    NeverWorks,
+    PeerLost,
+    RpcTimeout,
+    WorkerError,
+)
 from areal_sc.sizing.machine import resolved_device
 from areal_sc.sizing.routed_experts import routes_field
 from areal_sc.token_fields import ROUTED_EXPERTS
@@ -77,6 +85,7 @@ class ServerEngine:
         num_updates: weight updates that were done.
     """
 
+    processor: None = None
     tokenizer: PreTrainedTokenizerBase
 
     def __init__(self, handle: ServersHandle, *, log_folder: Path, name: str) -> None:
@@ -156,6 +165,7 @@ class ServerEngine:
         *,
         prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
+        pictures: Sequence[bytes] = (),
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task ends it on its server.
 
@@ -166,6 +176,8 @@ class ServerEngine:
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
             server is lost, or the engine is closed.
         """
+        if pictures:
+            raise NeverWorks("servers are not given pictures: expected rollout.engine=local")
         request = self._make_request(input_ids, sampling)
         if on_tokens is None:
             return await self._completer.complete(request)
