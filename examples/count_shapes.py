@@ -10,9 +10,10 @@ is 1 for the right number, does the rest. docs/pictures.md says more.
 
 from __future__ import annotations
 
+import json
 import random
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,6 @@ def make_model(folder: Path) -> None:
     from transformers import (
         Idefics3Config,
         Idefics3ForConditionalGeneration,
-        Idefics3ImageProcessor,
         PreTrainedTokenizerFast,
     )
 
@@ -100,9 +100,9 @@ def make_model(folder: Path) -> None:
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     side = {"longest_edge": CELLS * CELL}
-    Idefics3ImageProcessor(
-        size=side, max_image_size=side, do_image_splitting=False
-    ).save_pretrained(folder)
+    kind = {"image_processor_type": "Idefics3ImageProcessor", "do_image_splitting": False}
+    images = json.dumps({**kind, "size": side, "max_image_size": side})
+    (folder / "preprocessor_config.json").write_text(images)
     torch.manual_seed(0)
     config = Idefics3Config(
         text_config={
@@ -138,22 +138,13 @@ def main(argv: list[str]) -> None:
     shown = Path(f"{config.run_dir}-shown")  # the run of the demonstrations
     if not (shown / "model" / "config.json").is_file():
         make_model(Path(config.actor.path))
-        optimizer = replace(config.actor.optimizer, lr=task.sft_lr)
-        actor = replace(config.actor, optimizer=optimizer)
-        SFTTrainer(
-            replace(config, run_dir=str(shown), total_steps=task.sft_steps, actor=actor)
-        ).fit(
+        own = [f"run_dir={shown}", f"total_steps={task.sft_steps}"]
+        own.append(f"actor.optimizer.lr={task.sft_lr}")
+        SFTTrainer(load_config([*argv, *own], Config, generates=False)).fit(
             [{**row, "completion": row["answer"]} for row in training],
             batch_size=task.sft_batch_size,
         )
-    learned = str(shown / "model")
-    PPOTrainer(
-        replace(
-            config,
-            actor=replace(config.actor, path=learned),
-            rollout=replace(config.rollout, path=learned),
-        )
-    ).fit(
+    PPOTrainer(load_config([*argv, f"actor.path={shown / 'model'}"], Config)).fit(
         SingleTurnWorkflow(is_right, use_chat_template=True),
         training,
         evaluation_prompts=held_out,

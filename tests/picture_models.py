@@ -1,18 +1,15 @@
 """Tiny models that read pictures, of each family that is known, with random weights and all that a
-model folder has; and pictures."""
+model folder has."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers as hf
-from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 TEXT = {
@@ -185,11 +182,3 @@ def save_picture_model(folder: Path, family: str, seed: int = 0, **text: Any) ->
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder)
     return folder
-
-
-def picture(seed: int = 0, width: int = 30, height: int = 20, kind: str = "PNG") -> bytes:
-    """A picture of random colours."""
-    colours = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    content = io.BytesIO()
-    Image.fromarray(colours).save(content, kind)
-    return content.getvalue()

@@ -195,7 +195,7 @@ def _looked_at(picture: bytes) -> Image:
         raise WorkflowError(f"it has too many pixels: {error}") from None
     except (OSError, ValueError, SyntaxError) as error:
         is_svg = b"<svg" in picture[:1000]
-        what = "it is an SVG, which is a program" if is_svg else "it is of no known kind, or damaged"
+        what = "it is an SVG, a program" if is_svg else "it is of no known kind, or damaged"
         raise WorkflowError(f"{what}; expected one of {', '.join(_FORMATS)}") from error
     width, height = image.size
     if not 0 < width * height <= MAX_PIXELS:

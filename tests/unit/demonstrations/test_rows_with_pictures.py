@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from picture_models import picture, save_picture_model
+from builders import picture
+from picture_models import save_picture_model
 
 from areal_sc.demonstrations.rows import encode_demonstrations, encode_pairs
 from areal_sc.demonstrations.turns import TurnEncoder

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from builders import engines_on
-from picture_models import FAMILIES, picture, save_picture_model
+from builders import engines_on, picture
+from picture_models import FAMILIES, save_picture_model
 from PIL import Image
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from picture_models import picture
+from builders import picture
 from PIL import Image
 
 from areal_sc.errors import WorkflowError
@@ -108,7 +108,7 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"
         (PNG + b"\0" * MAX_ROW_BYTES, "expected at most 4194304: make them smaller"),
         (bomb(9000, 9000), "9000 x 9000 pixels, expected at most 33554432"),
         (bomb(200_000, 200_000), "it has too many pixels"),
-        (SVG, "an SVG, which is a program"),
+        (SVG, "an SVG, a program"),
         (b"GIF", "expected one of JPEG, PNG"),
         (7, "a picture is a int: expected a path"),
     ],
@@ -129,7 +129,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 
 def test_a_torn_picture_is_found_when_it_is_decoded() -> None:
     torn = with_pictures({"images": JPEG[: len(JPEG) // 2]})["images"][0]
-    with pytest.raises(WorkflowError, match="is damaged: .*truncated"):
+    with pytest.raises(WorkflowError, match=r"is damaged: .*truncated"):
         decoded(torn)
 
 
@@ -139,6 +139,6 @@ def test_as_many_pictures_as_parts() -> None:
         with_pictures({"messages": in_parts(part, part), "images": [PNG]})
     with pytest.raises(WorkflowError, match=r"has 2 pictures, and messages have parts for 1"):
         with_pictures({"messages": in_parts(part), "images": [PNG, JPEG]})
+    shown = [in_parts({"type": "image", "image": it}) for it in (PNG, JPEG)]
     with pytest.raises(WorkflowError, match="two conversations of the row have different"):
-        shown = [in_parts({"type": "image", "image": it}) for it in (PNG, JPEG)]
         with_pictures({"chosen": shown[0], "rejected": shown[1]})
