@@ -79,9 +79,17 @@ LAZY_IMPORTS = {
     ("areal_sc.controller.dry_run", "areal_sc.engines.tokenizer"): "only a dry run loads torch",
     (
         "areal_sc.controller.dry_run",
+        "areal_sc.engines.picture_processor",
+    ): "only a dry run loads torch",
+    (
+        "areal_sc.controller.dry_run",
         "areal_sc.engines.training.adapters.lora",
     ): "only a dry run loads torch",
     ("areal_sc.trainer.row_trainer", "areal_sc.engines.tokenizer"): "only rows load transformers",
+    (
+        "areal_sc.trainer.row_trainer",
+        "areal_sc.engines.picture_processor",
+    ): "only rows load transformers",
     (
         "areal_sc.trainer.evaluation.model_evaluation",
         "areal_sc.engines.tokenizer",
