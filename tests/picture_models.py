@@ -141,10 +141,9 @@ FAMILIES = {
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:"
-    "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}"
     "{% if part.type == 'image' %}MARKER{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    "{% endfor %}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 
 

@@ -36,6 +36,16 @@ PLAIN_MARKER: Final = "<image>"
 """Stands for a picture in plain text, whatever the model's own marker is."""
 
 
+_TEXTS_AS_PARTS: Final = (
+    "{% set read = namespace(messages=[]) %}{% for message in messages %}"
+    "{% if message.content is string %}"
+    "{% set message = dict(message, content=[{'type': 'text', 'text': message.content}]) %}"
+    "{% endif %}{% set read.messages = read.messages + [message] %}"
+    "{% endfor %}{% set messages = read.messages %}"
+)
+"""Stands before a template that loses messages whose content is a text, as those of Idefics3 do."""
+
+
 class KeptPictures(Generic[T]):
     """What was made of the pictures that came last, up to `KEPT_BYTES`."""
 
@@ -88,7 +98,7 @@ class PictureProcessor:
     """The image processor of a model folder.
 
     Args:
-        tokenizer: of the same folder.
+        tokenizer: of the same folder; its chat template also reads messages of text from now on.
 
     Attributes:
         token_id: of the token at each place of a picture.
@@ -108,6 +118,8 @@ class PictureProcessor:
         if not tokenizer.chat_template and (folder / "chat_template.json").is_file():
             content = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
             tokenizer.chat_template = content["chat_template"]
+        if isinstance(tokenizer.chat_template, str) and not _reads_texts(tokenizer):
+            tokenizer.chat_template = _TEXTS_AS_PARTS + tokenizer.chat_template
         self._config = config
         self._kept = KeptPictures[ProcessedPicture]()
         self.token_id: int = config.image_token_id
@@ -190,6 +202,16 @@ class PictureProcessor:
             name: made[name][0] for name in ("pixel_values", "pixel_attention_mask")
         }  # of the parts
         return f"{text}{fake}<global-img>{tokens}{fake}", pixels
+
+
+def _reads_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes a message whose content is a text."""
+    try:
+        message = {"role": "user", "content": "zq0qz"}
+        text: Any = tokenizer.apply_chat_template([message], tokenize=False)
+    except Exception:  # the model's own code, which jinja runs
+        return False
+    return "zq0qz" in text
 
 
 def picture_processor(

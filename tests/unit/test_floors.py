@@ -94,6 +94,10 @@ LAZY_IMPORTS = {
         "areal_sc.trainer.evaluation.model_evaluation",
         "areal_sc.engines.tokenizer",
     ): "only rescoring loads transformers",
+    (
+        "areal_sc.trainer.evaluation.model_evaluation",
+        "areal_sc.engines.picture_processor",
+    ): "only rescoring loads transformers",
     ("areal_sc.preflight.load", "areal_sc.preflight.dry_run"): "a script does not wait for it",
     ("areal_sc.nodes.agent", "areal_sc.shipping.node_side"): "most nodes see the run folder",
     ("areal_sc.workers.base", "areal_sc.shipping.worker_side"): "most nodes see the run folder",
