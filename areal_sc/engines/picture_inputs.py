@@ -96,28 +96,23 @@ class PictureInputs:
         self.see_each_other = "token_type_ids" in arguments
 
     def of_row(self, token_ids: torch.Tensor, pictures: Sequence[bytes]) -> RowPictures:
-        """Args: token_ids: [L] int64, on the CPU.
+        """Where the pictures of a row are; one that has no token of any is text.
 
-        Raises: WorkflowError: there are too few tokens for them, or none between two.
+        Args: token_ids: [L] int64, on the CPU.
+        Raises: WorkflowError: see `PictureProcessor.count_places`; or no token is between two.
         """
         processor = self.processor
-        sizes = [processor.processed(it).num_tokens for it in pictures]
         found = (token_ids == processor.token_id).nonzero()[:, 0]
-        if len(found) < sum(sizes):
-            raise WorkflowError(
-                f"a row has {len(found)} tokens of pictures, and its {len(pictures)} pictures "
-                f"need {sum(sizes)}: make the tokens of its prompt with engine.encode_pictures"
-            )
-        places, positions = found[: sum(sizes)], None
-        if self._has_axes:
+        places, positions = found[: processor.count_places(len(found), pictures)], None
+        if self._has_axes and len(places):
             kinds = torch.zeros_like(token_ids, dtype=torch.int32)
             kinds[places] = 1
+            if int(torch.unique_consecutive(kinds).sum()) != len(pictures):
+                raise WorkflowError("two pictures of a row have no token between them")
             grids = [processor.processed(it).pixels["image_grid_thw"] for it in pictures]
             positions = self._base.get_rope_index(
                 token_ids[None], mm_token_type_ids=kinds[None], image_grid_thw=torch.cat(grids)
             )[0][:, 0]
-            if positions.shape[1] != len(token_ids):
-                raise WorkflowError("two pictures of a row have no token between them")
         return RowPictures(pictures, places, positions)
 
     @torch.no_grad()
@@ -157,7 +152,7 @@ class PictureInputs:
 
         Args:
             token_ids: [T] int64.
-            spans: of the rows with pictures.
+            spans: of the rows with pictures, in the order of the tokens.
             embed: gives the embeddings of tokens.
             position_ids: [T] int64, along the text.
             spread: brings values [T, ...] of tokens into the form [R, L, ...] of a forward.

@@ -146,6 +146,19 @@ class PictureProcessor:
         """Raises: WorkflowError: the picture is damaged, or of a shape that the model refuses."""
         return self._kept.get(picture, partial(self._process, picture), lambda made: made.num_bytes)
 
+    def count_places(self, num_tokens: int, pictures: Sequence[bytes]) -> int:
+        """How many of the tokens of this kind that a row has are those of its pictures.
+
+        Raises: WorkflowError: there are too few.
+        """
+        needed = sum(self.processed(it).num_tokens for it in pictures)
+        if num_tokens and num_tokens < needed:
+            raise WorkflowError(
+                f"a row has {num_tokens} tokens of pictures, and its {len(pictures)} pictures "
+                f"need {needed}: make the tokens of its prompt by engine.encode_pictures"
+            )
+        return min(num_tokens, needed)
+
     def expand(self, text: str, pictures: Sequence[bytes]) -> str:
         """The text with what stands for each picture in place of its marker.
 

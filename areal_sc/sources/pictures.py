@@ -64,7 +64,7 @@ def with_pictures(row: Mapping[str, Any]) -> dict[str, Any]:
             _looked_at(picture)
         except WorkflowError as error:
             raise WorkflowError(f"picture {number} of the row: {error}") from None
-    if (size := sum(map(len, pictures))) > MAX_ROW_BYTES:
+    if (size := packed(pictures).nbytes) > MAX_ROW_BYTES:
         raise WorkflowError(
             f"the pictures of the row have {size} bytes, expected at most {MAX_ROW_BYTES}: make "
             "them smaller"

@@ -118,7 +118,7 @@ def row_to_wire(row: Any, index: int, kind: str) -> dict[str, Any]:
         )
     with user_code(where):
         try:
-            wire: dict[str, Any] = to_wire(with_pictures(row))
+            wire: dict[str, Any] = to_wire(with_pictures(dict(row)))
             return wire
         except UnfitValue as error:
             raise WorkflowError(f"{where}: {error.located('')}") from None

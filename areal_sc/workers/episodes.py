@@ -10,6 +10,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
 from areal_sc.agents.agent import as_json
@@ -192,10 +193,17 @@ class WorkerEpisodeEngine:
         return encode_text_with(*own, prompt)
 
     def with_own_fields(self, rows: list[Trajectory] | Rejection) -> list[Trajectory] | Rejection:
-        """The rows with the fields that the engine adds: routes, and pictures."""
+        """The rows with the fields that the engine adds: routes, and pictures.
+
+        Raises: WorkflowError: a row has too few tokens for its pictures.
+        """
         rows = self.routes.with_routes(rows)
         if self._pictures is None or isinstance(rows, Rejection):
             return rows
+        if self._pictures and (processor := self._engine.processor):
+            for row in rows:
+                num_tokens = int(np.count_nonzero(np.equal(row.input_ids, processor.token_id)))
+                processor.count_places(num_tokens, self._pictures)
         fields = {PICTURES: packed(self._pictures)}
         return [replace(row, fields={**row.fields, **fields}) for row in rows]
 

@@ -32,6 +32,7 @@ from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.engines.megatron.handle import MegatronPPOActor
+from areal_sc.engines.picture_inputs import PictureInputs
 from areal_sc.engines.picture_processor import PictureProcessor, picture_processor
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.engines.training.causal_lm import load_causal_lm
@@ -287,5 +288,12 @@ def test_what_cannot_be_is_refused_by_name(
     processor = processor_of(folder)
     with pytest.raises(WorkflowError, match=r"1 markers .* 2 pictures"):
         processor.expand("a <image>", [picture(0), picture(1)])
+    ids = torch.tensor(encoded(folder, "a <image>", [picture(0)]))
+    inputs = PictureInputs(whole_model(folder), processor)
+    assert len(inputs.of_row(ids[:2], [picture(0)]).places) == 0  # a row of text
+    with pytest.raises(WorkflowError, match=r"has 8 tokens of pictures, and its 2 .* need 16"):
+        inputs.of_row(ids, [picture(0), picture(1)])
+    with pytest.raises(WorkflowError, match="have no token between them"):
+        inputs.of_row(ids[[3, 3, 3, 3, 3, 3, 3, 3] * 2], [picture(0), picture(1)])
     with pytest.raises(WorkflowError, match="refuses a picture of 400 x 1 pixels"):
         processor.expand("a <image>", [picture(0, 400, 1)])
