@@ -30,6 +30,9 @@ through, [layers, experts of a token]."""
 ADAPTER: Final = "adapter"
 """The place of the adapter that a row belongs to, with `actor.lora.places`: a field of rows, or the
 same number at each token. Rows without the field belong to place 0."""
+PICTURES: Final = "pictures"
+"""The field of a model that reads pictures: those of a row, compressed as they came; once a group.
+See `sources.pictures`."""
 
 TOP_LOGPROBS, TOP_TOKENS = "teacher_top_logprobs", "teacher_top_tokens"
 """Fields of a teacher that tells its k most probable tokens at each place: [T, k] float32, nats,

@@ -5,6 +5,7 @@ Torch and transformers are imported where they are used: many tests do without t
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -193,3 +194,14 @@ def running_python(
             yield process
         finally:
             process.kill()
+
+
+def picture(seed: int = 0, width: int = 30, height: int = 20, kind: str = "PNG") -> bytes:
+    """A picture of random colours."""
+    import numpy as np
+    from PIL import Image
+
+    colours = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(colours).save(content, kind)
+    return content.getvalue()

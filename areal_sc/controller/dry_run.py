@@ -32,6 +32,7 @@ from areal_sc.hub import cached_model
 from areal_sc.rejection import Rejection
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.running import CodeRunner
+from areal_sc.sources.pictures import IMAGES, decoded, with_pictures
 from areal_sc.sources.prompts import Prompts
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.process import importing_as_worker
@@ -101,9 +102,14 @@ class _Model(StandIn):
     was_cut = False
 
     def __init__(
-        self, tokenizer: Any, ends: tuple[int, ...], config: RolloutConfig, tokens: list[int] | None
+        self,
+        tokenizer: Any,
+        ends: tuple[int, ...],
+        config: RolloutConfig,
+        tokens: list[int] | None,
+        processor: Any,
     ) -> None:
-        super().__init__(tokenizer, ends, config.max_context_tokens)
+        super().__init__(tokenizer, ends, config.max_context_tokens, processor)
         self.tokens = tokens
         self.asked: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
 
@@ -186,6 +192,7 @@ class TaskLook:
         self._config = config
         self._run_dir = run_dir
         self._tokenizer: Any = None
+        self._processor: Any = None
         self._ends: tuple[int, ...] = ()
 
     def look(self, source: RolloutSource, make_readable: MakeReadable) -> None:
@@ -204,9 +211,11 @@ class TaskLook:
             thread.submit(asyncio.run, look).result()
 
     def _read_tokenizer(self, folder: Path) -> None:
+        from areal_sc.engines.picture_processor import picture_processor
         from areal_sc.engines.tokenizer import check_ends, load_tokenizer
 
         self._tokenizer = load_tokenizer(folder)
+        self._processor = picture_processor(folder, self._tokenizer)
         self._ends = check_ends(folder, self._tokenizer, self._config.generation)
         tokens = self._tokenizer.convert_ids_to_tokens(list(self._ends))
         shown = " or ".join(map(repr, [*tokens, *self._config.generation.stop]))
@@ -287,7 +296,7 @@ class TaskLook:
     ) -> None:
         row: dict[str, Any] | None = None
         try:
-            row = dict(prompts[index])
+            row = with_pictures(dict(prompts[index]))
             tokens = await self._first_prompt(workflow, row, own)
         except BaseException as raised:  # the user's code may raise anything
             if isinstance(raised, ConfigError):
@@ -309,7 +318,7 @@ class TaskLook:
             found.changed = found.changed or describe_lost(self._tokenizer, texts_in(row), tokens)
         one = _Answered(index, row, _right_answer(row))
         if not found.lengths:
-            self._show(index, tokens)
+            self._show(index, tokens, row.get(IMAGES, ()))
             await self._play(workflow, one, own)
         others = [it.text.strip() for it in found.answered]
         if one.text.strip() not in ("", *others) and len(others) < MAX_ANSWERED:
@@ -422,11 +431,19 @@ class TaskLook:
         return self._model([*encode_text(self._tokenizer, text + stop), *self._ends[:1]] or [0])
 
     def _model(self, tokens: list[int] | None) -> _Model:
-        return _Model(self._tokenizer, self._ends, self._config, tokens)
+        return _Model(self._tokenizer, self._ends, self._config, tokens, self._processor)
 
-    def _show(self, index: int, tokens: list[int]) -> None:
-        text = self._tokenizer.decode(tokens)[:_SHOWN_CHARS]
+    def _show(self, index: int, tokens: list[int], pictures: Sequence[bytes]) -> None:
         tell(f"row {index} as the model gets it, {len(tokens)} tokens:")
+        for number, picture in enumerate(pictures):
+            width, height = decoded(picture).size
+            size = f"{width} x {height} pixels, {len(picture)} bytes"
+            its = self._processor.processed(picture).num_tokens
+            tell(f"  picture {number}: {size}, {its} tokens")
+        place = self._processor.token_id if pictures else None
+        before = [None, *tokens]
+        shown = [it for it, last in zip(tokens, before, strict=False) if (it, last) != (place,) * 2]
+        text = self._tokenizer.decode(shown)[:_SHOWN_CHARS]
         for line in text.splitlines() or [""]:
             tell(f"  | {line}")
 

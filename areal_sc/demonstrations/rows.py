@@ -4,6 +4,8 @@
 {"prompt": ..., "completion": ...}                     texts, or lists of messages
 {"prompt": ..., "chosen": ..., "rejected": ...}        as well; without `prompt` both lists of
                                                        messages begin alike
+
+Each may have pictures, see `sources.pictures`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 from areal_sc.demonstrations.turns import TurnEncoder
 from areal_sc.errors import WorkflowError
+from areal_sc.sources.pictures import IMAGES, with_pictures
 
 Item = dict[str, Any]
 """A demonstration, `{"input_ids", "loss_mask"}`, or a pair of them, `{"chosen", "rejected"}`."""
@@ -54,7 +57,7 @@ def encode_demonstrations(
             messages = row["messages"]
             _require_template(encoder)
             first = len(messages) - 1 if last_turn_only and isinstance(messages, list) else 0
-            item = encoder.conversation(messages, first, row.get("tools"))
+            item = encoder.conversation(messages, first, row.get("tools"), row.get(IMAGES, ()))
         else:
             _require(row, "prompt", "completion", also="messages")
             item = _answer(encoder, row, row["prompt"], "completion")
@@ -94,7 +97,7 @@ def _encode(
     items, num_rows = list[Item](), 0
     for number, row in enumerate(rows):
         try:
-            item, num_tokens = encode(row)
+            item, num_tokens = encode(with_pictures(row))
         except WorkflowError as error:
             raise WorkflowError(f"row {number} of the dataset: {error}") from error
         num_rows += 1
@@ -118,11 +121,12 @@ def _answer(encoder: TurnEncoder, row: Mapping[str, Any], prompt: Any, name: str
     if not encoder.use_chat_template:
         if not isinstance(prompt, str) or not isinstance(answer, str):
             _require_template(encoder)
-        return encoder.texts(prompt, answer)
+        return encoder.texts(prompt, answer, row.get(IMAGES, ()))
     before, after = _messages(prompt, "user", "prompt"), _messages(answer, "assistant", name)
     if after[: len(before)] == before and len(after) > len(before):  # the whole conversation
         after = after[len(before) :]
-    return encoder.conversation([*before, *after], len(before), row.get("tools"))
+    messages = [*before, *after]
+    return encoder.conversation(messages, len(before), row.get("tools"), row.get(IMAGES, ()))
 
 
 def _messages(value: Any, role: str, name: str) -> Messages:

@@ -11,15 +11,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.errors import WorkflowError
-from areal_sc.workflows.text import ROLES, check_messages, describe_lost, encode_text
+from areal_sc.sources.pictures import PART, packed
+from areal_sc.token_fields import PICTURES
+from areal_sc.workflows.pictures import encode_text_with, in_parts
+from areal_sc.workflows.text import ROLES, bare_tokens, check_messages, describe_lost, encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from areal_sc.engines.picture_processor import PictureProcessor
+
+Render = Callable[..., Any]
+"""Makes of messages and tools what `apply_chat_template` gives."""
+
+Find = Callable[[Sequence[Mapping[str, Any]], Sequence[int], Any], tuple[list[int], list[range]]]
+"""The tokens of messages, and where these turns are."""
 
 _MARK: Final = re.compile(r"\{%-?\s*generation\b")
 
@@ -33,6 +45,7 @@ class TurnEncoder:
     Args:
         ends: tokens that end an answer of the model.
         use_chat_template: False: rows are plain texts, and an end token follows each completion.
+        processor: of a model that reads pictures.
 
     Attributes:
         complaints: what is wrong with the rows so far, by its kind, and does not keep them from
@@ -46,6 +59,7 @@ class TurnEncoder:
         ends: Sequence[int],
         *,
         use_chat_template: bool = True,
+        processor: PictureProcessor | None = None,
     ) -> None:
         if use_chat_template and not tokenizer.chat_template:
             raise WorkflowError(
@@ -58,6 +72,7 @@ class TurnEncoder:
                 "generation_config.json no eos_token_id"
             )
         self._tokenizer = tokenizer
+        self._processor = processor
         self._ends = list(ends)
         added = tokenizer.added_tokens_decoder.items()
         special = {*tokenizer.all_special_ids, *(token for token, it in added if it.special)}
@@ -65,30 +80,39 @@ class TurnEncoder:
         self.use_chat_template = use_chat_template
         self.complaints: dict[str, str] = {}
 
-    def texts(self, prompt: str, completion: str) -> dict[str, list[Any]]:
+    def texts(self, prompt: str, completion: str, pictures: Sequence[bytes] = ()) -> dict[str, Any]:
         """A plain prompt, and the completion that follows it, with an end token."""
-        before = encode_text(self._tokenizer, prompt)
+        if pictures:
+            processor = self._reading_pictures()
+            before = encode_text_with(pictures, processor, self._tokenizer, prompt)
+        else:
+            before = encode_text(self._tokenizer, prompt)
         after = encode_text(self._tokenizer, completion, begins=False)
         if after[-1:] == [] or after[-1] not in self._ends:
             after += self._ends[:1]
         ids = [*before, *after]
-        self._look_for(ids, prompt, completion)
-        return _row(ids, range(len(before), len(ids)))
+        self._look_for(ids, *([] if pictures else [prompt]), completion)
+        return _row(ids, [range(len(before), len(ids))], pictures)
 
     def conversation(
-        self, messages: Sequence[Mapping[str, Any]], first: int = 0, tools: Any = None
-    ) -> dict[str, list[Any]]:
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        first: int = 0,
+        tools: Any = None,
+        pictures: Sequence[bytes] = (),
+    ) -> dict[str, Any]:
         """A conversation, whose turns of the assistant are trained, but for those of weight 0.
 
         Args:
             first: number of the message from which on they are.
             tools: that the template tells the model of.
+            pictures: of the messages.
         Raises: WorkflowError: the messages are no such conversation, or the template does not tell
-            where the assistant's turns are.
+            where the assistant's turns are; or there are other pictures than the messages have.
         """
         check_conversation(messages, first)
         # a table has null for the fields that a message does not have, and templates would write it
-        given = [
+        given: list[Mapping[str, Any]] = [
             {key: value for key, value in message.items() if value is not None or key == "content"}
             for message in messages
         ]
@@ -100,7 +124,11 @@ class TurnEncoder:
             raise WorkflowError(
                 "the row has tools, of which the model's chat template does not tell a model"
             )
-        find = self._by_marks if _MARK.search(template) else self._by_beginnings
+        if pictures:  # a template's marks are of the text before it is expanded
+            find: Find = partial(self._by_beginnings, render=self._rendering(pictures))
+            given = in_parts(given, len(pictures))
+        else:
+            find = self._by_marks if _MARK.search(template) else self._by_beginnings
         ids, spans = find(given, trained, tools)
         ends = self._ends_in(ids)
         ended = [self._ended(ids, *turn, ends) for turn in zip(trained, spans, strict=True)]
@@ -113,7 +141,25 @@ class TurnEncoder:
         self._check_calls(given, ids)
         contents = (message.get("content") for message in given)
         self._look_for(ids, *(text for text in contents if isinstance(text, str)))
-        return _row(ids, *ended)
+        return _row(ids, ended, pictures)
+
+    def _reading_pictures(self) -> PictureProcessor:
+        """Raises: WorkflowError: the model reads no pictures."""
+        if self._processor is None:
+            raise WorkflowError("the row has pictures, and the model reads none")
+        return self._processor
+
+    def _rendering(self, pictures: Sequence[bytes]) -> Render:
+        """Renders the beginnings of a conversation that has these pictures in all."""
+        processor = self._reading_pictures()
+
+        def render(messages: Sequence[Any], tools: Any, **options: Any) -> Any:
+            text = self._render(messages, tools, tokenize=False, **options)
+            num_pictures = sum(part == PART for message in messages for part in message["content"])
+            expanded = processor.expand(text, pictures[:num_pictures])
+            return {"input_ids": bare_tokens(self._tokenizer, expanded)}
+
+        return render
 
     def _check_calls(self, messages: Sequence[Mapping[str, Any]], ids: list[int]) -> None:
         """Raises: WorkflowError: arguments of a call are text, which the template quotes again."""
@@ -162,14 +208,19 @@ class TurnEncoder:
         return ids, found
 
     def _by_beginnings(
-        self, messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tools: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        turns: Sequence[int],
+        tools: Any,
+        render: Render | None = None,
     ) -> tuple[list[int], list[range]]:
         """Tokens, and where these turns are."""
-        ids, spans = self._ids(messages, tools), []
+        tokens = partial(self._ids, render=render)
+        ids, spans = tokens(messages, tools), []
         for turn in turns:
-            before = self._ids(messages[:turn], tools, add_generation_prompt=True)
+            before = tokens(messages[:turn], tools, add_generation_prompt=True)
             is_last = turn == len(messages) - 1
-            after = ids if is_last else self._ids(messages[: turn + 1], tools)
+            after = ids if is_last else tokens(messages[: turn + 1], tools)
             if ids[: len(before)] != before or ids[: len(after)] != after:
                 raise WorkflowError(
                     f"message {turn}: the chat template writes a conversation otherwise once it "
@@ -223,13 +274,18 @@ class TurnEncoder:
     def _is_space(self, *token_ids: int) -> bool:
         return not str(self._tokenizer.decode(list(token_ids))).strip()
 
-    def _ids(self, messages: Sequence[Any], tools: Any, **options: Any) -> list[int]:
-        return [int(token) for token in self._render(messages, tools, **options)["input_ids"]]
+    def _ids(
+        self, messages: Sequence[Any], tools: Any, render: Render | None = None, **options: Any
+    ) -> list[int]:
+        rendered = (render or self._render)(messages, tools, **options)
+        return [int(token) for token in rendered["input_ids"]]
 
-    def _render(self, messages: Sequence[Any], tools: Any, **options: Any) -> Any:
+    def _render(
+        self, messages: Sequence[Any], tools: Any, *, tokenize: bool = True, **options: Any
+    ) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=True, return_dict=True, **options
+                list(messages), tools=tools, tokenize=tokenize, return_dict=tokenize, **options
             )
         except Exception as error:  # the model's own code, which jinja runs
             raise WorkflowError(
@@ -287,9 +343,10 @@ def _num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def _row(ids: list[int], *spans: range) -> dict[str, list[Any]]:
-    """Tokens, of which those in the spans are trained."""
+def _row(ids: list[int], spans: Sequence[range], pictures: Sequence[bytes] = ()) -> dict[str, Any]:
+    """Tokens, of which those in the spans are trained; and the row's pictures, if there are any."""
     mask = [False] * len(ids)
     for span in spans:
         mask[span.start : span.stop] = [True] * len(span)
-    return {"input_ids": ids, "loss_mask": mask}
+    row: dict[str, Any] = {"input_ids": ids, "loss_mask": mask}
+    return {**row, PICTURES: packed(pictures).tobytes()} if pictures else row

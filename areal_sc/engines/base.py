@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from areal_sc.algorithms.named_loss import NamedLoss
     from areal_sc.config.schema import ActorConfig, GenerationConfig
+    from areal_sc.engines.picture_processor import PictureProcessor
     from areal_sc.engines.training.updates.update_trace import UpdateTrace
     from areal_sc.transport.packed_rows import PackedRows
     from areal_sc.weights.group import NamedTensor
@@ -105,8 +106,10 @@ class GenerationEngine(Protocol):
 
     Attributes:
         end_token_ids: that end a completion, beside those of its `GenerationConfig`.
+        processor: of a model that reads pictures; None: it reads none.
     """
 
+    processor: PictureProcessor | None
     tokenizer: PreTrainedTokenizerBase
     max_context_tokens: int
     end_token_ids: tuple[int, ...]
@@ -118,6 +121,7 @@ class GenerationEngine(Protocol):
         *,
         prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
+        pictures: Sequence[bytes] = (),
     ) -> Completion:
         """Samples one completion. Cancelling the task frees the slot at once.
 
@@ -126,7 +130,9 @@ class GenerationEngine(Protocol):
             on_tokens: called in the caller's task while the answer is sampled. It gets every token
                 of the completion once, in order, before this returns, whatever interrupts the
                 answer meanwhile. What it raises is raised here, and the answer is given up.
-        Raises: WorkflowError: the prompt leaves no room in the context.
+            pictures: of the prompt.
+        Raises: WorkflowError: the prompt leaves no room in the context, or the engine reads no
+            pictures.
         """
 
 
@@ -143,6 +149,7 @@ class FollowingEngine(GenerationEngine, Protocol):
         *,
         prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
+        pictures: Sequence[bytes] = (),
         adapter: str = "",
         prompt_logprobs: bool = False,
         top_k_logprobs: int = 0,

@@ -23,6 +23,9 @@ _OTHER_THAN_TEXT = (
 )
 """How sections of `config.json` begin that set up encoders of something else."""
 
+PICTURE_FAMILIES = ("gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+"""By `model_type`, the models that read pictures and are trained and generated with them."""
+
 VALUE_HEAD = "score.weight"
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _EXPERTS = ".experts."
@@ -68,13 +71,26 @@ def is_model_folder(path: str | Path) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
-def check_model_folder(path: str | Path, *, needs_weights: bool = True) -> None:
+def reads_pictures(folder: str | Path) -> bool:
+    """Whether the model of a folder is one of `PICTURE_FAMILIES`, with what it sees pictures by.
+
+    Raises: ModelError: `config.json` is broken.
+    """
+    config = _read_whole_config(Path(folder)) or {}
+    return config.get("model_type") in PICTURE_FAMILIES and "vision_config" in config
+
+
+def check_model_folder(
+    path: str | Path, *, needs_weights: bool = True, is_text: bool = False
+) -> None:
     """Checks, in milliseconds, that a folder holds a model: to be called before workers start.
 
-    Args: needs_weights: False: `config.json` alone describes a model whose weights are drawn.
+    Args:
+        needs_weights: False: `config.json` alone describes a model whose weights are drawn.
+        is_text: who will load it knows no pictures.
     Raises: ModelError: no folder, no config.json, no weights, or weights that are truncated or
-        lack a file; names what is missing. Or a model of more than text, with an encoder, or
-        with an adapter beside it.
+        lack a file; names what is missing. Or a model of more than text and pictures, with an
+        encoder, or with an adapter beside it.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -90,10 +106,16 @@ def check_model_folder(path: str | Path, *, needs_weights: bool = True) -> None:
     if config is None:
         raise ModelError(f"model folder {path}: it has no config.json")
     for name, value in config.items():
-        if isinstance(value, dict) and name.startswith(_OTHER_THAN_TEXT):
+        is_known = name == "vision_config" and reads_pictures(folder) and not is_text
+        if isinstance(value, dict) and name.startswith(_OTHER_THAN_TEXT) and not is_known:
             raise ModelError(
                 f"model folder {path}: the model is multimodal (its config.json has {name}), and "
-                "text alone is trained and generated: save its language model in a folder of its "
+                + (
+                    "servers are"
+                    if is_text
+                    else f"pictures are those of {', '.join(PICTURE_FAMILIES)}; others are"
+                )
+                + " trained and served with text alone: save its language model in a folder of its "
                 "own, as docs/models.md shows"
             )
     if config.get("is_encoder_decoder"):

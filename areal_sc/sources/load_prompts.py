@@ -330,9 +330,23 @@ def _load(
             f"{where}: {what}; expected one ({endings}), or a name of the hub, owner/name"
         )
     try:
-        return datasets.load_dataset(**source, split=split, revision=revision, streaming=streaming)
+        loaded = datasets.load_dataset(
+            **source, split=split, revision=revision, streaming=streaming
+        )
+        return _with_compressed_pictures(datasets, loaded)
     except Exception as error:  # those of readers, of the hub and of the disk
         raise WorkflowError(f"{where}: {_why_not_loaded(error, path, revision)}") from error
+
+
+def _with_compressed_pictures(datasets: Any, loaded: Any) -> Any:
+    """The same rows, whose pictures are `{"bytes", "path"}` as they were stored, not decoded."""
+    stored = datasets.Image(decode=False)
+    for column, kind in (loaded.features or {}).items():
+        if isinstance(kind, datasets.Image):
+            loaded = loaded.cast_column(column, stored)
+        elif isinstance(getattr(kind, "feature", None), datasets.Image):
+            loaded = loaded.cast_column(column, type(kind)(stored))
+    return loaded
 
 
 def _why_not_loaded(error: Exception, path: str, revision: str | None) -> str:

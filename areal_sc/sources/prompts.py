@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.errors import WorkflowError
+from areal_sc.sources.pictures import with_pictures
 from areal_sc.sources.reference import Referable
 from areal_sc.sources.text_files import read_rows
 from areal_sc.sources.values import MALFORMED, UnfitValue, from_wire, to_json, to_wire
@@ -117,10 +118,12 @@ def row_to_wire(row: Any, index: int, kind: str) -> dict[str, Any]:
         )
     with user_code(where):
         try:
-            wire: dict[str, Any] = to_wire(dict(row))
+            wire: dict[str, Any] = to_wire(with_pictures(dict(row)))
             return wire
         except UnfitValue as error:
             raise WorkflowError(f"{where}: {error.located('')}") from None
+        except WorkflowError as error:
+            raise WorkflowError(f"{where}: {error}") from error
 
 
 def row_of(wire: Any, where: str) -> dict[str, Any]:

@@ -103,6 +103,7 @@ class RowTrainer(Run):
             encode: see `demonstrations.rows`.
         Raises: WorkflowError: a row cannot be used. ModelError: the model has no tokenizer.
         """
+        from areal_sc.engines.picture_processor import picture_processor
         from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 
         with self.display.phase("datasets"):
@@ -111,7 +112,12 @@ class RowTrainer(Run):
             folder = local_model(actor.path)
             tokenizer = load_tokenizer(folder)
             ends = read_end_token_ids(folder, tokenizer)
-            encoder = TurnEncoder(tokenizer, ends, use_chat_template=use_chat_template)
+            encoder = TurnEncoder(
+                tokenizer,
+                ends,
+                use_chat_template=use_chat_template,
+                processor=picture_processor(folder, tokenizer),
+            )
             items: dict[str, list[Item]] = {"training": [], "held-out": []}
             for name, given in zip(items, (rows, held_out), strict=True):
                 if given is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
 from areal_sc.metadata import RowMetadata
-from areal_sc.token_fields import FieldType
+from areal_sc.token_fields import PICTURES, FieldType
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,14 @@ class RowValues:
     values: torch.Tensor
     spans: tuple[tuple[int, int], ...]
     type: FieldType
+
+    @classmethod
+    def of_bytes(cls, each: Sequence[bytes]) -> RowValues:
+        """Bytes of each row, as many as it has."""
+        stops = list(accumulate(map(len, each), initial=0))
+        values = torch.frombuffer(bytearray(b"".join(each)) or bytearray(1), dtype=torch.uint8)
+        spans = tuple(pairwise(stops))
+        return cls(values[: stops[-1]], spans, FieldType("row", True, "uint8"))
 
     def take(self, rows: Sequence[int]) -> RowValues:
         """Those of the named rows, in the given order; what several share is there once."""
@@ -108,6 +116,13 @@ class PackedRows:
             None if self.metadata is None else tuple(self.metadata[row] for row in rows),
             self.take_row_fields(rows),
         )
+
+    def picture_bytes(self, rows: Sequence[int]) -> list[bytes]:
+        """The field `pictures` of the named rows; none where the rows do not have it."""
+        if PICTURES not in self.row_fields:
+            return []
+        its = self.row_fields[PICTURES]
+        return [bytes(its.values[slice(*its.spans[row])].numpy()) for row in rows]
 
     def take_row_fields(self, rows: Sequence[int]) -> dict[str, RowValues]:
         """Those of the named rows, in the given order."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
 from areal_sc.agents.agent import as_json
@@ -26,14 +27,16 @@ from areal_sc.rejection import Rejection
 from areal_sc.rewards.base import IS_SHAPING, Reward, RewardFunction, Score, name_of
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.weighted import weighted_functions
+from areal_sc.sources.pictures import packed
 from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.system.waiting import all_of
-from areal_sc.token_fields import TensorMetadata
+from areal_sc.token_fields import PICTURES, TensorMetadata
 from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport, Waiting
 from areal_sc.workers.episode_routes import EpisodeRoutes
 from areal_sc.workers.evaluated import EvaluatedEpisode
-from areal_sc.workflows.base import AgentReturn, AgentSession
+from areal_sc.workflows.base import AgentReturn, AgentSession, Trajectory
 from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
+from areal_sc.workflows.pictures import encode_chat_with, encode_text_with
 from areal_sc.workflows.text_checks import why_endless
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
@@ -71,6 +74,7 @@ class WorkerEpisodeEngine:
         agent_pool: runs its agents; not there without `agents`.
         journal: of its session; None: that does not outlive the worker.
         routes: the field of its rows' routes; None: they have none.
+        pictures: of its row; None: rows have no field of that name.
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
@@ -90,6 +94,7 @@ class WorkerEpisodeEngine:
         agent_pool: AgentPool | None = None,
         journal: SessionJournal | None = None,
         routes: TensorMetadata | None = None,
+        pictures: Sequence[bytes] | None = None,
     ) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
@@ -104,6 +109,7 @@ class WorkerEpisodeEngine:
         self._agent_pool = agent_pool
         self._journal = journal
         self.routes = EpisodeRoutes(routes)
+        self._pictures = pictures
         self.open_waits: list[EpisodeWait] = []
         self.past_waits: list[EpisodeWait] = []
         self.group = group
@@ -143,6 +149,7 @@ class WorkerEpisodeEngine:
             on_tokens(token_ids)
             in_callback = False
 
+        with_pictures: dict[str, Any] = {"pictures": self._pictures} if self._pictures else {}
         try:
             with self._waiting("generation") as wait:
                 answer = await self._engine.generate(
@@ -150,6 +157,7 @@ class WorkerEpisodeEngine:
                     sampling,
                     prefix_group=self.group,
                     on_tokens=None if on_tokens is None else tell,
+                    **with_pictures,
                 )
                 wait.note(answer)
             answer = self.routes.take(input_ids, answer)
@@ -167,6 +175,37 @@ class WorkerEpisodeEngine:
             if not in_callback:  # else it is of the user's own callback
                 self.failure = error
             raise
+
+    def encode_pictures(
+        self,
+        pictures: Sequence[bytes],
+        prompt: Any,
+        *,
+        use_chat_template: bool = True,
+        chat_template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        processor = self._engine.processor
+        if processor is None:
+            raise NeverWorks("the row has pictures, and the model reads none")
+        own = pictures, processor, self.tokenizer
+        if use_chat_template:
+            return encode_chat_with(*own, prompt, chat_template_arguments)
+        return encode_text_with(*own, prompt)
+
+    def with_own_fields(self, rows: list[Trajectory] | Rejection) -> list[Trajectory] | Rejection:
+        """The rows with the fields that the engine adds: routes, and pictures.
+
+        Raises: WorkflowError: a row has too few tokens for its pictures.
+        """
+        rows = self.routes.with_routes(rows)
+        if self._pictures is None or isinstance(rows, Rejection):
+            return rows
+        if self._pictures and (processor := self._engine.processor):
+            for row in rows:
+                num_tokens = int(np.count_nonzero(np.equal(row.input_ids, processor.token_id)))
+                processor.count_places(num_tokens, self._pictures)
+        fields = {PICTURES: packed(self._pictures)}
+        return [replace(row, fields={**row.fields, **fields}) for row in rows]
 
     async def chat(
         self,

@@ -19,6 +19,7 @@ from areal_sc.workers.calls import RunEvaluation, RunGroup
 from areal_sc.workflows.base import Trajectory
 
 MAX_PROMPT_CHARS: Final = 2000
+_SHOWN_BYTES: Final = 64
 
 
 def played_group(
@@ -100,7 +101,7 @@ def _parts_of(value: Any) -> Iterator[str]:
         case str():
             yield repr(shortened(value, MAX_PROMPT_CHARS // 2))
         case bytes():
-            yield repr(value[:MAX_PROMPT_CHARS])
+            yield repr(value) if len(value) <= _SHOWN_BYTES else f"<{len(value)} bytes>"
         case dict():
             for number, (name, it) in enumerate(value.items()):
                 yield ", " if number else "{"

@@ -20,8 +20,8 @@ from areal_sc.metadata import RowMetadata
 from areal_sc.nodes.spec import TRAIN_ROLE
 from areal_sc.records.recorder import KEPT_EVERY
 from areal_sc.records.trained_rows import TrainedRow, TrainedTokens
-from areal_sc.token_fields import ADAPTER
-from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.token_fields import ADAPTER, PICTURES
+from areal_sc.transport.packed_rows import PackedRows, RowValues
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.rank import Rank
 
@@ -195,7 +195,8 @@ async def _read(rank: Rank, wanted: rank_methods.Demonstrations) -> PackedRows:
     are float32 fields of theirs.
 
     A pair is two rows of one group, of which the chosen one has the reward 1, the other one 0. Each
-    trained token of a row with `reference_logprob` has its mean as `reference_logprobs`.
+    trained token of a row with `reference_logprob` has its mean as `reference_logprobs`. Where some
+    rows have pictures, all have the field `pictures`.
     """
     await rank.files.bring_source(wanted.dataset)
     dataset = rank.sources.prompts(wanted.dataset)
@@ -224,9 +225,11 @@ async def _read(rank: Rank, wanted: rank_methods.Demonstrations) -> PackedRows:
         fields["reference_logprobs"] = torch.cat(means).float()
     lengths = tuple(len(item["input_ids"]) for item in items)
     if wanted.adapters:  # no pairs have them
-        of_rows = torch.tensor(wanted.adapters, dtype=torch.int32)
-        fields[ADAPTER] = of_rows.repeat_interleave(torch.tensor(lengths))
-    return PackedRows(fields, lengths, metadata=tuple(origins))
+        places = torch.tensor(wanted.adapters, dtype=torch.int32)
+        fields[ADAPTER] = places.repeat_interleave(torch.tensor(lengths))
+    pictures = [item.get(PICTURES, b"") for item in items]
+    of_rows = {PICTURES: RowValues.of_bytes(pictures)} if any(pictures) else {}
+    return PackedRows(fields, lengths, metadata=tuple(origins), row_fields=of_rows)
 
 
 def packed(values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:

@@ -39,11 +39,12 @@ from areal_sc.records.spans import START_UP
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.running import CodeRunner
-from areal_sc.sizing.routed_experts import routes_field
+from areal_sc.sizing.pictures import engine_fields
+from areal_sc.sources.pictures import IMAGES, with_pictures
 from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.waiting import all_of
-from areal_sc.token_fields import ROUTED_EXPERTS, TensorMetadata
+from areal_sc.token_fields import PICTURES, ROUTED_EXPERTS, TensorMetadata
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.memory_folder import OFF
 from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe, text_of
@@ -184,7 +185,7 @@ class RolloutWorker(Worker):
         config = self.handle.config
         folder = local_model(config.path)
         await self.compute(lambda: check_ends(folder, engine.tokenizer, config.generation))
-        self._own_fields = await self.compute(lambda: routes_field(config))
+        self._own_fields = await self.compute(lambda: engine_fields(config))
         self._engine = engine
 
     async def describe(self, groups: tuple[int, ...]) -> RolloutDescription:
@@ -436,7 +437,7 @@ class RolloutWorker(Worker):
         workflow = self.sources.workflow(workflow_number)
         dataset = self.sources.prompts(reference.dataset)
         try:
-            prompt = dict(dataset[reference.index])
+            prompt = with_pictures(dict(dataset[reference.index]))
         except BaseException as error:  # the user's code may raise anything
             what = f"row {reference.index} of the dataset: {describe(error)}"
             rejection = Rejection.raised(RejectionKind.dataset_error, what, error)
@@ -512,7 +513,10 @@ class RolloutWorker(Worker):
         own = self.engine, self._rewards, group, config.generation, evaluated
         journal = self._sessions.journal(group, number)
         routes = self._own_fields.get(ROUTED_EXPERTS) if evaluated is None else None
-        engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool, journal, routes)
+        pictures = prompt.get(IMAGES, ()) if PICTURES in self._own_fields else None
+        engine = WorkerEpisodeEngine(
+            *own, self._agents, self._agent_pool, journal, routes, pictures
+        )
         limit_s = math.inf if workflow.waits_outside else config.group_timeout_s
         # the call of an evaluation has a limit that knows nothing of this clock
         clock = self._agents.clock if evaluated is None else None
@@ -522,7 +526,7 @@ class RolloutWorker(Worker):
             is_trained = evaluated is None
             name, own = type(workflow).__name__, workflow.fields
             rows = checked_episode(returned, config, own, is_trained=is_trained, workflow=name)
-            return engine.routes.with_routes(rows)
+            return engine.with_own_fields(rows)
 
         episode: Episode | Rejection
         began_s = time.perf_counter()

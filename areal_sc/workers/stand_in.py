@@ -19,11 +19,19 @@ from areal_sc.workflows.base import Trajectory, Workflow
 
 
 class StandIn(ABC):
-    """Stands for a `GenerationEngine`, as far as episodes use one; computes nothing."""
+    """Stands for a `GenerationEngine`, as far as episodes use one; computes nothing.
+
+    Args: processor: see `GenerationEngine`.
+    """
 
     def __init__(
-        self, tokenizer: Any, end_token_ids: tuple[int, ...], max_context_tokens: int
+        self,
+        tokenizer: Any,
+        end_token_ids: tuple[int, ...],
+        max_context_tokens: int,
+        processor: Any = None,
     ) -> None:
+        self.processor = processor
         self.tokenizer = tokenizer
         self.end_token_ids = end_token_ids
         self.max_context_tokens = max_context_tokens
@@ -39,6 +47,7 @@ class StandIn(ABC):
         *,
         prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
+        pictures: Sequence[bytes] = (),
     ) -> Completion:
         check_prompt(input_ids, vocab_size=ANY_TOKEN, max_context_tokens=self.max_context_tokens)
         its = await self.answer(input_ids, sampling)

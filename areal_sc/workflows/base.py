@@ -92,6 +92,24 @@ class EpisodeEngine(TokenEngine, Protocol):
             last one is the assistant's. PromptTooLong: the first prompt leaves no room.
         """
 
+    def encode_pictures(
+        self,
+        pictures: Sequence[bytes],
+        prompt: Any,
+        *,
+        use_chat_template: bool = True,
+        chat_template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of a prompt with pictures, for `generate`, which then gets the pictures, too.
+
+        Args:
+            pictures: `prompt["images"]` of the row that the episode is of: others cannot be given.
+            prompt: a list of messages; or a text, which without the chat template has a marker for
+                each picture, `<image>` or the model's own.
+        Raises: WorkflowError: there are other pictures than markers, or one is damaged. NeverWorks:
+            the model reads no pictures.
+        """
+
     def open_session(
         self,
         *,

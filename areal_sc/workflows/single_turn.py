@@ -10,6 +10,7 @@ from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import WorkflowError
 from areal_sc.rewards.base import Reward, Score
 from areal_sc.rewards.weighted import check_row, check_signatures, weighted_functions
+from areal_sc.sources.pictures import IMAGES
 from areal_sc.workflows.base import EpisodeEngine, GroupReward, Trajectory, Workflow
 from areal_sc.workflows.text import OWN_ARGUMENTS, decode_completion, encode_chat, encode_text
 from areal_sc.workflows.transcript import Transcript
@@ -115,6 +116,13 @@ class SingleTurnWorkflow(Workflow):
     def _prompt_tokens(self, prompt: dict[str, Any], engine: EpisodeEngine) -> list[int]:
         self._check_prompt(prompt)
         content = prompt[self.prompt_key]
+        if pictures := prompt.get(IMAGES):
+            return engine.encode_pictures(
+                pictures,
+                content,
+                use_chat_template=self.use_chat_template,
+                chat_template_arguments=self.chat_template_arguments,
+            )
         if self.use_chat_template:
             return encode_chat(engine.tokenizer, content, self.chat_template_arguments)
         if not isinstance(content, str):

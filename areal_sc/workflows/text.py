@@ -63,7 +63,14 @@ def _begin_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Any, arguments: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Tokens of a conversation in the model's chat format, up to where its answer begins.
+    """Tokens of a conversation in the model's chat format; see `chat_text`."""
+    return bare_tokens(tokenizer, chat_text(tokenizer, messages, arguments))
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Any, arguments: Mapping[str, Any] | None = None
+) -> str:
+    """A conversation in the model's chat format, up to where its answer begins.
 
     A last message of the assistant is the beginning of that answer.
 
@@ -113,7 +120,7 @@ def encode_chat(
             "the model's chat template does not read lists of parts: it writes "
             f"{parts[0]:.80} into the prompt; give the text as the content of a message"
         )
-    return bare_tokens(tokenizer, text)
+    return str(text)
 
 
 def check_messages(messages: Any) -> None:

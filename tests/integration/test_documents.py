@@ -132,6 +132,10 @@ NOT_RUN_HERE = {
     ),
     "python examples/reward_model.py --config configs/reward_model.yaml actor.path=<model> "
     "task.dataset=<file>": "tests/integration/test_row_trainers.py",
+    "python examples/count_shapes.py --config configs/count_shapes.yaml": (
+        "tests/integration/test_count_shapes.py"
+    ),
+    'rows = [\n    {"prompt": "How many circles?"': "tests/unit/sources/test_pictures.py",
     ONE_GPU: "needs a GPU, and a model of the hub",
     "python examples/letter_sort.py --config configs/letter_sort.yaml scheduler.type=slurm "
     "scheduler.slurm.nodes=2": "tests/integration/slurm/test_slurm_run.py",

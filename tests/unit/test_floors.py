@@ -79,12 +79,24 @@ LAZY_IMPORTS = {
     ("areal_sc.controller.dry_run", "areal_sc.engines.tokenizer"): "only a dry run loads torch",
     (
         "areal_sc.controller.dry_run",
+        "areal_sc.engines.picture_processor",
+    ): "only a dry run loads torch",
+    (
+        "areal_sc.controller.dry_run",
         "areal_sc.engines.training.adapters.lora",
     ): "only a dry run loads torch",
     ("areal_sc.trainer.row_trainer", "areal_sc.engines.tokenizer"): "only rows load transformers",
     (
+        "areal_sc.trainer.row_trainer",
+        "areal_sc.engines.picture_processor",
+    ): "only rows load transformers",
+    (
         "areal_sc.trainer.evaluation.model_evaluation",
         "areal_sc.engines.tokenizer",
+    ): "only rescoring loads transformers",
+    (
+        "areal_sc.trainer.evaluation.model_evaluation",
+        "areal_sc.engines.picture_processor",
     ): "only rescoring loads transformers",
     ("areal_sc.preflight.load", "areal_sc.preflight.dry_run"): "a script does not wait for it",
     ("areal_sc.nodes.agent", "areal_sc.shipping.node_side"): "most nodes see the run folder",

@@ -18,6 +18,7 @@ from areal_sc.sources.prompts import JsonlPrompts, prompt_at
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.token_fields import (
     MADE_FIELDS,
+    PICTURES,
     ROUTED_EXPERTS,
     TRAJECTORY_FIELDS,
     FieldBytes,
@@ -122,7 +123,7 @@ def check_fields(workflow: Workflow, of_engine: Mapping[str, TensorMetadata]) ->
     Raises: WorkflowError: one has no name that a field may have.
     """
     where = f"{type(workflow).__name__}.fields"
-    taken = *TRAJECTORY_FIELDS, *MADE_FIELDS, ROUTED_EXPERTS
+    taken = *TRAJECTORY_FIELDS, *MADE_FIELDS, ROUTED_EXPERTS, PICTURES
     for name, field in workflow.fields.items():
         if not isinstance(field, TensorMetadata):
             raise WorkflowError(f"{where}: expected a TensorMetadata, got {field!r}")

@@ -51,7 +51,7 @@ from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import RoleStatus, RunWishes
 from areal_sc.schedulers.base import Scheduler
-from areal_sc.sizing.routed_experts import routes_field
+from areal_sc.sizing.pictures import engine_fields
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.durable import os_errors_as, write_atomic
 from areal_sc.system.sandbox.opening import check_sandbox
@@ -489,7 +489,7 @@ class RolloutController(Controller):
         source = RolloutSource(dataset, number, num_rows, workflow.waits_outside)
         if source not in self._checked:
             check_first_rows(prompts, workflow)
-            added = check_fields(workflow, routes_field(self.config))
+            added = check_fields(workflow, engine_fields(self.config))
             self._field_bytes = FieldBytes(*map(max, self._field_bytes, added))
             workflow.check_settings(self.config)
             if workflow.runs_code() and self.scheduler.config.type == SchedulerType.local:

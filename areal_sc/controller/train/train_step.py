@@ -34,7 +34,7 @@ from areal_sc.engines.base import AdapterBeginning
 from areal_sc.errors import ROWS_GONE, ArealError, BatchLost, ConfigError, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.token_fields import ADAPTER, ROUTED_EXPERTS, TOP_LOGPROBS
+from areal_sc.token_fields import ADAPTER, PICTURES, ROUTED_EXPERTS, TOP_LOGPROBS
 from areal_sc.weights.channel import WeightsReader
 from areal_sc.workers import rank_methods
 from areal_sc.workers.operations import Kind
@@ -122,7 +122,8 @@ class TrainStep:
     def read_of_model(self, batch: BatchMetadata, *also: str) -> BatchMetadata:
         """What the model reads of a batch, and further fields where these are there."""
         its = self.without_idle_routes(batch)
-        further = [name for name in (ROUTED_EXPERTS, ADAPTER, *also) if name in its.fields]
+        names = (ROUTED_EXPERTS, ADAPTER, PICTURES, *also)
+        further = [name for name in names if name in its.fields]
         return its.select([*MODEL_FIELDS, *further])
 
     def note_without_first(self, batch: BatchMetadata) -> None:

@@ -107,6 +107,7 @@ def probe_abilities(
     Raises: ModelError: not even a padded batch gives what single rows give, or what they give
         depends on later tokens, or is not finite.
     """
+    original = model
     causal_lm = with_small_limits(model.causal_lm, model.own_attention, longest_input)
     if causal_lm is not model.causal_lm:
         fill(causal_lm)
@@ -153,7 +154,9 @@ def probe_abilities(
             logger.info("model_probe abilities=%s error=%r", abilities, error)
             return math.inf
 
-    packs = distance(packed) <= expected.limit
+    pictures = original.pictures
+    sees_ahead = pictures is not None and pictures.see_each_other
+    packs = not sees_ahead and distance(packed) <= expected.limit
     found = ModelAbilities(
         packs,
         has_linear_head=may_be_linear

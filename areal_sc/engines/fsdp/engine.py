@@ -97,6 +97,7 @@ class FSDPEngine(RankEngine):
         self.counts_metrics = groups.tensor.rank == groups.sequence.rank == 0
         self._model, self._parts, trial = load_sharded_model(self.config, groups)
         self._probe_row = trial.rows[0]
+        self.reads_pictures = self._model.pictures is not None
         if self._model.routers is not None:
             self.routed_experts = self._model.routers.sizes
         if self.config.head is ModelHead.lm:
@@ -378,6 +379,7 @@ class FSDPEngine(RankEngine):
             batch.gather_temperatures(rows),
             batch.routes,
             top_k,
+            batch.pictures,
         )
         return logprobs, entropy
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-from areal_sc.config.parallel_settings import TrainEngineKind
+from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.schema import (
     ActivationCheckpointing,
     ActorConfig,
@@ -21,7 +21,7 @@ from areal_sc.config.schema import (
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import Machine, resolved_device
-from areal_sc.sizing.model_folder import ModelShape, read_model_shape
+from areal_sc.sizing.model_folder import ModelShape, read_model_shape, reads_pictures
 from areal_sc.sizing.output_layer import kind_and_memory, piece_bytes
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
 
@@ -107,6 +107,7 @@ class FSDPPPOActor(TrainHandle):
         return True
 
     def check_model(self, folder: Path) -> None:
+        check_pictures(folder, self.config.parallel)
         shape = read_model_shape(folder)
         if shape is not None and shape.heads is not None and shape.kv_heads is not None:
             self.config.parallel.check_heads(shape.heads, shape.kv_heads)
@@ -186,3 +187,13 @@ class FSDPPPOActor(TrainHandle):
 @dataclass(frozen=True)
 class FSDPSFTActor(FSDPPPOActor):
     """A policy trained on given completions by `FSDPEngine`."""
+
+
+def check_pictures(folder: Path, parallel: ParallelConfig) -> None:
+    """Raises: ConfigError: a model that reads pictures is to be split."""
+    if parallel.tensor * parallel.sequence > 1 and reads_pictures(folder):
+        raise ConfigError(
+            f"the model in {folder} reads pictures; expected actor.parallel.tensor=1 and "
+            f"actor.parallel.sequence=1, got {parallel.tensor} and {parallel.sequence}: set more "
+            "actor.parallel.data"
+        )

@@ -31,7 +31,7 @@ from areal_sc.config.schema import ActivationCheckpointing, ActorConfig, Dtype, 
 from areal_sc.engines.fsdp.ability_probe import ModelTrial, probe_abilities, probe_model
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.gradient_reduction import InPlaceReduceScatter
-from areal_sc.engines.fsdp.handle import needs_fsdp, rounds_copies
+from areal_sc.engines.fsdp.handle import check_pictures, needs_fsdp, rounds_copies
 from areal_sc.engines.fsdp.launches import host_is_limit
 from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
@@ -39,6 +39,7 @@ from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
 from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
 from areal_sc.engines.fsdp.units import check_units
 from areal_sc.engines.fsdp.vocabulary import look_up_whole, spread_vocabulary
+from areal_sc.engines.picture_inputs import freeze_tower, pictures_of_folder
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
 from areal_sc.engines.rounding import Expected
 from areal_sc.engines.training.adapters.adapter_files import read_adapter
@@ -92,6 +93,7 @@ def load_sharded_model(
     Raises: ModelError, ConfigError: on every rank, when the folder cannot be used, or not on this
         mesh.
     """
+    check_pictures(Path(config.path), config.parallel)
     world = groups.world
     if not needs_fsdp(world.size, config):
         model = _packed(read_causal_lm(config), config, world.device, 1)
@@ -136,6 +138,7 @@ def _packed(
         kept_tokens=kept_tokens(chunk, device.type),
         head=config.head,
         replays_routes=config.routing_replay,
+        pictures=pictures_of_folder(causal_lm, config.path),
     )
 
 
@@ -369,6 +372,7 @@ def _freeze(causal_lm: Any, config: ActorConfig) -> None:
 
     What is never changed is kept in the type that it is computed in.
     """
+    freeze_tower(causal_lm)
     if config.has_adapter:
         add_adapters(causal_lm, config.lora, config.head)
     if config.is_frozen:

@@ -27,6 +27,7 @@ from areal_sc.algorithms.logprobs import (
 from areal_sc.config.schema import ModelHead
 from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
 from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows
+from areal_sc.engines.picture_inputs import PictureInputs, PictureRun, PictureSpan
 from areal_sc.engines.rotary import rotate_rows_by_own_length
 from areal_sc.engines.routers import Routers
 from areal_sc.engines.training.packed_attention import (
@@ -37,6 +38,7 @@ from areal_sc.engines.training.packed_attention import (
     register_packed_attention,
 )
 from areal_sc.engines.training.process_group import ProcessGroup
+from areal_sc.engines.training.streamed_layers import text_part
 from areal_sc.engines.training.value_head import values_of
 from areal_sc.errors import ModelError
 
@@ -78,6 +80,7 @@ class PackedModel(nn.Module):
         chunk_tokens, kept_tokens: see `chunked_logprobs`.
         head: of the model: with a value head it gives values in place of log-probabilities.
         replays_routes: tokens go through the experts that `forward` is given.
+        pictures: of a model that reads them.
 
     Attributes:
         own_attention: the implementation that transformers has chosen for the model.
@@ -103,13 +106,15 @@ class PackedModel(nn.Module):
         kept_tokens: int = 0,
         head: ModelHead = ModelHead.lm,
         replays_routes: bool = False,
+        pictures: PictureInputs | None = None,
     ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.pictures = pictures
         self.head = head
         self.chunk_tokens = chunk_tokens
         self.kept_tokens = kept_tokens
-        self.own_attention: str = causal_lm.config._attn_implementation
+        self.own_attention: str = text_part(causal_lm).config._attn_implementation
         self.packed_attention = ATTENTION_NAME
         self.vocabulary: VocabularyPart | None = None
         self.spread_rows: Sequence[SpreadRows] = ()
@@ -136,7 +141,7 @@ class PackedModel(nn.Module):
     @abilities.setter
     def abilities(self, abilities: ModelAbilities) -> None:
         self._abilities = abilities
-        model = self.causal_lm
+        model = text_part(self.causal_lm)
         if model._supports_attention_backend and model._can_set_attn_implementation():
             register_packed_attention()
             model.set_attn_implementation(
@@ -146,7 +151,8 @@ class PackedModel(nn.Module):
     @property
     def attends_by_interface(self) -> bool:
         """Whether its layers call the attention of this engine, and none of their own."""
-        return bool(self.causal_lm.config._attn_implementation == self.packed_attention)
+        config = text_part(self.causal_lm).config
+        return bool(config._attn_implementation == self.packed_attention)
 
     def compile_layers(self, layers: Sequence[nn.Module]) -> None:
         """Has torch compile the forward of each of its decoder layers, as one graph.
@@ -293,6 +299,7 @@ class PackedModel(nn.Module):
         temperatures: torch.Tensor | None,
         routes: torch.Tensor | None = None,
         top_k: int = 0,
+        pictures: Sequence[PictureRun] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of `targets`, each after the packed token at its position.
 
@@ -304,12 +311,13 @@ class PackedModel(nn.Module):
             temperatures: [N] > 0, divide the logits at each position; None: 1.
             routes: [T, L, k], see `Routers.given`, of a model that replays them.
             top_k: not 0: the most probable tokens are asked for, in place of `targets`.
+            pictures: where tokens of rows with pictures are.
         Returns: logprobs as `targets`, entropy [N]; float32, nats. Of a model with a value head:
             values [N] float32, zeros [N]. With `top_k`: see `chunked_top_logprobs`.
         """
         if self.routers is not None:
             self.routers.given = None if routes is None else self._own_routes(routes, layout)
-        output, hidden = self.hidden_states(input_ids, layout)
+        output, hidden = self.hidden_states(input_ids, layout, pictures)
         hidden = hidden[positions]
         if self.head is ModelHead.value:
             values = values_of(self.causal_lm, hidden)
@@ -342,13 +350,45 @@ class PackedModel(nn.Module):
         )
 
     def hidden_states(
-        self, input_ids: torch.Tensor, layout: PackedLayout
+        self,
+        input_ids: torch.Tensor,
+        layout: PackedLayout,
+        pictures: Sequence[PictureRun] = (),
     ) -> tuple[Any, torch.Tensor]:
         """What the model without its head returns, and the [T, H] final hidden states in it."""
         arguments, is_token = self._inputs(input_ids, layout)
-        output: Any = self.body(**arguments)
+        body = self.body
+        if pictures:
+            given = self._picture_arguments(input_ids, layout, pictures)
+            del arguments["input_ids"]
+            arguments |= given
+            if "token_type_ids" in given:  # of which the whole model makes a mask
+                body = self.causal_lm.model
+        output: Any = body(**arguments)
         hidden: torch.Tensor = output.last_hidden_state
         return output, hidden[0] if is_token is None else hidden[is_token]
+
+    def _picture_arguments(
+        self, input_ids: torch.Tensor, layout: PackedLayout, pictures: Sequence[PictureRun]
+    ) -> dict[str, Any]:
+        """What a forward is given in place of tokens, of which some are of pictures."""
+        assert self.pictures is not None, "the engine has refused them"
+        lengths = list(layout.lengths)
+        spans = [
+            PictureSpan(
+                it.first, self.pictures.of_row(it.token_ids, it.pictures), it.start, it.stop
+            )
+            for it in pictures
+        ]
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            if self.abilities.packs:
+                return values[None]
+            return nn.utils.rnn.pad_sequence(list(torch.split(values, lengths)), batch_first=True)
+
+        embed = self.causal_lm.get_input_embeddings()
+        positions = layout.position_ids[0]
+        return self.pictures.arguments(input_ids, spans, embed, positions, spread)
 
     def _own_logprobs(
         self,

@@ -35,11 +35,12 @@ from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.partial_answers import hand_over
+from areal_sc.engines.picture_processor import picture_processor
 from areal_sc.engines.request_checks import check_request, check_top
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.tokenizer import end_token_ids
 from areal_sc.engines.training.adapters.adapter_files import read_layers
-from areal_sc.errors import EngineFailed, ModelError
+from areal_sc.errors import EngineFailed, ModelError, NeverWorks
 from areal_sc.sizing.adapter_folder import ADAPTER_WEIGHTS
 from areal_sc.sizing.machine import resolved_device
 from areal_sc.sizing.model_folder import check_model_folder
@@ -84,12 +85,15 @@ class LocalEngine(GenerationThread):
                 config.path, torch.device(device), config.dtype, is_drawn=config.random_init
             )
         model, self.tokenizer = loaded
+        self.processor = picture_processor(config.path, self.tokenizer)
         check_context(model, config.max_context_tokens)
         local_model = LocalModel(
             model,
             has_float32_logits=config.float32_output_layer,
             records_routes=config.routing_replay,
+            processor=self.processor,
         )
+        self._pictures = local_model.pictures
         pass_tokens = config.max_prefill_tokens + config.max_running_sequences
         check_generation(model, longest_input=max(config.max_context_tokens, pass_tokens))
         self.max_context_tokens = config.max_context_tokens
@@ -139,6 +143,7 @@ class LocalEngine(GenerationThread):
         adapter: str = "",
         prompt_logprobs: bool = False,
         top_k_logprobs: int = 0,
+        pictures: Sequence[bytes] = (),
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task frees its place at once.
 
@@ -156,6 +161,11 @@ class LocalEngine(GenerationThread):
         if prompt_logprobs:
             request.prompt_logprobs = np.full(len(input_ids), np.nan, dtype=np.float32)
             request.prompt_top = [[] for _ in input_ids if top_k_logprobs]
+        if pictures:
+            if self._pictures is None:
+                raise NeverWorks("the prompt has pictures, and the model reads none")
+            tokens = torch.from_numpy(request.prompt)
+            request.pictures = self._pictures.of_row(tokens, pictures)
         async with AsyncExitStack() as held:
             if adapter:
                 request.adapter = await held.enter_async_context(self._adapters.using(adapter))

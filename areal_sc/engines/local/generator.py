@@ -164,7 +164,8 @@ class SlotGenerator:
         if plan.asked_chunks:
             places = [np.arange(it.num_tokens) + it.first_token for it in plan.asked_chunks]
             asked = torch.from_numpy(np.concatenate(places)).to(device)
-        logits = self._model(token_ids, positions, attention, n, asked, adapters)
+        spans = () if self._model.pictures is None else table.parts_with_pictures(plan)
+        logits = self._model(token_ids, positions, attention, n, asked, adapters, spans)
         self._tell_prompts(plan, logits[:-n])
         logits = logits[-n:]
         sampled, logprobs = sample(

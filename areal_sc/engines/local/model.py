@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Container, Iterable, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import nn
 from transformers import (
     AttentionInterface,
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -31,11 +31,15 @@ from areal_sc.engines.local.attention import (
     SlotAttention,
     attention_forward,
 )
+from areal_sc.engines.picture_inputs import DEEP_ARGUMENTS, PictureInputs, PictureSpan
+from areal_sc.engines.picture_processor import PictureProcessor
 from areal_sc.engines.rotary import rope_limits
 from areal_sc.engines.routers import Routers
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.engines.training.adapters.lora import named_linear
 from areal_sc.engines.training.causal_lm import check_all_used
+from areal_sc.engines.training.streamed_layers import text_part
+from areal_sc.engines.training.value_head import model_class
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.weights.published import check_shapes
@@ -59,7 +63,7 @@ def _draw(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Raises: ModelError: transformers cannot build such a model."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        build: Any = AutoModelForCausalLM.from_config
+        build: Any = model_class(folder).from_config
         model = build(config, dtype=dtype)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(
@@ -72,7 +76,7 @@ def _draw(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 def _load(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     """Raises: ModelError: weights are damaged, missing, or of another shape."""
-    load: Any = AutoModelForCausalLM.from_pretrained
+    load: Any = model_class(folder).from_pretrained
     try:
         model, loading = load(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
@@ -121,8 +125,10 @@ class LocalModel:
     Args:
         has_float32_logits: the output layer sums in float32 and does not round, whatever the dtype.
         records_routes: it is told which experts each token goes through.
+        processor: of a model that reads pictures.
 
     Attributes:
+        pictures: of such a model.
         routers: of the model; None: nothing is recorded.
     """
 
@@ -132,6 +138,7 @@ class LocalModel:
         *,
         has_float32_logits: bool = False,
         records_routes: bool = False,
+        processor: PictureProcessor | None = None,
     ) -> None:
         _check_supported(model)
         AttentionInterface.register(ATTENTION_NAME, attention_forward)
@@ -141,8 +148,20 @@ class LocalModel:
         self._step = CurrentStep()
         for module in self._model.modules():
             vars(module)["current_step"] = self._step
-        self._model.set_attn_implementation(ATTENTION_NAME)
-        if self._model.config._attn_implementation != ATTENTION_NAME:
+        decoder = text_part(self._model)
+        decoder.set_attn_implementation(ATTENTION_NAME)
+        self._deep: dict[str, Any] = {}
+        self.pictures = None if processor is None else PictureInputs(self._model, processor)
+        if self.pictures is not None:
+            if self.pictures.see_each_other:
+                raise ModelError(
+                    f"{type(model).__name__}: tokens of a picture attend to later ones, which "
+                    "embedded generation does not know: train it by SFT or DPO"
+                )
+            decoder.register_forward_pre_hook(
+                lambda _, args, named: (args, {**named, **self._deep}), with_kwargs=True
+            )
+        if decoder.config._attn_implementation != ATTENTION_NAME:
             raise ModelError(
                 f"{type(model).__name__} does not use transformers' attention interface, by which "
                 "embedded generation gives a model its cache: use SGLang"
@@ -166,6 +185,7 @@ class LocalModel:
         num_last: int,
         asked: torch.Tensor | None = None,
         adapters: PassAdapters | None = None,
+        spans: Sequence[tuple[int, Any, int, int]] = (),
     ) -> torch.Tensor:
         """[A + num_last, V] logits of some tokens of a packed pass, and behind them of its last.
 
@@ -173,6 +193,7 @@ class LocalModel:
             token_ids, positions: [T] int64.
             asked: [A] int64, indices of those tokens; None: there are none.
             adapters: of the tokens; None: they have none.
+            spans: tokens of rows with pictures; see `PictureSpan`.
         """
         kept: int | torch.Tensor = num_last
         if asked is not None:
@@ -180,9 +201,18 @@ class LocalModel:
             kept = torch.cat((asked, last))
         keep = {"logits_to_keep": kept} if self._keeps_logits else {}
         self._step.attention, self._step.adapters = attention, adapters
-        output = self._model(
-            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **keep
-        )
+        given = {"input_ids": token_ids[None], "position_ids": positions[None]}
+        if spans:
+            assert self.pictures is not None, "such requests are refused"
+            given = self.pictures.arguments(
+                token_ids,
+                list(starmap(PictureSpan, spans)),
+                self._model.get_input_embeddings(),
+                positions,
+                lambda values: values[None],
+            )
+        self._deep = {name: given.pop(name) for name in DEEP_ARGUMENTS if name in given}
+        output = self._model(use_cache=False, **given, **keep)
         logits: torch.Tensor = output.logits[0]
         if keep:
             return logits
@@ -255,6 +285,8 @@ class LocalModel:
         check_shapes(shapes, expected, "the weights")
         for name, tensor in given.items():
             targets[name].copy_(tensor.reshape(targets[name].shape))
+        if self.pictures is not None:
+            self.pictures.forget()
 
 
 def check_context(model: PreTrainedModel, max_context_tokens: int) -> None:

@@ -54,6 +54,7 @@ class SlotRequest:
         prompt_logprobs: [P], as in `Completion`, as far as they are known; None: they are not
             asked for.
         prompt_top, top: [P] and [C] of the most probable tokens, if they are asked for.
+        pictures: where those of the prompt are, a `RowPictures`; None: there are none.
         row: row of the table while running, -1 otherwise.
         is_finished: it has left the table.
     """
@@ -74,6 +75,7 @@ class SlotRequest:
     prompt_logprobs: npt.NDArray[np.float32] | None = None
     prompt_top: list[TopTokens] = field(default_factory=list)
     top: list[TopTokens] = field(default_factory=list)
+    pictures: Any = None
     row: int = -1
     is_finished: bool = False
 
@@ -321,6 +323,21 @@ class SlotTable:
             new = slice(self.num_routed[row], self.length[row])
             self.routes[row, new] = self.entry_routes[row, new]
             self.num_routed[row] = self.length[row]
+
+    def parts_with_pictures(self, plan: StepPlan) -> list[tuple[int, Any, int, int]]:
+        """Tokens of the plan whose requests have pictures.
+
+        Returns: index of the first of them in the pass, the request's `pictures`, and which tokens
+            of its row they are.
+        """
+        first_last = len(plan.token_ids) - plan.num_rows
+        parts = [(it.first_token, it.row, it.start, it.end) for it in plan.chunks]
+        for row, length in enumerate(self.length[: plan.num_rows].tolist()):
+            parts.append((first_last + row, row, length - 1, length))
+        of_rows = {row: it.pictures for row, it in self._requests.items() if it.pictures}
+        return [
+            (first, of_rows[row], start, end) for first, row, start, end in parts if row in of_rows
+        ]
 
     def take_streamed(self) -> list[tuple[int, int]]:
         """(request id, token) of what `record` was given for streamed requests since last time."""

@@ -12,9 +12,9 @@ from areal_sc.config.schema import ActivationCheckpointing, Device, Dtype, Model
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.engines.megatron.family import ModelSizes, check_ranks
 from areal_sc.engines.megatron.machine import check_machine, is_on_cpu, load_cpu_shim
-from areal_sc.errors import ConfigError
+from areal_sc.errors import ConfigError, ModelError
 from areal_sc.sizing.machine import Machine, count_cuda_devices
-from areal_sc.sizing.model_folder import ModelShape, read_model_config
+from areal_sc.sizing.model_folder import ModelShape, read_model_config, reads_pictures
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
 
 _LACKING: Final = ("cpu_offload", "activation_offload", "is_frozen")
@@ -68,6 +68,11 @@ class MegatronPPOActor(TrainHandle):
 
     def check_model(self, folder: Path) -> None:
         config = read_model_config(folder)
+        if reads_pictures(folder):
+            raise ModelError(
+                f"the model in {folder} reads pictures, which actor.engine=megatron does not: "
+                "actor.engine=fsdp does"
+            )
         if config is not None:
             ModelSizes.of(config).check_mesh(self.config.parallel)
 

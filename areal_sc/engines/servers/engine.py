@@ -52,7 +52,15 @@ from areal_sc.engines.servers.weights import (
     update_server,
 )
 from areal_sc.engines.stop_strings import StopStrings
-from areal_sc.errors import ConfigError, EngineFailed, ModelError, PeerLost, RpcTimeout, WorkerError
+from areal_sc.errors import (
+    ConfigError,
+    EngineFailed,
+    ModelError,
+    NeverWorks,
+    PeerLost,
+    RpcTimeout,
+    WorkerError,
+)
 from areal_sc.sizing.machine import resolved_device
 from areal_sc.sizing.routed_experts import routes_field
 from areal_sc.token_fields import ROUTED_EXPERTS
@@ -81,6 +89,7 @@ class ServerEngine:
         num_updates: weight updates that were done.
     """
 
+    processor: None = None
     tokenizer: PreTrainedTokenizerBase
 
     def __init__(self, handle: ServersHandle, *, log_folder: Path, name: str) -> None:
@@ -164,6 +173,7 @@ class ServerEngine:
         adapter: str = "",
         prompt_logprobs: bool = False,
         top_k_logprobs: int = 0,
+        pictures: Sequence[bytes] = (),
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task ends it on its server.
 
@@ -175,6 +185,8 @@ class ServerEngine:
             not give what is asked for. ModelError: it cannot serve the adapter. WorkerError: the
             server is lost, or the engine is closed.
         """
+        if pictures:
+            raise NeverWorks("servers are not given pictures: expected rollout.engine=local")
         request = self._make_request(input_ids, sampling)
         check_top(top_k_logprobs, len(request.prompt) + request.max_new_tokens)
         request.asks_prompt, request.num_top = prompt_logprobs, top_k_logprobs

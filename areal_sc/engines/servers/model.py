@@ -132,7 +132,7 @@ class ServedModel:
     @classmethod
     def read(cls, path: str) -> ServedModel:
         """Raises ModelError: something is missing or unreadable; names it and the folder."""
-        check_model_folder(path)
+        check_model_folder(path, is_text=True)
         config = read_model_config(Path(path))
         if not config or not isinstance(config.get("vocab_size"), int):
             raise ModelError(f"model folder {path}: config.json does not tell vocab_size")

@@ -52,7 +52,7 @@ def load_causal_lm(folder: Path, head: ModelHead = ModelHead.lm) -> Any:
     """
     check_model_folder(folder)
     try:
-        loaded: Any = model_class(head).from_pretrained(
+        loaded: Any = model_class(folder, head).from_pretrained(
             folder,
             config=model_config(folder, head),
             dtype=torch.float32,
@@ -141,7 +141,7 @@ def build_without_parameters(folder: Path, head: ModelHead = ModelHead.lm) -> An
 
 
 def _from_config(folder: Path, head: ModelHead) -> Any:
-    model = model_class(head).from_config(model_config(folder, head), dtype=torch.float32)
+    model = model_class(folder, head).from_config(model_config(folder, head), dtype=torch.float32)
     return checked_head(model, head)
 
 

@@ -128,6 +128,7 @@ class RankEngine(ABC):
         logprob_noise: nats by which rounding moves a log-probability, in the mean over a few
             likely rows; None: not known.
         routed_experts: of a model that replays routes; None: it does not.
+        reads_pictures: rows may have pictures.
     """
 
     world: ProcessGroup
@@ -142,6 +143,7 @@ class RankEngine(ABC):
         self.logprob_noise: float | None = None
         self.routed_experts: RoutedExperts | None = None
         self._places = range(config.lora.places if config.has_adapter else 0)
+        self.reads_pictures = False
         self._hosted: TCPStore | None = None
         self._writer: BackgroundWriter
         self._snapshots: Snapshots
@@ -466,6 +468,10 @@ class RankEngine(ABC):
                 known = set(self._places).intersection(self._places if places is None else places)
                 its_places = places_of_rows(rows, known) if self._places else []
                 of_rows.append(its_places if len(self._places) > 1 else [])
+                if not self.reads_pictures and any(rows.picture_bytes(range(rows.num_rows))):
+                    raise ValueError(
+                        f"the rows have pictures, and the model in {self.config.path} reads none"
+                    )
             asked = [asked_of(rows) for rows in batches]
             of_units = [
                 RowUnits.of(

@@ -88,10 +88,20 @@ class SharedPasses:
 _passes: ContextVar[SharedPasses | None] = ContextVar("_passes", default=None)
 
 
+def text_part(causal_lm: Any) -> Any:
+    """The decoder of a model that has a vision tower, too; another model itself."""
+    has_tower = hasattr(getattr(causal_lm, "config", None), "vision_config")
+    return causal_lm.get_decoder() if has_tower else causal_lm
+
+
 def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:
-    """The repeated blocks in forward order, without blocks inside of blocks."""
-    names = set(getattr(causal_lm, "_no_split_modules", None) or ())
-    blocks = [module for module in causal_lm.modules() if type(module).__name__ in names]
+    """The repeated blocks in forward order, without blocks inside of blocks.
+
+    Those of a vision tower are none: where no row has a picture, they do not compute.
+    """
+    whole = text_part(causal_lm)
+    names = set(getattr(whole, "_no_split_modules", None) or ())
+    blocks = [module for module in whole.modules() if type(module).__name__ in names]
     inner = {id(child) for block in blocks for child in block.modules() if child is not block}
     return [block for block in blocks if id(block) not in inner]
 

@@ -14,24 +14,36 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from areal_sc.config.schema import ModelHead
 from areal_sc.errors import ModelError
-from areal_sc.sizing.model_folder import VALUE_HEAD
+from areal_sc.sizing.model_folder import VALUE_HEAD, reads_pictures
 
 
 def model_config(folder: Path, head: ModelHead) -> Any:
-    """The settings of the model in a folder, with this head."""
+    """The settings of the model in a folder, with this head.
+
+    Raises: ModelError: a value head is to read pictures.
+    """
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if head is ModelHead.value:
+        if reads_pictures(folder):
+            raise ModelError(f"model folder {folder}: no values are trained with pictures")
         config.num_labels = 1
     return config
 
 
-def model_class(head: ModelHead) -> Any:
-    """Transformers' factory of models with this head."""
-    return AutoModelForCausalLM if head is ModelHead.lm else AutoModelForSequenceClassification
+def model_class(folder: Path, head: ModelHead = ModelHead.lm) -> Any:
+    """Transformers' factory of models with this head, as the folder's is."""
+    if head is ModelHead.value:
+        return AutoModelForSequenceClassification
+    return AutoModelForImageTextToText if reads_pictures(folder) else AutoModelForCausalLM
 
 
 def checked_head(model: Any, head: ModelHead) -> Any:

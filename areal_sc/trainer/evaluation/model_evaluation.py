@@ -264,8 +264,9 @@ class _Replay(StandIn):
         end_token_ids: tuple[int, ...],
         max_context_tokens: int,
         kept: Iterable[KeptCompletion],
+        processor: Any,
     ) -> None:
-        super().__init__(tokenizer, end_token_ids, max_context_tokens)
+        super().__init__(tokenizer, end_token_ids, max_context_tokens, processor)
         self._left = iter(kept)
 
     async def answer(self, input_ids: Sequence[int], sampling: GenerationConfig) -> KeptCompletion:
@@ -313,6 +314,7 @@ async def _rescored(
     on_each: Callable[[], None],
     rewards: ForkServer,
 ) -> list[KeptAnswer]:
+    from areal_sc.engines.picture_processor import picture_processor
     from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 
     run_code = CodeRunner(config.sandbox)
@@ -333,7 +335,7 @@ async def _rescored(
             return answer
         async with slots:
             kept = answer.text.completions
-            model = _Replay(tokenizer, ends, config.max_context_tokens, kept)
+            model = _Replay(tokenizer, ends, config.max_context_tokens, kept, processor)
             played = await _replayed(answer, sets[answer.set], config, model, pool)
         on_each()
         return played
@@ -341,7 +343,10 @@ async def _rescored(
     try:
         folder = local_model(config.path)
         tokenizer = load_tokenizer(folder)
-        ends = read_end_token_ids(folder, tokenizer)
+        ends, processor = (
+            read_end_token_ids(folder, tokenizer),
+            picture_processor(folder, tokenizer),
+        )
         return await all_of(one(answer, tokenizer, ends) for answer in answers)
     finally:
         await pool.close()

@@ -15,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from builders import picture
+from picture_models import save_picture_model
 
 from areal_sc import (
     GRPOConfig,
@@ -137,6 +139,29 @@ def test_a_text_that_the_tokenizer_changes_is_told(
     assert f"WARNING: {lost}: it has lost b " in shown
     fit(dry(), SingleTurnWorkflow(reversed_letters), [{**row, "of": ["C"]} for row in ROWS])
     assert "WARNING" not in capsys.readouterr().out
+
+
+def test_pictures_are_shown_with_their_tokens(
+    dry: Dry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_picture_model(tmp_path / "model", "qwen2_5_vl")
+    rows = [
+        {"prompt": "how many?", "answer": "2", "images": [picture(0, 30, 20)]},
+        {"prompt": "how many?", "answer": "3", "images": [picture(1, 24, 48), picture(2)]},
+        {"prompt": "how many?", "answer": "1"},
+    ]
+    chosen = {"actor.path": folder, "rollout.max_context_tokens": 64}
+    fit(dry(**chosen), SingleTurnWorkflow(asked, use_chat_template=True), rows)
+    shown = capsys.readouterr().out
+    assert "row 0 as the model gets it, 24 tokens:\n  picture 0: 30 x 20 pixels, " in shown
+    assert f"{len(rows[0]['images'][0])} bytes, 8 tokens\n" in shown
+    assert "  | u:<|vision_start|><|image_pad|><|vision_end|>how many?<eos>a:\n" in shown
+    assert "prompts: 3 rows; 3 looked at, of 14 to 36 tokens" in shown
+    torn = [{**row, "images": [picture(0)[:900]]} for row in rows]
+    with pytest.raises(WorkflowError, match=r"3 of 3 prompts cannot be given .* is damaged"):
+        PPOTrainer(dry(**chosen)).fit(SingleTurnWorkflow(asked, use_chat_template=True), torn)
+    with pytest.raises(WorkflowError, match="the row has pictures, and the model reads none"):
+        PPOTrainer(dry()).fit(SingleTurnWorkflow(asked), rows)
 
 
 def test_prompts_that_the_tokenizer_loses_are_refused(dry: Dry) -> None:

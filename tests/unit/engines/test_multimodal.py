@@ -54,7 +54,7 @@ def test_the_language_model_of_a_multimodal_one(
     whole = hf.AutoModelForImageTextToText.from_config(CONFIGS[family](), dtype=torch.float32)
     whole.save_pretrained("multimodal")
     with pytest.raises(ModelError, match=r"multimodal \(its config\.json has vision_config\)"):
-        check_model_folder("multimodal")
+        check_model_folder("multimodal", is_text=True)
 
     code = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
     exec(compile(code, str(PAGE), "exec"), {})

@@ -14,11 +14,13 @@ from typing import Any
 
 import datasets
 import pytest
+from builders import picture
 from hub_server import TOKEN, HubServer, serve_hub
 
 from areal_sc.errors import WorkflowError
 from areal_sc.sources import load_prompts as module
 from areal_sc.sources.load_prompts import SourceWords, load_prompts, load_rows
+from areal_sc.sources.pictures import with_pictures
 from areal_sc.sources.prompts import JsonlPrompts
 
 LOAD = """
@@ -338,3 +340,17 @@ def test_the_package_that_is_missing_is_named(
         load_prompts("acme/school")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
     assert load_prompts(tmp_path / "rows.jsonl") == [{"prompt": "x", "answer": "y"}]
+
+
+def test_pictures_of_a_data_set_stay_as_they_were_stored(tmp_path: Path) -> None:
+    jpeg, png = picture(0, kind="JPEG"), picture(1)
+    columns = {"prompt": ["a"], "answer": ["b"], "images": [[jpeg, png]], "image": [jpeg]}
+    one = datasets.Image()
+    text = datasets.Value("string")
+    features = {"prompt": text, "answer": text, "images": datasets.List(one), "image": one}
+    stored = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+    stored.to_parquet(tmp_path / "rows.parquet")
+    (row,) = load_prompts(tmp_path / "rows.parquet")
+    assert with_pictures(row)["images"] == [jpeg, png]
+    (held, *_), _ = load_rows(tmp_path / "rows.parquet")
+    assert with_pictures({"images": held["image"]})["images"] == [jpeg]

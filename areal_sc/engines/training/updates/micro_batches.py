@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from areal_sc.algorithms.loss_tokens import LossRows
@@ -18,12 +19,17 @@ from areal_sc.algorithms.packing import (
     pack_padded_micro_batches,
 )
 from areal_sc.algorithms.shared_prefixes import Forest, Row, share_prefixes, sharing_rows
+from areal_sc.engines.picture_inputs import PictureRun
 from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.row_numbers import RowNumbers, sums_of_rows
 from areal_sc.sizing.routed_experts import RoutedExperts
-from areal_sc.token_fields import ADAPTER, ROUTED_EXPERTS, TOP_TOKENS
+from areal_sc.sources.pictures import unpacked
+from areal_sc.token_fields import ADAPTER, PICTURES, ROUTED_EXPERTS, TOP_TOKENS
 from areal_sc.transport.packed_rows import PackedRows, RowValues
+
+_NO_TOKEN = 1 << 31
+"""No vocabulary has so many tokens."""
 
 LayoutOf = Callable[[Sequence[int], torch.device, Sequence[int] | None], PackedLayout]
 """Plans a device's attention of packed rows of these lengths, or of runs that have such parents;
@@ -49,6 +55,7 @@ class MicroBatch:
         loss_rows: the rows as a loss sees them; None: their numbers are not known.
         routes: [T, L, k], the experts that the tokens went through in generation; None: not known.
         places: of the adapter of each row or run, ascending; those behind them are padding.
+        pictures: tokens of rows that have pictures, on the CPU.
     """
 
     input_ids: torch.Tensor
@@ -61,6 +68,7 @@ class MicroBatch:
     loss_rows: LossRows | None
     routes: torch.Tensor | None = None
     places: Sequence[int] = ()
+    pictures: Sequence[PictureRun] = ()
 
     @property
     def own_token_index(self) -> torch.Tensor:
@@ -381,7 +389,15 @@ def _tokens_of(rows: PackedRows, chosen: Sequence[int]) -> list[Row]:
     if not chosen:  # then they may have no fields
         return []
     tokens, starts = require_field(rows, "input_ids").numpy(), rows.starts
-    return [tokens[starts[row] : starts[row] + rows.lengths[row]] for row in chosen]
+    found = [tokens[starts[row] : starts[row] + rows.lengths[row]] for row in chosen]
+    if PICTURES not in rows.row_fields:
+        return found
+    spans, firsts = rows.row_fields[PICTURES].spans, dict[Any, int]()
+    for number, row in enumerate(chosen):  # rows with other pictures have another first token
+        own = found[number].astype(np.int64)
+        own[:1] = _NO_TOKEN + firsts.setdefault((spans[row], *own[:1].tolist()), len(firsts))
+        found[number] = own
+    return found
 
 
 def _groups(rows: PackedRows, chosen: Sequence[int]) -> list[list[int]]:
@@ -420,6 +436,7 @@ def make_micro_batch(
     """
     lengths = [rows.lengths[row] for row in chosen] or [1]
     sizes = torch.tensor(lengths)
+    pictures = _picture_runs(rows, chosen, forest)
     packed_starts = sizes.cumsum(0) - sizes
     offset = torch.arange(sum(lengths)) - torch.repeat_interleave(packed_starts, sizes)
     if chosen:
@@ -455,6 +472,7 @@ def make_micro_batch(
         of_token = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         its = numbers.take(chosen)
         row_fields = rows.take_row_fields(chosen)
+        row_fields.pop(PICTURES, None)
         of_rows = {
             "row": of_token[places],
             "place in row": offset[places],
@@ -495,6 +513,7 @@ def make_micro_batch(
         loss_rows,
         there.get("routes"),
         _places_of_runs([row_places[row] for row in chosen if row_places], sizes, forest),
+        pictures,
     )
 
 
@@ -507,3 +526,29 @@ def _places_of_runs(
     of_tokens = torch.tensor(of_rows).repeat_interleave(sizes)[torch.from_numpy(forest.token_index)]
     starts = torch.tensor([0, *forest.lengths[:-1]]).cumsum(0)
     return of_tokens[starts].tolist()
+
+
+def _picture_runs(
+    rows: PackedRows, chosen: Sequence[int], forest: Forest | None
+) -> list[PictureRun]:
+    """Where the tokens of chosen rows with pictures are computed."""
+    each = [unpacked(it) for it in rows.picture_bytes(chosen)]
+    if not any(each):
+        return []
+    starts = list(accumulate((rows.lengths[row] for row in chosen), initial=0))
+    runs = [(start, start, stop) for start, stop in pairwise(starts)]
+    if forest is not None:  # where each run lies, and which tokens of the rows are in it
+        firsts = accumulate(forest.lengths, initial=0)
+        tokens = [int(forest.token_index[first]) for first in list(firsts)[:-1]]
+        firsts = accumulate(forest.lengths, initial=0)
+        runs = [
+            (f, t, t + size) for f, t, size in zip(firsts, tokens, forest.lengths, strict=False)
+        ]
+    found = []
+    for first, begin, end in runs:
+        number = bisect_right(starts, begin) - 1
+        if its := each[number]:
+            start = rows.starts[chosen[number]]
+            row = rows.fields["input_ids"][start : start + rows.lengths[chosen[number]]].long()
+            found.append(PictureRun(first, row, its, begin - starts[number], end - starts[number]))
+    return found

@@ -1,0 +1,23 @@
+"""The fields that rollout workers add to all rows by themselves, from `config.json` alone."""
+
+from __future__ import annotations
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.hub import local_model
+from areal_sc.sizing.model_folder import reads_pictures
+from areal_sc.sizing.routed_experts import routes_field
+from areal_sc.token_fields import PICTURES, TensorMetadata
+
+MAX_ROW_BYTES = 1 << 22
+"""Of the pictures of a row: each group that is generated has room for so many."""
+
+
+def engine_fields(config: RolloutConfig) -> dict[str, TensorMetadata]:
+    """The routes of tokens, and the pictures of a group where the model reads any.
+
+    Raises: ModelError: see `routes_field`.
+    """
+    fields = routes_field(config)
+    if reads_pictures(local_model(config.path)):
+        fields[PICTURES] = TensorMetadata((None,), "uint8", per_group=True, max_bytes=MAX_ROW_BYTES)
+    return fields

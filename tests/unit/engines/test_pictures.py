@@ -1,0 +1,299 @@
+"""Rows with pictures against transformers' own forward of one row at a time, of each family."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from builders import engines_on, picture
+from picture_models import FAMILIES, save_picture_model
+from PIL import Image
+
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY
+from areal_sc.config.parallel_settings import TrainEngineKind
+from areal_sc.config.schema import (
+    ActorConfig,
+    LoraConfig,
+    ModelHead,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from areal_sc.engines.fsdp.handle import FSDPPPOActor
+from areal_sc.engines.fsdp.packed_model import PackedModel
+from areal_sc.engines.local.generator import SlotGenerator
+from areal_sc.engines.local.model import LocalModel
+from areal_sc.engines.local.slots import SlotRequest, SlotTable
+from areal_sc.engines.megatron.handle import MegatronPPOActor
+from areal_sc.engines.picture_inputs import PictureInputs
+from areal_sc.engines.picture_processor import PictureProcessor, picture_processor
+from areal_sc.engines.tokenizer import load_tokenizer
+from areal_sc.engines.training.causal_lm import load_causal_lm
+from areal_sc.errors import ConfigError, ModelError, WorkflowError
+from areal_sc.sizing.model_folder import check_model_folder
+from areal_sc.sources.pictures import packed
+from areal_sc.token_fields import PICTURES
+from areal_sc.transport.packed_rows import PackedRows, RowValues
+
+SHARED = (picture(0),)
+ROWS: Sequence[tuple[str, tuple[bytes, ...], str]] = (
+    ("hello there", (), "you"),
+    ("see <image>!", SHARED, "one"),
+    ("see <image>!", SHARED, "another"),
+    ("see <image>!", (picture(9),), "one"),  # the same tokens, another picture
+    ("a <image> b <image> c <image>", (picture(1, 24, 48), picture(2, 60, 31), picture(3)), "d"),
+    ("short", (), "!"),
+)
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_picture_model(root / family, family) for family in FAMILIES}
+
+
+def processor_of(folder: Path) -> PictureProcessor:
+    found = picture_processor(folder, load_tokenizer(folder))
+    assert found is not None
+    return found
+
+
+def encoded(folder: Path, text: str, pictures: Sequence[bytes]) -> list[int]:
+    ids = load_tokenizer(folder)(processor_of(folder).expand(text, pictures))["input_ids"]
+    return [int(token) for token in ids]
+
+
+def packed_rows(folder: Path) -> PackedRows:
+    prompts = [encoded(folder, text, pictures) for text, pictures, _ in ROWS]
+    answers = [encoded(folder, answer, ()) for _, _, answer in ROWS]
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    masks = [
+        [False] * len(prompt) + [True] * len(answer)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    fields = {
+        "input_ids": torch.tensor([*chain(*rows)]).int(),
+        "loss_mask": torch.tensor([*chain(*masks)]),
+    }
+    blobs = [packed(pictures).tobytes() for _, pictures, _ in ROWS]
+    values = RowValues.of_bytes(blobs)
+    spans = list(values.spans)
+    spans[2] = spans[1]  # of one group
+    return PackedRows(
+        fields, tuple(map(len, rows)), row_fields={PICTURES: replace(values, spans=tuple(spans))}
+    )
+
+
+def own_logprobs(model: Any, folder: Path, ids: torch.Tensor, pictures: Sequence[bytes]) -> Any:
+    """[T] by the model's own forward of one row, all of whose pictures are processed at once."""
+    family = model.config.model_type
+    place = load_tokenizer(folder).convert_tokens_to_ids(FAMILIES[family].place)
+    inputs: dict[str, Any] = {"input_ids": ids[None]}
+    if pictures:
+        images = [Image.open(io.BytesIO(it)) for it in pictures]
+        process = hf.AutoImageProcessor.from_pretrained(folder, backend="pil")
+        is_split = family in ("idefics3", "smolvlm")
+        made = process(images=[images] if is_split else images, return_tensors="pt")
+        inputs |= {name: it for name, it in made.items() if name != "num_crops"}
+        inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+        kinds = (inputs["input_ids"] == place).int()
+        name = {"qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
+        name["gemma3"] = "token_type_ids"
+        inputs |= {name[family]: kinds} if family in name else {}
+    logprobs = model(**inputs, use_cache=False).logits[0].log_softmax(-1)
+    found = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
+    return torch.cat([found.new_zeros(1), found])
+
+
+def expected_logprobs(model: Any, folder: Path, rows: PackedRows) -> Any:
+    ids = torch.split(rows.fields["input_ids"].long(), list(rows.lengths))
+    each = [
+        own_logprobs(model, folder, row, pictures)
+        for row, (_, pictures, _) in zip(ids, ROWS, strict=True)
+    ]
+    return torch.cat(each) * rows.fields["loss_mask"]
+
+
+def whole_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    return hf.AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+
+
+def always_shared(model: PackedModel, device: torch.device) -> float:
+    return 1 if model.abilities.shares else float("inf")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_one_micro_batch(
+    folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders[family]
+    rows = packed_rows(folder)
+    with engines_on(folder) as build, torch.no_grad():
+        engine = build(max_tokens_per_micro_batch=2048)
+        assert engine._model.abilities.packs == (family != "gemma3")
+        found = engine.forward(rows, "logprobs")
+        expected = expected_logprobs(whole_model(folder), folder, rows)
+        assert torch.allclose(found.double(), expected, atol=TOLERANCE)
+        first, other = (torch.split(found, list(rows.lengths))[row][-3:] for row in (1, 3))
+        assert not torch.allclose(first, other, atol=1e-3)  # pictures are looked at
+        if engine._model.abilities.packs:  # a prompt and its picture are computed once
+            monkeypatch.setattr(PackedModel, "min_saved_tokens", always_shared)
+            (batch,) = engine._plan([rows], lambda it: it.fields["loss_mask"])
+            saved = sum(batch.num_row_tokens) - sum(batch.num_computed_tokens)
+            assert saved == rows.lengths[1] - len("one")
+            shared = engine.forward(rows, "logprobs")
+            assert torch.allclose(shared.double(), expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_three_updates_and_the_model_that_is_left(
+    folders: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    folder = folders[family]
+    rows = packed_rows(folder)
+    reference = whole_model(folder)
+    decoder, head = reference.get_decoder(), reference.get_output_embeddings()
+    trained = {id(it): it for part in (decoder, head) for it in part.parameters()}
+    adam = torch.optim.AdamW(trained.values(), lr=1e-3, weight_decay=0.0, eps=1e-4)
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, max_grad_norm=0.0, total_steps=10)
+    with engines_on(folder) as build:
+        engine = build(max_tokens_per_micro_batch=256, optimizer=optimizer)
+        for step in range(3):
+            stats = engine.update([rows], CROSS_ENTROPY, step=step)
+            adam.zero_grad()
+            loss = -expected_logprobs(reference, folder, rows).sum()
+            loss = loss / rows.fields["loss_mask"].sum()
+            loss.backward()
+            norm = torch.nn.utils.get_total_norm([it.grad for it in trained.values()])
+            assert stats["loss"] == pytest.approx(loss.item(), abs=TOLERANCE)
+            assert stats["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+            adam.step()
+        engine.begin_save_hf(tmp_path / "saved").result()
+        left = engine.forward(rows, "logprobs")
+    saved, first = whole_model(tmp_path / "saved", torch.float32), whole_model(folder)
+    with torch.no_grad():
+        expected = expected_logprobs(reference, folder, rows)
+        assert torch.allclose(left.double(), expected, atol=TOLERANCE)
+        again = expected_logprobs(saved, tmp_path / "saved", rows)
+        assert torch.allclose(again, left, atol=TOLERANCE)
+    before = dict(first.named_parameters())
+    for name, values in saved.named_parameters():
+        is_tower = not any(it in name for it in ("language_model", "text_model", "lm_head"))
+        assert torch.equal(values, before[name].float()) == is_tower, name
+
+
+@pytest.mark.parametrize("family", [it for it in FAMILIES if it != "gemma3"])
+def test_generated_tokens(folders: dict[str, Path], family: str) -> None:
+    """In passes that cut pictures, in a group, and across new weights."""
+    folder = folders[family]
+    model, other = whole_model(folder, torch.float32), whole_model(folder, torch.float32)
+    with torch.no_grad():
+        for values in other.parameters():
+            values.add_(0.02 * torch.randn(values.shape, generator=torch.Generator()))
+    exact = {0: whole_model(folder), 1: other.double()}
+    local = LocalModel(model, processor=processor_of(folder))
+    generator = SlotGenerator(local, SlotTable(8, 256, 7, seed=3), 256)
+    assert local.pictures is not None
+    added = list[tuple[SlotRequest, Sequence[bytes]]]()
+    for number, (text, pictures, _) in enumerate([*ROWS, ROWS[4]]):
+        prompt = np.array(encoded(folder, text, pictures))
+        request = SlotRequest(number, prompt, len(prompt) + 9, "length")
+        request.prefix_group = {1: "a", 2: "a", 4: "b", 6: "b"}.get(number)
+        if pictures:
+            request.pictures = local.pictures.of_row(torch.from_numpy(prompt), pictures)
+        generator.table.add(request)
+        added.append((request, pictures))
+    finished = {}
+    while generator.table.has_work:
+        if generator.version == 0 and generator.counters["generated_tokens"] > 20:
+            named = [(name, it.float()) for name, it in other.state_dict().items()]
+            generator.update_weights(1, named)
+        for request, completion in generator.step():
+            finished[request.request_id] = completion
+    assert generator.counters["shared_prompt_tokens"] > 20
+    assert {it for answer in finished.values() for it in answer.versions} == {0, 1}
+    num_compared = 0
+    with torch.no_grad():
+        for request, pictures in added:
+            answer = finished[request.request_id]
+            if local.pictures.processor.token_id in answer.token_ids:
+                continue  # the model itself takes it for a picture's in a row that is whole
+            num_compared += 1
+            ids = torch.tensor([*request.prompt.tolist(), *answer.token_ids])
+            by_version = [own_logprobs(exact[it], folder, ids, pictures) for it in (0, 1)]
+            places = range(len(request.prompt), len(ids))
+            expected = [
+                float(by_version[version][place])
+                for version, place in zip(answer.versions, places, strict=True)
+            ]
+            assert answer.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert num_compared > len(added) // 2
+
+
+@pytest.mark.parametrize("family", ["idefics3", "gemma3"])  # others' need packages for videos
+def test_tokens_are_those_of_the_whole_processor(folders: dict[str, Path], family: str) -> None:
+    folder, marker = folders[family], FAMILIES[family].marker
+    text, pictures = f"a\n{marker} b {marker}", [picture(1, 24, 48), picture(2, 60, 31)]
+    images = [Image.open(io.BytesIO(it)) for it in pictures]
+    of_model = {"idefics3": {"image_seq_len": 4}, "gemma3": {"image_seq_length": 4}}
+    whole = hf.AutoProcessor.from_pretrained(folder, **of_model[family])
+    made = whole(text=[text], images=[images], return_tensors="pt")
+    assert encoded(folder, text, pictures) == made["input_ids"][0].tolist()
+
+
+def test_an_adapter_is_beside_the_text_part_alone(folders: dict[str, Path]) -> None:
+    folder = folders["qwen3_vl"]
+    rows = packed_rows(folder)
+    with engines_on(folder) as build:
+        engine = build(max_tokens_per_micro_batch=2048, lora=LoraConfig(rank=2))
+        before = engine.forward(rows, "logprobs")
+        with torch.no_grad():
+            expected = expected_logprobs(whole_model(folder), folder, rows)
+        assert torch.allclose(before.double(), expected, atol=TOLERANCE)
+        for step in range(2):
+            engine.update([rows], CROSS_ENTROPY, step=step)
+        named = engine._model.causal_lm.named_parameters()
+        adapted = [name for name, it in named if it.requires_grad]
+        assert adapted
+        assert all("language_model" in name for name in adapted)
+        assert torch.allclose(engine.forward(rows, "base_logprobs"), before, atol=TOLERANCE)
+        assert engine.forward(rows, "logprobs").sum() > before.sum() + 0.1
+
+
+def test_what_cannot_be_is_refused_by_name(
+    folders: dict[str, Path], tiny_model_folder: Path
+) -> None:
+    folder = folders["qwen3_vl"]
+    why = r"the rows have pictures, and the model in .* reads none"
+    with engines_on(tiny_model_folder) as build, pytest.raises(ValueError, match=why):
+        build().forward(packed_rows(folder), "logprobs")
+    with pytest.raises(ModelError, match="embedded generation does not know: train it by SFT"):
+        LocalModel(whole_model(folders["gemma3"]), processor=processor_of(folders["gemma3"]))
+    with pytest.raises(ConfigError, match=r"reads pictures; expected actor\.parallel\.tensor=1"):
+        FSDPPPOActor(ActorConfig(parallel=ParallelConfig(tensor=2))).check_model(folder)
+    with pytest.raises(ModelError, match=r"actor\.engine=megatron does not"):
+        MegatronPPOActor(ActorConfig(engine=TrainEngineKind.megatron)).check_model(folder)
+    with pytest.raises(ModelError, match="servers are trained and served with text alone"):
+        check_model_folder(folder, is_text=True)
+    with pytest.raises(ModelError, match="no values are trained with pictures"):
+        load_causal_lm(folder, ModelHead.value)
+    processor = processor_of(folder)
+    with pytest.raises(WorkflowError, match=r"1 markers .* 2 pictures"):
+        processor.expand("a <image>", [picture(0), picture(1)])
+    ids = torch.tensor(encoded(folder, "a <image>", [picture(0)]))
+    inputs = PictureInputs(whole_model(folder), processor)
+    assert len(inputs.of_row(ids[:2], [picture(0)]).places) == 0  # a row of text
+    with pytest.raises(WorkflowError, match=r"has 8 tokens of pictures, and its 2 .* need 16"):
+        inputs.of_row(ids, [picture(0), picture(1)])
+    with pytest.raises(WorkflowError, match="have no token between them"):
+        inputs.of_row(ids[[3, 3, 3, 3, 3, 3, 3, 3] * 2], [picture(0), picture(1)])
+    with pytest.raises(WorkflowError, match="refuses a picture of 400 x 1 pixels"):
+        processor.expand("a <image>", [picture(0, 400, 1)])
