@@ -23,6 +23,7 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SGLANG = BENCHMARKS.parent / ".venv-sglang" / "bin" / "python"
 TRL = BENCHMARKS.parent / ".venv-trl" / "bin" / "python"
+SMOLLM2 = BENCHMARKS.parent / ".venv-models" / "SmolLM2-135M-Instruct"
 LIMIT_S = 240
 
 PROMISED = {
@@ -57,6 +58,8 @@ PROMISED = {
     "planes": {"tcp_vs_bare_pyzmq", "noop_rpc_vs_bare", "heartbeat_256_cpu_percent"},
     "rank_kills": {"num_kills", "copying_snapshot_until_step_s", "between_steps_until_step_s"},
     "session_kills": {"num_kills", "median_pause_s"},
+    "serve_kills": {"server_num_kills", "all_worst_until_step_s"},
+    "serve_tenants": {"together_speedup", "resting_wake_up_s", "flood_beside_over_round"},
     "safety_cost": {"journal_over_bare", "all_over_bare"},
     "sandbox": {"strongest_programs_per_s", "apart_over_bare"},
     "scale": {"just_in_time_eta8_sync_over", "train_x0.7_sync_over"},
@@ -149,6 +152,8 @@ def test_a_quick_benchmark_runs_and_its_numbers_are_finite(command: str, tmp_pat
         pytest.skip(f"no SGLang at {SGLANG}: tests/sglang_server/install.sh installs it")
     if command == "against_trl" and not TRL.is_file():
         pytest.skip(f"no TRL at {TRL}: benchmarks/peers/install_trl.sh installs it")
+    if command == "serve_tenants" and not SMOLLM2.is_dir():
+        pytest.skip(f"no model at {SMOLLM2}: make real-model writes it")
     result = tmp_path / "result.json"
     done = run_benchmark(*command.split(), "--quick", "--json", str(result))
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
