@@ -29,11 +29,13 @@ class RowValues:
 
     @classmethod
     def of_bytes(cls, each: Sequence[bytes]) -> RowValues:
-        """Bytes of each row, as many as it has."""
-        stops = list(accumulate(map(len, each), initial=0))
-        values = torch.frombuffer(bytearray(b"".join(each)) or bytearray(1), dtype=torch.uint8)
-        spans = tuple(pairwise(stops))
-        return cls(values[: stops[-1]], spans, FieldType("row", True, "uint8"))
+        """Bytes of each row, as many as it has; equal ones are there once."""
+        different = list(dict.fromkeys(each))
+        stops = list(accumulate(map(len, different), initial=0))
+        values = torch.frombuffer(bytearray(b"".join(different)) or bytearray(1), dtype=torch.uint8)
+        spans = dict(zip(different, pairwise(stops), strict=True))
+        of_rows = tuple(spans[it] for it in each)
+        return cls(values[: stops[-1]], of_rows, FieldType("row", True, "uint8"))
 
     def take(self, rows: Sequence[int]) -> RowValues:
         """Those of the named rows, in the given order; what several share is there once."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -84,12 +83,8 @@ def packed_rows(folder: Path) -> PackedRows:
         "loss_mask": torch.tensor([*chain(*masks)]),
     }
     blobs = [packed(pictures).tobytes() for _, pictures, _ in ROWS]
-    values = RowValues.of_bytes(blobs)
-    spans = list(values.spans)
-    spans[2] = spans[1]  # of one group
-    return PackedRows(
-        fields, tuple(map(len, rows)), row_fields={PICTURES: replace(values, spans=tuple(spans))}
-    )
+    values = {PICTURES: RowValues.of_bytes(blobs)}
+    return PackedRows(fields, tuple(map(len, rows)), row_fields=values)
 
 
 def own_logprobs(model: Any, folder: Path, ids: torch.Tensor, pictures: Sequence[bytes]) -> Any:
