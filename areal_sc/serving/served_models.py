@@ -134,6 +134,7 @@ class TinkerModels:
         self.turns = RankTurns(self._host, journal, past, self._model)
         self._models: dict[str, TrainedModel] = {}  # by id, also those that are no more
         self._samplers: dict[str, Sampler] = {}  # by the id of a session, or a path
+        self._num_begun = 0  # models, where all parameters are trained
         self._num_samples = 0  # that go on
         self._one_writes = asyncio.Lock()  # rows to the file
         self._changed = asyncio.Condition()
@@ -351,6 +352,7 @@ class TinkerModels:
             begin_anew()
         async with self._publication():
             await self.turns.ask(model, f"{model.model_id}:0", LoadWanted(model.source))
+        self._num_begun += 1
         self._samplers.clear()
 
     async def unload(self, model_id: str, _: ApiAnswer | None) -> ApiAnswer:
@@ -461,7 +463,7 @@ class TinkerModels:
             if self._host.publishes:
                 async with self._publication():
                     await self.turns.ask(model, request_id, wanted)
-                sampler = Sampler("", len(self._models), self._rollout.version)
+                sampler = Sampler("", self._num_begun, self._rollout.version)
             else:
                 if known is None:
                     await self.turns.ask(model, request_id, wanted)
@@ -495,7 +497,7 @@ class TinkerModels:
         path = asked.model_path
         if path is None:
             self.check_base(asked.base_model)
-            sampler = Sampler("", len(self._models), 0)
+            sampler = Sampler("", self._num_begun, 0)
         elif self._host.publishes and path in self._samplers:
             sampler = self._samplers[path]
         elif not self._host.publishes:
@@ -537,7 +539,7 @@ class TinkerModels:
     def _check_present(self, sampler: Sampler) -> None:
         gone = "these weights are served no more: "
         if self._host.publishes:
-            if sampler != Sampler("", len(self._models), self._rollout.version):
+            if sampler != Sampler("", self._num_begun, self._rollout.version):
                 raise RequestRefused(
                     f"{gone}newer ones were saved for sampling, or another model was begun; a "
                     "server of whole models has one set of weights for sampling"
