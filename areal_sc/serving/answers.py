@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from areal_sc.errors import ArealError
+from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.serving.journal import ServeJournal, WrittenReply
 from areal_sc.serving.wire import ApiAnswer, RequestRefused, failure_of
 
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 MAX_KEPT: Final = 20_000
 """Requests whose answers are kept; the oldest answers go first."""
 MAX_KEPT_BYTES: Final = 1 << 30
+MAX_OPEN: Final = 8192
+"""Requests of a tenant that are not answered."""
 
 
 Work = Callable[[ApiAnswer | None], Awaitable[ApiAnswer]]
@@ -55,13 +57,20 @@ class Answers:
         self._known = known
         self._tasks: dict[str, asyncio.Task[ApiAnswer]] = {}
         self._given_up = set[str]()
+        self._num_open: Counter[str] = Counter()  # requests by tenant
         self._num_bytes = 0
         self.num_answered: Counter[str] = Counter()
 
     def begin(self, request_id: str, work: Work, tenant: str) -> None:
-        """Begins the work, unless a request of this id has begun it."""
+        """Begins the work, unless a request of this id has begun it.
+
+        Raises: RequestRefused: 429: too many of the tenant's are not answered yet.
+        """
         if request_id in self._tasks:
             return
+        if self._num_open[tenant] >= MAX_OPEN:
+            raise RequestRefused(f"{MAX_OPEN} requests of this key are not answered yet", 429)
+        self._num_open[tenant] += 1
         known = self._known.get(request_id)
         done = self._done(request_id, work, known, tenant)
         self._tasks[request_id] = asyncio.create_task(done, name=request_id)
@@ -125,18 +134,26 @@ class Answers:
         except ArealError as error:
             logger.exception("a request has failed")
             if (end := self._ended_by(error)) is not None:
-                if not self.failed.done():
-                    self.failed.set_result(end)
-                await asyncio.Event().wait()
+                await self._end(end)
             answer = failure_of(f"{type(error).__name__}: {error}", is_users=False)
         if known is not None:
             answer = known
         else:
             told = answer.body, answer.content_type, answer.is_failure
-            self._journal.write(WrittenReply(request_id, *told))
+            try:
+                self._journal.write(WrittenReply(request_id, *told))
+            except RunFolderError as error:
+                await self._end(error)
         self._num_bytes += len(answer.body)
         self.num_answered[tenant] += 1
+        self._num_open[tenant] -= 1
         return answer
+
+    async def _end(self, error: ArealError) -> None:
+        """The server ends; the request stays unanswered."""
+        if not self.failed.done():
+            self.failed.set_result(error)
+        await asyncio.Event().wait()
 
     def _forget_oldest(self) -> None:
         while len(self._tasks) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:

@@ -112,13 +112,7 @@ class Adapters(_OnRanks):
             optimizer={place: it.optimizer for place, it in steps.items()},
             adapters=[place for place, it in steps.items() for _ in it.rows],
         )
-        return {
-            place: {
-                "grad_norm": metrics.get(f"grad_norm_{place}", 0.0),
-                "lr": it.optimizer.lr,
-            }
-            for place, it in steps.items()
-        }
+        return {place: _told(metrics, place, it) for place, it in steps.items()}
 
     def save(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         folder = self._models / model.file_name / wanted.name
@@ -127,3 +121,10 @@ class Adapters(_OnRanks):
     def rest(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         if not (self._models / model.file_name / wanted.name).is_dir():
             self.save(place, model, wanted)
+
+
+def _told(metrics: Mapping[str, float], place: int, step: StepWanted) -> dict[str, float]:
+    """Of a step of one adapter; it was left out where its gradient is 0, or not finite."""
+    norm = metrics.get(f"grad_norm_{place}")
+    rest = {"skipped": 1.0} if norm is None else {"grad_norm": norm}
+    return {"lr": step.optimizer.lr, **rest}

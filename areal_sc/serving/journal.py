@@ -21,7 +21,8 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from areal_sc.system.durable import append_or_undo, own_file, replace_file
+from areal_sc.errors import RunFolderError
+from areal_sc.system.durable import append_or_undo, os_errors_as, own_file, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(Record)
 class ServeJournal:
     """The file; what is written is there when the process dies, not when the machine does.
 
-    Raises: OSError: it cannot be read or written.
+    Raises: OSError: it cannot be opened, or read.
 
     Attributes:
         size: bytes.
@@ -182,16 +183,22 @@ class ServeJournal:
         return [record for record, _ in found]
 
     def begin_anew(self, records: Iterable[Record]) -> None:
-        """Nothing else counts any more; a death leaves the one or the other."""
-        with replace_file(self._path, mode=0o600) as file:
+        """Nothing else counts any more; a death leaves the one or the other.
+
+        Raises: RunFolderError: it cannot be written.
+        """
+        cannot = os_errors_as(RunFolderError, f"cannot write {self._path}")
+        with cannot, replace_file(self._path, mode=0o600) as file:
             for record in records:
                 file.write(_framed(record))
         self._file.close()
         self._open()
 
     def write(self, record: Record) -> None:
+        """Raises: RunFolderError: it cannot be written."""
         content = _framed(record)
-        append_or_undo(self._file, content)
+        with os_errors_as(RunFolderError, f"cannot write {self._path}"):
+            append_or_undo(self._file, content)
         self.size += len(content)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -19,7 +20,7 @@ from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import CommandError
 from areal_sc.run.status_board import EVERY_S
-from areal_sc.serving.journal import ServeJournal
+from areal_sc.serving.journal import KeptRequest, Known, Record, ServeJournal
 from areal_sc.serving.served_models import TinkerModels
 from areal_sc.serving.server import TinkerServer, key_of
 from areal_sc.serving.wire import RowLimits
@@ -88,6 +89,7 @@ async def serve(config: GRPOConfig, listening: Listening, output: TextIO) -> Non
             keys = {tenant: key_of(folder / KEYS / tenant) for tenant in listening.tenants}
             journal = ServeJournal(folder / "journal")
             found = journal.records()
+            _check_tenants(found, listening.tenants, folder)
             limits = limits_of(run.config)
             models = TinkerModels(actor, rollout, limits, run.folder, journal, found)
             server = TinkerServer(models, keys, journal, found)
@@ -113,6 +115,18 @@ async def serve(config: GRPOConfig, listening: Listening, output: TextIO) -> Non
                 await runner.cleanup()
                 await server.close()
                 journal.close()
+
+
+def _check_tenants(found: Sequence[Record], tenants: Sequence[str], folder: Path) -> None:
+    """Raises: CommandError: an earlier server had others, whose models go on here."""
+    models = (it.models for it in found if isinstance(it, Known))
+    earlier = {it.tenant for it in found if isinstance(it, KeptRequest)}
+    earlier |= {it.tenant for it in chain.from_iterable(models)}
+    if gone := sorted(earlier - set(tenants)):
+        raise CommandError(
+            f"--tenants: expected {', '.join(gone)}, too, who have models here; to begin without "
+            f"any model, delete {folder}"
+        )
 
 
 async def _tell_tenants(run: Run, server: TinkerServer) -> None:

@@ -70,7 +70,10 @@ from areal_sc.workers.calls import Generated
 
 _LOOK_S: Final = 0.5
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_PATH: Final = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
+_PATH: Final = re.compile(
+    r"tinker://([0-9a-f]{16}-[0-9a-f]{16}:train:\d+)/(weights|sampler_weights)/([^/]+)"
+)
+_TOLD: Final = ("grad_norm", "lr", "skipped")
 _KEPT_SAMPLERS: Final = 2
 """Of a model, sets of weights for sampling that have no name; earlier ones end."""
 _STATE: Final = "state-"
@@ -286,7 +289,7 @@ class TinkerModels:
         if parts is not None:
             prefix = _STATE if parts[2] == "weights" else _SAMPLER
             folder = f"{parts[1].replace(':', '-')}/{prefix}{_check_name(parts[3])}"
-            if parts[1] in self._models and (self._folder / folder).is_dir():
+            if (self._folder / folder).is_dir():
                 return folder
         raise RequestRefused(f"path: there are no weights {path!r:.200}", 404)
 
@@ -421,7 +424,7 @@ class TinkerModels:
                 return known
             name = f"{asked.model_id}:{asked.seq_id}"
             metrics = await self.turns.ask(model, name, StepWanted(rows, optimizer), num_tokens)
-            told = {name: it for name, it in metrics.items() if name in ("grad_norm", "lr")}
+            told = {name: it for name, it in metrics.items() if name in _TOLD}
             return json_of(types.OptimStepResponse(metrics=told))
 
     async def load(self, asked: types.LoadWeightsRequest, known: ApiAnswer | None) -> ApiAnswer:
