@@ -12,7 +12,7 @@ import pytest
 
 from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.serving.journal import ServeJournal, Source
-from areal_sc.serving.rank_turns import RankTurns, Save, Score, Step
+from areal_sc.serving.rank_turns import RankTurns, SaveWanted, ScoreWanted, StepWanted
 from areal_sc.serving.trained_model import InOrder, TrainedModel
 from areal_sc.serving.wire import RequestRefused
 
@@ -48,13 +48,13 @@ class Ranks:
         assert self.may_go_on.wait(LIMIT_S)
         return {place: list(its) for place, its in rows.items()}
 
-    def step(self, steps: Mapping[int, Step]) -> dict[int, dict[str, float]]:
+    def step(self, steps: Mapping[int, StepWanted]) -> dict[int, dict[str, float]]:
         return {place: {} for place in steps}
 
-    def save(self, place: int, model: TrainedModel, wanted: Save) -> None:
+    def save(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         raise AssertionError("nobody saves")
 
-    def rest(self, place: int, model: TrainedModel, wanted: Save) -> None:
+    def rest(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         self.num_changes += 1
 
 
@@ -81,7 +81,9 @@ def models_of(tenant: str, count: int) -> list[TrainedModel]:
 
 async def score(turns: RankTurns, model: TrainedModel, times: int) -> None:
     for number in range(times):
-        assert await turns.ask(model, f"{model.model_id}:{number}", Score([number])) == [number]
+        assert await turns.ask(model, f"{model.model_id}:{number}", ScoreWanted([number])) == [
+            number
+        ]
 
 
 def test_more_models_than_places_all_have_their_turns(tmp_path: Path) -> None:
@@ -103,9 +105,9 @@ def test_many_models_of_one_tenant_do_not_take_the_place_of_another(tmp_path: Pa
         waits = []
         for number in range(20):
             before = ranks.num_scores
-            await turns.ask(own, f"bob:{number}", Score([0]))
+            await turns.ask(own, f"bob:{number}", ScoreWanted([0]))
             waits.append(ranks.num_scores - before)
-            await turns.ask(own, f"bob:step-{number}", Step([0], OptimizerConfig()))
+            await turns.ask(own, f"bob:step-{number}", StepWanted([0], OptimizerConfig()))
         assert max(waits[1:]) <= 2  # the turn that went on, and its own
         await others
 
@@ -119,7 +121,7 @@ def test_a_model_ends_behind_the_turn_that_it_is_in(tmp_path: Path) -> None:
         ranks.may_go_on.clear()
         under_way = asyncio.create_task(score(turns, ended, 1))
         await asyncio.to_thread(ranks.is_scoring.wait, LIMIT_S)
-        waiting = asyncio.create_task(turns.ask(ended, "later", Score([1])))
+        waiting = asyncio.create_task(turns.ask(ended, "later", ScoreWanted([1])))
         ending = asyncio.create_task(turns.forget(ended))
         await asyncio.sleep(0)
         assert not ending.done()
