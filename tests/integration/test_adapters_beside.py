@@ -27,6 +27,7 @@ from areal_sc.engines.training.adapters.lora import new_values
 from areal_sc.engines.training.learning_rate import learning_rate
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.serving.losses import GAINS, HIGH, LOSS, LOW, SAMPLED
 from areal_sc.transport.packed_rows import PackedRows
 
 PLACES, RANK, ALPHA = 4, 3, 6.0
@@ -234,7 +235,8 @@ def given_rows(place: int, count: int) -> list[dict[str, Any]]:
     rows = []
     for number in range(count):
         tokens = torch.randint(3, 20, (5 + number,), generator=generator).tolist()
-        of_each = {"loss_mask": 1, "token_weights": 1.0, "adapter": float(place)}
+        zeros = dict.fromkeys((SAMPLED, LOSS, LOW, HIGH), 0.0)
+        of_each = {"loss_mask": 1, GAINS: 1.0, **zeros}
         lists = {name: [value] * len(tokens) for name, value in of_each.items()}
         rows.append({"input_ids": tokens, **lists})
     return rows
@@ -265,8 +267,9 @@ class Tenants:
     def update(self, *places: int, advances: bool = True) -> dict[str, float]:
         indices = [3 * place + number for place in places for number in range(3)]
         settings = {place: OptimizerConfig(lr=1e-2 / (1 + place)) for place in places}
-        loss = NamedLoss("areal_sc.serving.losses:summed", {"name": "cross_entropy"})
-        named = {"advances": advances, "optimizer": settings}
+        loss = NamedLoss("areal_sc.serving.losses:summed")
+        of_rows = [index // 3 for index in indices]
+        named = {"advances": advances, "optimizer": settings, "adapters": of_rows}
         metrics: dict[str, float] = self.call("update_rows", self.rows, indices, loss, **named)
         return metrics
 
@@ -283,7 +286,8 @@ class Tenants:
         self.call("save_adapter", 0, self.folder / "new", with_optimizer=True)
         told = self.update(0, 1, 2)
         assert told.keys() >= {"grad_norm_0", "grad_norm_1", "grad_norm_2"}
-        scores = self.call("score_rows", self.rows, range(9), per_token=True)
+        places = [number // 3 for number in range(9)]
+        scores = self.call("score_rows", self.rows, range(9), per_token=True, adapters=places)
         for place in range(3):
             self.call("save_adapter", place, self.folder / f"{place}", with_optimizer=True)
         assert self.actor.version == 3

@@ -56,6 +56,9 @@ ONE_GPU = (
 )
 
 NOT_RUN_HERE = {
+    'loss = NamedLoss("package.module:loss")': (
+        "tests/integration/test_adapters_beside.py"  # has the same calls
+    ),
     "import sys": "tests/integration/test_minimal.py",
     "with Run(config) as run:": "examples/own_loop.py",  # of which it has the lines
     "prompts = load_prompts(": "needs the hub; test_prompt_sources.py has one of its own",
