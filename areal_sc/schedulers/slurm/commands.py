@@ -50,6 +50,8 @@ CANCEL_AGAIN_S: Final = 10.0
 _LOOK_S: Final = 0.2
 """Between looks at what ends."""
 MAX_ADDRESSES: Final = 8
+MAX_SHOWN: Final = 12
+"""Kinds of nodes, to someone who has asked for others."""
 
 logger = logging.getLogger(__name__)
 
@@ -375,7 +377,14 @@ def what_to_change(script: str = "") -> str:
     kept = r"^#SBATCH (--(?!output|chdir|ntasks|no-|requeue).*)$"
     asked = re.findall(kept, script, re.MULTILINE)
     advice = "\nchange scheduler.slurm (--dry-run shows the script)"
-    return advice + (f"; asked for: {' '.join(asked)}" if asked else "") + "; sinfo: what there is"
+    advice += f"; asked for: {' '.join(asked)}" if asked else ""
+    try:
+        told = run_command(["sinfo", "-h", "-o", "  %R: %D nodes of %c CPUs, %m MB, %G; time %l"])
+    except (ConfigError, SchedulerSilent):
+        return advice
+    partitions = told.rstrip("\n").splitlines()
+    others = ["  …"] if len(partitions) > MAX_SHOWN else []
+    return "\n".join([f"{advice}; what there is:", *partitions[:MAX_SHOWN], *others])
 
 
 def is_just_back() -> bool:
