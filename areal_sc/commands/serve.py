@@ -14,6 +14,9 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import CommandError
 from areal_sc.preflight.load import load_config
 
+PLACES: Final = 8
+"""Adapters that are trained together, where the settings name no number above 1."""
+
 COMMAND: Final = dict(
     help="train and sample a model for clients of the Tinker API",
     usage="python -m areal_sc serve --config FILE.yaml [options] [key=value ...]",
@@ -62,5 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     its = arguments
     listening = Listening(its.host, its.port, its.tenants, its.certificate)
-    config = load_config(["--config", arguments.config, *arguments.overrides], GRPOConfig)
+    words = ["--config", its.config, *its.overrides]
+    config = load_config(words, GRPOConfig)
+    if config.actor.lora.rank and config.actor.lora.places == 1:  # which is no model of a client's
+        config = load_config([*words, f"actor.lora.places={PLACES}"], GRPOConfig)
     asyncio.run(serve(config, listening, sys.stdout))

@@ -28,8 +28,6 @@ from areal_sc.trainer.run import Run
 from areal_sc.trainer.snapshots import SnapshotState
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
-PLACES: Final = 8
-"""Adapters that are trained together, where the settings say nothing."""
 KEYS: Final = "keys"
 """Folder with a file a tenant."""
 
@@ -78,8 +76,6 @@ async def serve(config: GRPOConfig, listening: Listening, output: TextIO) -> Non
         the run cannot go on; the same command does.
     """
     tls = listening.tls()
-    if config.actor.lora.rank and config.actor.lora.places == 1:
-        config.actor.lora.places = PLACES
     with ServeRun(config) as run:
         actor = TrainController(make_actor(run.config.actor), run.scheduler)
         rollout = RolloutController(make_generator(run.config.rollout), run.scheduler)

@@ -184,23 +184,22 @@ def test_a_server_whose_workers_died_with_it_makes_all_steps_again(
 
 
 @pytest.fixture
-def own_server(tiny_model_folder: Path, tmp_path: Path) -> Iterator[Served]:
-    """Of a client that would wait for the model of another one."""
-    with served(tmp_path / "run", tiny_model_folder) as server:
+def adapter_server(tiny_model_folder: Path, tmp_path: Path) -> Iterator[Served]:
+    with served(tmp_path / "run", tiny_model_folder, "actor.lora.rank=8") as server:
         yield server
 
 
 def test_the_loop_of_the_document(
-    own_server: Served, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+    adapter_server: Served, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (block,) = re.findall("```python\n(.*?)```", (REPOSITORY / "docs/serve.md").read_text(), re.S)
     for given, own in {
         "runs/served/serving/keys/default": str(
-            own_server.run_dir / "serving" / "keys" / "default"
+            adapter_server.run_dir / "serving" / "keys" / "default"
         ),
-        "http://127.0.0.1:8321": own_server.url,
+        "http://127.0.0.1:8321": adapter_server.url,
         "SmolLM2-135M-Instruct": tiny_model_folder.name,
-        "rank=8": "rank=0",
+        "learning_rate=1e-3": "learning_rate=1e-2",  # of random weights, which have learned nothing
     }.items():
         assert given in block
         block = block.replace(given, own)
@@ -209,7 +208,7 @@ def test_the_loop_of_the_document(
     end(names["client"])
     losses = [float(it) for it in re.findall("'loss:sum': ([0-9.]+)", capsys.readouterr().out)]
     assert len(losses) == 10
-    assert losses[-1] < 0.95 * losses[0]  # random weights, tokens of which most are padding
+    assert losses[-1] < 0.955 * losses[0]  # by 0.09 in each run; most tokens are padding
 
 
 def test_samples_are_of_the_weights_that_were_saved(
