@@ -196,8 +196,8 @@ class ShardedAdamW:
             squares.fill_(math.nan)
         scale = 1.0 if self.loss_scale is None else 1 / self.loss_scale.value
         found = dict[int, float]()
-        for place, square in zip(configs, self.world.sum(squares).cpu().tolist(), strict=True):
-            found[place] = norm = math.sqrt(square) * scale
+        for place, square in zip(configs, self.world.sum(squares), strict=True):
+            found[place] = norm = math.sqrt(float(square)) * scale
             limit, factor = configs[place].max_grad_norm, scale
             if limit > 0 and norm > limit:
                 factor *= limit / norm
