@@ -53,7 +53,7 @@ from areal_sc.serving.rank_turns import (
     ScoreWanted,
     StepWanted,
 )
-from areal_sc.serving.trained_model import TrainedModel
+from areal_sc.serving.trained_model import TrainedModel, file_name_of
 from areal_sc.serving.wire import (
     ApiAnswer,
     RequestRefused,
@@ -66,6 +66,7 @@ from areal_sc.serving.wire import (
 )
 from areal_sc.sizing.adapter_folder import stored_rank
 from areal_sc.sources.row_file import GROWING
+from areal_sc.system.durable import partial_of
 from areal_sc.workers.calls import Generated
 
 _LOOK_S: Final = 0.5
@@ -302,19 +303,25 @@ class TinkerModels:
             return
         if sum(not model.is_ended for model in self._models.values()) >= MAX_MODELS:
             raise RequestRefused(f"this server has {MAX_MODELS} models: unload some", 429)
-        model = TrainedModel(model_id, tenant, source)
-        if source.folder:
-            model.source = self._kept_for(model, source, 0)
-        self._models[model_id] = model
+        self._models[model_id] = TrainedModel(model_id, tenant, source)
 
-    def _kept_for(self, model: TrainedModel, source: Source, number: int) -> Source:
-        """The source as it is now: its folder may be replaced, and the ranks may begin anew."""
-        kept = f"{model.file_name}/{_LOADED}-{number}"
-        if not (self._folder / kept).is_dir():
-            shutil.copytree(
-                self._folder / source.folder, self._folder / kept, copy_function=os.link
-            )
-        return replace(source, folder=kept)
+    def loaded_source(
+        self, model_id: str, number: int, path: str, *, has_optimizer: bool
+    ) -> Source:
+        """Saved weights as they are when a model asks for them: a later server repeats that.
+
+        Args: number: of the model's request.
+        Raises: RequestRefused: see `stored_source`.
+        """
+        kept = f"{file_name_of(model_id)}/{_LOADED}-{number}"
+        whole = self._folder / kept
+        if not whole.is_dir():
+            stored = self._folder / self.stored_source(path, has_optimizer=has_optimizer).folder
+            part = partial_of(whole)
+            shutil.rmtree(part, ignore_errors=True)
+            shutil.copytree(stored, part, copy_function=os.link)
+            part.rename(whole)
+        return Source(kept, has_optimizer, rank=stored_rank(whole))
 
     async def create(
         self, model_id: str, is_silent: Callable[[str], bool], begin_anew: Callable[[], None]
@@ -433,8 +440,8 @@ class TinkerModels:
         async with self._turn(model_id, asked.seq_id) as model:
             if known is not None and known.is_failure:
                 return known
-            source = self.stored_source(asked.path, has_optimizer=asked.optimizer)
-            source = self._kept_for(model, source, asked.seq_id or 0)
+            number, path = asked.seq_id or 0, asked.path
+            source = self.loaded_source(model_id, number, path, has_optimizer=asked.optimizer)
             await self.turns.ask(model, f"{model_id}:{asked.seq_id}", LoadWanted(source))
             return json_of(types.LoadWeightsResponse(path=asked.path, model_id=model_id))
 

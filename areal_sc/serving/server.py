@@ -373,7 +373,9 @@ class TinkerServer:
 
         def begin() -> None:
             self._models.check_base(asked.base_model or self._models.name)
-            source = self._models.stored_source(asked.path, has_optimizer=asked.optimizer)
+            source = self._models.loaded_source(
+                model_id, 0, asked.path, has_optimizer=asked.optimizer
+            )
             self._models.begin(model_id, tenant, source)
 
         why = self._refusal(begin)

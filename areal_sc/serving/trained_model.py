@@ -17,6 +17,11 @@ _MAX_AHEAD: Final = 1 << 12
 """Requests of a model that can be under way between two that come one after the other."""
 
 
+def file_name_of(model_id: str) -> str:
+    """Of the folder of a model."""
+    return model_id.replace(":", "-")
+
+
 class InOrder:
     """Lets requests begin in the order of their numbers, one after the other.
 
@@ -79,7 +84,7 @@ class TrainedModel:
     def __init__(self, model_id: str, tenant: str, source: Source) -> None:
         self.model_id = model_id
         self.tenant = tenant
-        self.file_name = model_id.replace(":", "-")
+        self.file_name = file_name_of(model_id)
         self.source = source
         digest = hashlib.blake2b(model_id.encode(), digest_size=5).digest()
         self.first_row = int.from_bytes(digest) * ROWS_A_MODEL
