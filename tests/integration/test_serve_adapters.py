@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tinker import types
 
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_status import TenantStatus, read_status
+from areal_sc.run.run_status import RunStatus, TenantStatus, read_status
 from areal_sc.run.verdict import State, _living
 
 ADAM = types.AdamParams(learning_rate=1e-2)
@@ -219,19 +219,23 @@ def test_status_shows_tenants(server: Served, tiny_model_folder: Path) -> None:
     model = begun(server.client("bob"), tiny_model_folder)
     trained(server, {0: model}, steps=1)
     folder = RunFolder(server.run_dir)
-    server.run.wait_until(lambda: bob_of(folder).num_answered >= 2, "the answers of bob")
-    assert bob_of(folder).num_models >= 1
-    assert bob_of(folder).busy_s > 0
-    server.run.wait_until(lambda: not bob_of(folder).num_waiting, "rest")
-    status = read_status(folder.status_path)
-    assert status is not None
-    quiet = replace(status, progressed=0.0, longest_quiet_s=0.0)  # for a night, say
+    found = list[RunStatus]()
+
+    def is_told() -> bool:
+        found[:] = [status for status in [read_status(folder.status_path)] if status is not None]
+        waits = [it.num_waiting for status in found for it in status.tenants]
+        return bool(waits) and not any(waits) and bob_of(found[0]).num_answered >= 2
+
+    server.run.wait_until(is_told, "the answers of bob, and that nobody waits")
+    (status,) = found
+    assert bob_of(status).num_models >= 1
+    assert bob_of(status).busy_s > 0
+    roles = {name: replace(role, looked=status.written) for name, role in status.roles.items()}
+    quiet = replace(status, progressed=0.0, longest_quiet_s=0.0, roles=roles)  # for a night, say
     assert _living(quiet, status.written)[0] is State.healthy
 
 
-def bob_of(folder: RunFolder) -> TenantStatus:
-    status = read_status(folder.status_path)
-    assert status is not None
+def bob_of(status: RunStatus) -> TenantStatus:
     return next(it for it in status.tenants if it.name == "bob")
 
 
