@@ -199,7 +199,8 @@ class TinkerModels:
             samplers = {name: it.adapter for name, it in self._samplers.items()}
             models = [model.known() for model in live]
             known = Known(self._host.version, name, models, samplers)
-            await asyncio.to_thread(self._journal.begin_anew, [known, *kept()])
+            # not beside requests that come: their records would go to the file before
+            self._journal.begin_anew([known, *kept()])
             before.delete()
             await asyncio.to_thread(self._delete_old_sources, live)
         finally:
