@@ -192,11 +192,12 @@ class TinkerModels:
             before = self._host.rows
             name = f"{GROWING}served-{secrets.token_hex(4)}.jsonl"
             self._host.rows = rows = GivenRows(self._sources / name)
-            live = [model for model in self._models.values() if not model.is_ended]
-            for model in live:
+            for model in list(self._models.values()):
                 asked = [before.given(number) for number in model.asked]
                 await asyncio.to_thread(rows.give, model.asked, asked)
             samplers = {name: it.adapter for name, it in self._samplers.items()}
+            # with those that have begun meanwhile
+            live = [model for model in self._models.values() if not model.is_ended]
             models = [model.known() for model in live]
             known = Known(self._host.version, name, models, samplers)
             # not beside requests that come: their records would go to the file before
