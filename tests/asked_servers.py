@@ -74,7 +74,12 @@ class Asked:
     """
 
     def __init__(
-        self, server: Any, max_new_tokens: int, *stops: str, is_told: bool = False
+        self,
+        server: Any,
+        max_new_tokens: int,
+        *stops: str,
+        min_new_tokens: int = 0,
+        is_told: bool = False,
     ) -> None:
         self.server = server
         self.told: list[int] = []
@@ -82,7 +87,7 @@ class Asked:
         tokenizer: Any = NumberTokenizer()
         self.request = CompletionRequest(
             prompt=[7],
-            sampling=GenerationConfig(),
+            sampling=GenerationConfig(min_new_tokens=min_new_tokens),
             max_new_tokens=max_new_tokens,
             length_reason="length",
             stop_token_ids=(),

@@ -154,6 +154,9 @@ class GenerationConfig:
     """How completions are sampled."""
 
     max_new_tokens: int = setting(128, "most tokens of a completion", ge=1)
+    min_new_tokens: int = setting(
+        0, "no token ends a completion before it has so many; strings do", ge=0
+    )
     temperature: float = setting(1.0, "sampling temperature; 0 (greedy) only in evaluations", gt=0)
     top_p: float = setting(
         1.0, "sample from the likeliest tokens of this total probability", gt=0, le=1

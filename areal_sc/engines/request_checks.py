@@ -74,6 +74,7 @@ def check_sampling(sampling: GenerationConfig) -> None:
     """Raises ConfigError for a setting that no distribution has."""
     for name, is_possible, allowed in (
         ("max_new_tokens", sampling.max_new_tokens >= 1, ">= 1"),
+        ("min_new_tokens", sampling.min_new_tokens >= 0, ">= 0"),
         ("temperature", 0 <= sampling.temperature < math.inf, ">= 0"),
         ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
         ("top_k", sampling.top_k >= 0, ">= 0"),

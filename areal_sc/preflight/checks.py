@@ -254,6 +254,11 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         "most actor.max_tokens_per_micro_batch)",
     )
     yield (
+        "generation.min_new_tokens",
+        config.generation.min_new_tokens <= config.generation.max_new_tokens,
+        f"at most generation.max_new_tokens={config.generation.max_new_tokens}",
+    )
+    yield (
         "rollout.max_episode_tokens",
         rollout.episode_tokens >= context,
         f"0 or at least {named}={context}, the longest row",

@@ -10,13 +10,17 @@ from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
 from string import Formatter
-from typing import Any, Final, TypedDict, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, cast, overload
 
 from areal_sc.errors import WorkflowError
 from areal_sc.hub import is_hub_name, why_not_had
+from areal_sc.sources.prompt_lengths import PromptLimit
 from areal_sc.sources.reasoning_gym import PREFIX, generated_rows, tasks_in
 from areal_sc.sources.text_files import READERS, Row, part_of, stream_of
 from areal_sc.sources.values import is_missing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _logger = logging.getLogger(__name__)
 
@@ -33,6 +37,8 @@ class SourceWords(TypedDict, total=False):
     prompt_key: str
     answer_key: str
     template: str | None
+    max_tokens: int | None
+    tokenizer: PreTrainedTokenizerBase | str | None
     streaming: bool
     size: int | None
     seed: int
@@ -62,6 +68,8 @@ def load_prompts(
     prompt_key: str = "prompt",
     answer_key: str = "answer",
     template: str | None = None,
+    max_tokens: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | None = None,
     streaming: bool = False,
     size: int | None = None,
     seed: int = 0,
@@ -92,6 +100,9 @@ def load_prompts(
         answer_key: column with the answer; "": there is none.
         template: the prompt in place of `prompt_key`, with columns in braces:
             `"Question: {question}\\nAnswer:"`.
+        max_tokens: prompts of more are left out, and how many is told. A list of messages counts
+            with the model's chat template around it, a text as it is. None: there is no limit.
+        tokenizer: that `max_tokens` are counted by: `config.actor.path`, or a loaded one.
         streaming: the rows are read in order while the run goes on, each once, and nothing is
             downloaded beforehand.
         size: of reasoning-gym alone, as all that follows: number of rows, >= 1.
@@ -103,6 +114,7 @@ def load_prompts(
     """
     if streaming and num_held_out is not None:
         raise WorkflowError(f"{path}: num_held_out: of rows that are not streamed; leave one out")
+    limit = None if max_tokens is None else PromptLimit(max_tokens, tokenizer, f"dataset {path}")
     tasks = tasks_in(path)
     if tasks is not None:
         given: dict[str, Any] = {
@@ -116,6 +128,8 @@ def load_prompts(
         columns = {"prompt": "question"} if template is None else {}
         shape = _Shape(str(path), columns, template, {"question", *_fields(template or "")})
         made = [shape.of_row(row, number) for number, row in enumerate(rows)]
+        if limit is not None:
+            made = limit.of_rows(made)
         return made if num_held_out is None else _held_out(path, made, num_held_out)
     given = {"size": size is not None, "seed": seed, "weights": weights is not None}
     _refuse(
@@ -126,6 +140,10 @@ def load_prompts(
     needed = {*columns.values(), *_fields(template or "")}
     shape = _Shape(f"dataset {path}, split {split}", columns, template, needed)
     found = _shaped(cast("str | Path", path), name, split, revision, shape, streaming=streaming)
+    if limit is not None:
+        if not prompt_key and template is None:
+            raise WorkflowError(f"{path}: max_tokens: of rows with a prompt alone; leave it out")
+        found = limit.of_rows(found)
     return found if num_held_out is None else _held_out(path, found, num_held_out)
 
 

@@ -79,7 +79,7 @@ the critic is the model of section critic, with a loss and an optimizer of its o
 the tokenizer is that of actor.path = tokenizer_path tokenizer_name
 generation samples always; evaluation.greedy is for the end = do_sample gconfig.greedy
 answers are sampled by generation.temperature, generation.top_p and generation.top_k alone = min_p
-    repetition_penalty presence_penalty frequency_penalty min_new_tokens num_beams
+    repetition_penalty presence_penalty frequency_penalty num_beams
 the script gives rewards: SingleTurnWorkflow(reward), not a setting = reward_funcs reward_fn rm_type
 the script gives prompts: load_prompts(...); `task` is for settings of its own, not a setting =
     train_files val_files train_dataset valid_dataset. train_dataset. eval_dataset.

@@ -298,6 +298,7 @@ class LocalEngine(GenerationThread):
             prompt=np.asarray(input_ids, dtype=np.int64),
             max_length=len(input_ids) + num_tokens,
             length_reason=reason,
+            min_length=len(input_ids) + sampling.min_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Container, Sequence
 
@@ -168,10 +169,16 @@ class SlotGenerator:
         logits = self._model(token_ids, positions, attention, n, asked, adapters, spans)
         self._tell_prompts(plan, logits[:-n])
         logits = logits[-n:]
+        self._tell_top(plan, logits)
+        rows, tokens = table.impossible_ends(logits.shape[-1])
+        if len(rows):
+            logits = logits.float()
+            logits[
+                torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)
+            ] = -math.inf
         sampled, logprobs = sample(
             logits, table.random(), table.temperature[:n], table.top_p[:n], table.top_k[:n]
         )
-        self._tell_top(plan, logits)
         # one transfer: every token id is exact in float64
         both = torch.stack((sampled.double(), logprobs.double())).cpu().numpy()
         return both[0].astype(np.int64), both[1].astype(np.float32)

@@ -45,6 +45,7 @@ class SlotRequest:
         request_id: ascending in order of arrival; it names the random stream.
         prompt: [P] int64, P >= 1.
         max_length: tokens of prompt and completion after which it ends.
+        min_length: tokens of prompt and completion before which no token ends it.
         length_reason: finish reason at `max_length`, `length` or `context`.
         stop_token_ids: tokens that end the completion.
         stops: strings that end it.
@@ -63,6 +64,7 @@ class SlotRequest:
     prompt: Ints
     max_length: int
     length_reason: str
+    min_length: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -192,6 +194,7 @@ class SlotTable:
         self.cached = np.zeros(max_rows, dtype=np.int64)
         self.is_recomputing = np.zeros(max_rows, dtype=np.bool_)
         self.max_length = np.zeros(max_rows, dtype=np.int64)
+        self.min_length = np.zeros(max_rows, dtype=np.int64)
         self.temperature = np.zeros(max_rows, dtype=np.float32)
         self.top_p = np.zeros(max_rows, dtype=np.float32)
         self.top_k = np.zeros(max_rows, dtype=np.int64)
@@ -227,6 +230,14 @@ class SlotTable:
         """[N] the random numbers of the rows' next tokens."""
         n = self.num_rows
         return uniforms(self.stream_keys[:n], self.length[:n])
+
+    def impossible_ends(self, vocab_size: int) -> tuple[Ints, Ints]:
+        """[E] rows and [E] tokens: which tokens must not be sampled next, as they end too early."""
+        n = self.num_rows
+        stops = self.stop_token_ids[:n]
+        is_early = (self.length[:n] < self.min_length[:n])[:, None]
+        rows, places = np.nonzero(is_early & (stops >= 0) & (stops < vocab_size))
+        return rows, stops[rows, places]
 
     def plan(self) -> StepPlan:
         """What the next pass computes; needs at least one running request, and no gaps."""
@@ -373,6 +384,7 @@ class SlotTable:
         self.num_routed[row] = 0
         self.is_recomputing[row] = False
         self.max_length[row] = request.max_length
+        self.min_length[row] = request.min_length
         self.temperature[row] = request.temperature
         self.top_p[row] = request.top_p
         self.top_k[row] = request.top_k
@@ -435,6 +447,7 @@ class SlotTable:
             self.cached,
             self.is_recomputing,
             self.max_length,
+            self.min_length,
             self.temperature,
             self.top_p,
             self.top_k,

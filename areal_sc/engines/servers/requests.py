@@ -141,7 +141,17 @@ class CompletionRequest:
     @property
     def num_asked_tokens(self) -> int:
         """The most tokens that the next part is asked for."""
-        num_tokens = self.num_missing_tokens
+        return self._num_asked_behind(len(self.token_ids))
+
+    @property
+    def is_endless(self) -> bool:
+        """No token may end the next part."""
+        return len(self.token_ids) < self.sampling.min_new_tokens
+
+    def _num_asked_behind(self, num_known: int) -> int:
+        num_tokens = self.max_new_tokens - num_known
+        if num_known < self.sampling.min_new_tokens:
+            num_tokens = min(num_tokens, self.sampling.min_new_tokens - num_known)
         return min(num_tokens, PIECE_TOKENS) if self._is_in_pieces else num_tokens
 
     @property
@@ -181,8 +191,9 @@ class CompletionRequest:
 
     def needs_next_piece(self, part: AnswerPart) -> bool:
         """Whether the last part is all that its server was asked for, but not the whole rest."""
-        is_piece = part.finish == "length" and len(part.token_ids) == PIECE_TOKENS
-        return self._is_in_pieces and is_piece and self.num_missing_tokens > 0
+        num_asked = self._num_asked_behind(len(self.token_ids) - len(part.token_ids))
+        is_piece = part.finish == "length" and len(part.token_ids) == num_asked
+        return is_piece and self.num_missing_tokens > 0
 
     def completion(self, finish_reason: str) -> Completion:
         num_tokens = len(self.prompt) + len(self.token_ids)

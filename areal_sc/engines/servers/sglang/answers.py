@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -21,6 +21,9 @@ from areal_sc.engines.servers.requests import (
     versions_of,
 )
 from areal_sc.errors import ProtocolError
+
+_NEVER: Final = -1e9
+"""Added to a logit that the token must not be sampled; JSON has no infinity."""
 
 _Top = list[tuple[float | None, int, Any]]
 
@@ -85,6 +88,8 @@ def request_body(request: CompletionRequest, max_support: int | None) -> dict[st
         "return_logprob": True,
         "logprob_start_len": 0 if request.is_prompt_missing else -1,
     }
+    if request.is_endless:  # its own `min_new_tokens` needs a tokenizer, which it has not
+        parameters["logit_bias"] = {str(token): _NEVER for token in request.stop_token_ids}
     if request.num_top:
         body["top_logprobs_num"] = request.num_top
     if request.routes is not None:

@@ -95,6 +95,7 @@ def request_body(request: CompletionRequest) -> dict[str, Any]:
         )
     parameters: dict[str, Any] = {
         "max_tokens": request.num_asked_tokens,
+        "min_tokens": request.num_asked_tokens if request.is_endless else 0,
         "temperature": sampling.temperature,
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": True,  # they are among the stop tokens

@@ -261,7 +261,7 @@ def test_nearest_keys_prefers_the_named_section() -> None:
         ("rollout.max_head_offpolicyness", "rollout.max_staleness"),
         ("trainer.total_epochs", "total_steps (an epoch is"),
         ("reward_funcs", "the script gives rewards"),
-        ("gconfig.min_new_tokens", "answers are sampled by generation.temperature"),
+        ("gconfig.min_p", "answers are sampled by generation.temperature"),
         ("saver.freq_steps", "checkpoint.every_steps"),
         ("stats_logger.wandb.mode", "here that is trackers"),
         ("critic.model.path", "did you mean critic.path"),

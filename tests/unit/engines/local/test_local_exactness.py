@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from typing import Any
 
@@ -104,6 +105,44 @@ def test_top_p_and_top_k_are_part_of_the_log_probability() -> None:
         kept = order[:num_kept].tolist()
         expected = probabilities[kept.index(token)] / probabilities[:num_kept].sum()
         assert logprob == pytest.approx(expected.log().item(), abs=2e-5)
+
+
+def test_tokens_that_would_end_an_answer_too_early_have_no_probability() -> None:
+    model = random_model()
+    generator = make_generator(model)
+    prompt, least = np.array([3, 1, 4]), 7
+    ends = tuple(range(0, model.config.vocab_size, 2))
+    for number, (length, temperature) in enumerate([(10, 1.0), (10, 0.0), (10, 0.7), (0, 1.0)] * 4):
+        generator.table.add(
+            SlotRequest(
+                number,
+                prompt,
+                max_length=40,
+                length_reason="length",
+                min_length=length,
+                temperature=temperature,
+                stop_token_ids=(*ends, model.config.vocab_size + 3),
+            )
+        )
+    finished = []
+    while generator.table.has_work:
+        finished += generator.step()
+    is_early = []
+    for request, completion in finished:
+        tokens = completion.token_ids
+        assert completion.finish_reason == "stop"
+        assert not set(tokens[:-1]) & set(ends), "it ends at the first one"
+        is_early.append(len(tokens) <= least)
+        if not request.min_length:
+            continue
+        assert len(tokens) > least
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        logits = logits.double() / (request.temperature or 1.0)
+        logits[:least, list(ends)] = -math.inf
+        expected = logits.log_softmax(-1)[range(len(tokens)), tokens]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+    assert any(is_early), "requests without a least length end early beside the others"
 
 
 def test_the_same_request_samples_the_same_alone_and_in_company() -> None:

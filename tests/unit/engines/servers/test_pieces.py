@@ -55,6 +55,20 @@ async def test_the_limit_of_an_answer(limit: int, stop: str, pieces: list[int]) 
     assert server.asked == pieces
 
 
+@pytest.mark.parametrize(
+    ("least", "stop", "pieces"),
+    [(30, "x", [30, 64, 36]), (70, "x", [64, 6, 60]), (70, "", [70, 60]), (200, "", [130])],
+)
+async def test_tokens_that_nothing_may_end_are_a_piece(
+    least: int, stop: str, pieces: list[int]
+) -> None:
+    server = Server()
+    asked = Asked(server, 130, *filter(None, [stop]), min_new_tokens=least)
+    answer = await asked.answer()
+    assert answer.token_ids == list(range(130))
+    assert server.asked == pieces
+
+
 async def test_new_weights_wait_for_the_whole_answer_or_interrupt_it() -> None:
     """A server that takes no new answers ends its own; a paused one lets them wait."""
 

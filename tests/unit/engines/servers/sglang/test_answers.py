@@ -127,6 +127,13 @@ async def test_the_whole_distribution_is_asked_for_without_filters() -> None:
     assert (asked["rid"], asked["input_ids"], asked["return_logprob"]) == ("id", [1, 2], True)
 
 
+async def test_no_token_ends_an_answer_that_is_too_short() -> None:
+    asked = body(GenerationConfig(min_new_tokens=4), None)["sampling_params"]
+    assert asked["max_new_tokens"] == 3, "one is there"
+    assert math.exp(asked["logit_bias"]["9"]) == 0
+    assert "logit_bias" not in body(GenerationConfig(min_new_tokens=1), None)["sampling_params"]
+
+
 async def test_a_truncated_distribution_has_a_bound_that_the_server_can_tell() -> None:
     asked = body(GenerationConfig(top_p=0.9), 64)
     assert asked["sampling_params"]["top_p"] == 0.9

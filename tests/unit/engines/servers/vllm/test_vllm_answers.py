@@ -108,6 +108,12 @@ def test_a_request_goes_on_from_what_was_sampled() -> None:
     assert "top_p" not in parameters
 
 
+def test_no_token_ends_an_answer_that_is_too_short() -> None:
+    asked = request_body(request(min_new_tokens=5))["sampling_params"]
+    assert asked["min_tokens"] == asked["max_tokens"] == 4
+    assert request_body(request(min_new_tokens=1))["sampling_params"]["min_tokens"] == 0
+
+
 def test_truncation_is_asked_for() -> None:
     assert request_body(request(top_k=7))["sampling_params"]["top_k"] == 7
     parameters = request_body(request(top_p=0.25))["sampling_params"]
