@@ -16,6 +16,7 @@ import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Final, TypeVar
@@ -179,6 +180,26 @@ def named(name: str, expected: str) -> Any:
         raise
     except BaseException as error:  # the user's code may raise anything
         raise ConfigError(f"{expected}, got {name!r}: {blame(error)}") from error
+
+
+def folder_of_module(path: str, what: str, expected: str) -> str:
+    """The folder from which an import path is imported.
+
+    Args: what, expected: begin the message.
+    Raises: ConfigError: there is no such module.
+    """
+    package = path.partition(":")[0].partition(".")[0]
+    try:
+        found = find_spec(package)
+    except ValueError:  # it is "", or the script itself
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"{what}: expected {expected}, in a file beside the script or in an installed "
+            f"package, got {path!r}: there is no module {package!r}"
+        )
+    locations = [*(found.submodule_search_locations or ()), *filter(None, [found.origin])]
+    return str(Path(locations[0]).absolute().parent)
 
 
 def user_function(

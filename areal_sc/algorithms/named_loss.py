@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.config.fields import RANGE, Range
@@ -18,7 +16,7 @@ from areal_sc.config.ppo_settings import POLICY_GRADIENT, ROW_FILTER, PPOConfig,
 from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.errors import ConfigError
 from areal_sc.token_fields import TOP_LOGPROBS, TOP_TOKENS
-from areal_sc.user_code import user_function
+from areal_sc.user_code import folder_of_module, user_function
 
 if TYPE_CHECKING:
     from areal_sc.algorithms.losses import Loss
@@ -170,26 +168,6 @@ def is_tried(config: ActorConfig) -> bool:
     """
     names_none = config.head == ModelHead.value and config.ppo.loss == POLICY_GRADIENT
     return not (config.is_frozen or names_none)
-
-
-def folder_of_module(path: str, what: str, expected: str) -> str:
-    """The folder from which an import path is imported.
-
-    Args: what, expected: begin the message.
-    Raises: ConfigError: there is no such module.
-    """
-    package = path.partition(":")[0].partition(".")[0]
-    try:
-        found = find_spec(package)
-    except ValueError:  # it is "", or the script itself
-        found = None
-    if found is None:
-        raise ConfigError(
-            f"{what}: expected {expected}, in a file beside the script or in an installed "
-            f"package, got {path!r}: there is no module {package!r}"
-        )
-    locations = [*(found.submodule_search_locations or ()), *filter(None, [found.origin])]
-    return str(Path(locations[0]).absolute().parent)
 
 
 def loss_of(ppo: PPOConfig) -> NamedLoss:

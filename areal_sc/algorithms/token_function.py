@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from areal_sc.algorithms.named_loss import folder_of_module
-from areal_sc.user_code import user_function
+from areal_sc.user_code import folder_of_module, user_function
 
 if TYPE_CHECKING:
     import torch

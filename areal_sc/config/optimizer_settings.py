@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from areal_sc.config.fields import Section, apart, setting
+from areal_sc.user_code import folder_of_module
 
 
 class LrSchedule(StrEnum):
@@ -16,10 +18,14 @@ class LrSchedule(StrEnum):
     cosine = "cosine"
 
 
+ADAMW: Final = "adamw"
+
+
 @dataclass
 class OptimizerConfig(Section):
-    """AdamW; the learning rate is constant within a training step."""
+    """The learning rate is constant within a training step."""
 
+    type: str = setting(ADAMW, "adamw, or package.module:Class, a torch.optim.Optimizer")
     lr: float = setting(1e-6, "highest learning rate", ge=0)
     beta1: float = setting(0.9, "decay of the gradient's mean", ge=0, lt=1)
     beta2: float = setting(0.999, "decay of the squared gradient's mean", ge=0, lt=1)
@@ -40,6 +46,15 @@ class OptimizerConfig(Section):
         ge=1,
         idle=("schedule=constant and warmup_steps=0",),
     )
+
+    def folder_of_own(self) -> str | None:
+        """The folder that a process needs on `sys.path` for an optimizer of the user's own.
+
+        Raises: ConfigError: there is no such module.
+        """
+        expected = f"{ADAMW} or package.module:Class"
+        is_own = self.type != ADAMW
+        return folder_of_module(self.type, "actor.optimizer.type", expected) if is_own else None
 
     @property
     def num_warmup_steps(self) -> int:

@@ -187,7 +187,9 @@ class ActorConfig(Section):
     is_frozen: bool = in_code(False)
     lora: LoraConfig = setting(LoraConfig)
     head: ModelHead = in_code(ModelHead.lm)
-    engine: TrainEngineKind = setting(TrainEngineKind.fsdp)
+    engine: str = setting(
+        TrainEngineKind.fsdp.value, "fsdp, megatron (some families), or package.module:Handle"
+    )
     parallel: ParallelConfig = setting(ParallelConfig)
     device: Device = setting(Device.auto)
     dtype: Dtype = setting(
@@ -258,7 +260,7 @@ class ModelBesideConfig(Section):
     is_frozen: ClassVar[bool] = True
     head: ClassVar[ModelHead] = ModelHead.lm
     path: str = setting("", "model folder, or its name on the hub; empty: there is none")
-    engine: TrainEngineKind = apart("${actor.engine}", TrainEngineKind.fsdp)
+    engine: str = apart("${actor.engine}", TrainEngineKind.fsdp.value)
     parallel: ParallelConfig = apart("${actor.parallel}", ParallelConfig)
     device: Device = apart("${actor.device}", Device.auto)
     dtype: Dtype = apart("${actor.dtype}", Dtype.float32, "type of parameters in computation")
@@ -313,7 +315,10 @@ class RolloutConfig(Section):
         step_timeout_s: limit of one step of the local engine; longer for a large model.
     """
 
-    engine: RolloutEngine = setting(RolloutEngine.local)
+    engine: str = setting(
+        RolloutEngine.local.value,
+        "local (embedded), sglang or vllm (servers), or package.module:Handle",
+    )
     path: str = shared("${actor.path}", MISSING, "model folder, or its name on the hub")
     random_init: bool = shared(
         "${actor.random_init}", False, "the folder needs no weights: the trainer's come first"

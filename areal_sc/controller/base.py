@@ -22,6 +22,7 @@ from areal_sc.controller.background import Standstill
 from areal_sc.controller.control_loop import ControlLoop
 from areal_sc.controller.role_status import WorkerCounters, role_status
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
+from areal_sc.engines.handles import own_code
 from areal_sc.errors import RunFolderError, StaleTerm, WorkerError
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
@@ -115,14 +116,16 @@ class Controller(ABC):
     def _order(self, index: int, config: ActorConfig | RolloutConfig) -> WorkerOrder:
         """A worker with this configuration of the engine."""
         device, num_devices = self.engine.devices
+        name, folders = own_code(self.engine)
         return WorkerOrder(
             role=self.role,
             index=index,
-            engine=type(self.engine).__name__,
+            engine=name,
             engine_config=to_plain(_with_absolute_path(config)),
             device=device,
             store_bytes=config.store_bytes,
             num_devices=num_devices,
+            code_folders=folders,
         )
 
     @property
@@ -142,6 +145,8 @@ class Controller(ABC):
         for path in {str(order.engine_config["path"]) for order in orders}:
             if _is_folder(path):
                 self._sources.name_model(path)
+        for path in {path for order in orders for path in order.code_folders}:
+            self._sources.name_code(path)
 
     async def close_async(self) -> None:
         """Ends the workers."""

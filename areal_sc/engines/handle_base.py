@@ -75,7 +75,7 @@ class TrainHandle:
     worker_class: ClassVar[str]
 
     def __post_init__(self) -> None:
-        if self.config.engine != self.kind:
+        if self.config.engine != self.kind and ":" not in self.config.engine:
             raise ConfigError(
                 f"actor.engine: expected {self.kind} with {type(self).__name__}, got "
                 f"{self.config.engine}; make_actor(config.actor) gives the engine that is set"

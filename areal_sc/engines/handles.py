@@ -1,7 +1,8 @@
 """Torch-free stand-ins for engines: what a user's script names, and a worker turns into the engine.
 
 This is the only place that knows which engines there are. Another one is a folder with a handle
-(see `handle_base`), and a line here.
+(see `handle_base`), and a line here; one of a user's own is a handle that the settings name by its
+import path.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from areal_sc.engines.megatron.handle import MegatronPPOActor
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.engines.servers.vllm.handle import VLLMEngine
 from areal_sc.errors import ConfigError
+from areal_sc.sources.reference import ObjectReference, reference_of, resolve
+from areal_sc.user_code import named
 
 __all__ = [
     "LEFT_FILES",
@@ -40,6 +43,7 @@ __all__ = [
     "make_actor",
     "make_generator",
     "make_model",
+    "own_code",
 ]
 
 _TRAINERS = MappingProxyType(
@@ -68,14 +72,19 @@ _HANDLES: Mapping[str, Any] = MappingProxyType(
 )
 
 
+_BASES = (TrainHandle, GeneratorHandle)
+
+
 def make_actor(config: ActorConfig, *, is_frozen: bool = False) -> TrainHandle:
     """The training engine that `actor.engine` names.
 
     Args:
         is_frozen: of a model that only computes, as a reference does; as `actor.is_frozen`.
+    Raises: ConfigError: there is none of that name.
     """
     config = replace(config, is_frozen=is_frozen or config.is_frozen)
-    return _TRAINERS[TrainEngineKind(config.engine)](config)
+    found: type[TrainHandle] = _named(config.engine, _TRAINERS, TrainHandle, "actor.engine")
+    return found(config)
 
 
 def make_model(config: GRPOConfig, role: str) -> TrainHandle:
@@ -87,21 +96,56 @@ def make_model(config: GRPOConfig, role: str) -> TrainHandle:
 
 
 def make_generator(config: RolloutConfig) -> GeneratorHandle:
-    """The generation engine that `rollout.engine` names."""
-    return _GENERATORS[RolloutEngine(config.engine)](config)
+    """The generation engine that `rollout.engine` names.
+
+    Raises: ConfigError: there is none of that name.
+    """
+    kind: type[GeneratorHandle] = _named(
+        config.engine, _GENERATORS, GeneratorHandle, "rollout.engine"
+    )
+    return kind(config)
+
+
+def _named(name: str, built_in: Mapping[Any, type], base: type, key: str) -> Any:
+    if name in built_in:
+        return built_in[name]
+    expected = f"{key}: expected {', '.join(built_in)}, or package.module:Handle"
+    found = named(name, expected)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{expected}, a class derived from {base.__name__}; got {name!r}")
+    return found
+
+
+def own_code(handle: TrainHandle | GeneratorHandle) -> tuple[str, list[str]]:
+    """The name by which `handle_from_plain` finds its class, and the folders that a process needs
+    on `sys.path` for that class and its optimizer, where these are a user's own.
+
+    Raises: WorkflowError, ConfigError: other processes could not import them; says what to do.
+    """
+    kind, folders = type(handle), list[str | None]()
+    name = kind.__name__
+    if kind not in _HANDLES.values():
+        reference = reference_of(kind)
+        name = reference.target
+        folders.append(reference.search_path)
+    if isinstance(handle, TrainHandle) and not handle.config.is_frozen:
+        folders.append(handle.config.optimizer.folder_of_own())
+    return name, [folder for folder in folders if folder]
 
 
 def handle_from_plain(name: str, plain: Mapping[str, Any]) -> TrainHandle | GeneratorHandle:
-    """The handle of this name; the names that a worker accepts are these and no others.
+    """The handle of this name; a worker accepts these names, and classes of handles.
 
     Args:
-        name: class name of a handle, e.g. `FSDPPPOActor`.
+        name: class name of a handle, e.g. `FSDPPPOActor`, or where to import a user's own.
         plain: its section of the settings, as `to_plain` gives it.
-    Raises: ConfigError: there is no such handle.
+    Raises: ConfigError: there is no such handle. WorkflowError: it cannot be imported.
     """
-    if name not in _HANDLES:
+    handle_class: Any = _HANDLES.get(name)
+    if ":" in name:
+        handle_class = resolve(ObjectReference(name))
+    if not (isinstance(handle_class, type) and issubclass(handle_class, _BASES)):
         raise ConfigError(f"no engine handle is called {name!r}; there are {', '.join(_HANDLES)}")
-    handle_class = _HANDLES[name]
     handle: TrainHandle | GeneratorHandle = handle_class(
         config=from_plain(handle_class.config_class, plain)
     )

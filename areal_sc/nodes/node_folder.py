@@ -93,7 +93,11 @@ class WorkerFiles:
         engine_config = dict(order.engine_config)
         if isinstance(path := engine_config.get("path"), str):
             engine_config["path"] = self.place(path)
-        return replace(order, engine_config=engine_config)
+        engine, folders = order.engine, [self.place(path) for path in order.code_folders]
+        if engine.startswith("/"):  # a script, and a class in it
+            path, _, name = engine.rpartition(":")
+            engine = f"{self.place(path)}:{name}"
+        return replace(order, engine=engine, engine_config=engine_config, code_folders=folders)
 
     def place(self, path: str) -> str:
         """Where a path of the script's machine is on this one."""

@@ -99,7 +99,7 @@ class WorkerOrder:
     Attributes:
         role: part of its name: `rollout`, or what its TrainController is called.
         index: number of the worker within its role.
-        engine: name of the engine's handle.
+        engine: name of the engine's handle; `module:Class` of a user's own.
         engine_config: the handle's config as a plain dict.
         device: `cuda` takes devices of the node for the worker.
         store_bytes: limit of the tensor store; 0: there is none.
@@ -109,6 +109,7 @@ class WorkerOrder:
         devices: numbers of the node's CUDA devices that it gets.
         port: of its control socket; 0: any free one. A new life of a worker takes the one of the
             life before, whose shards it has adopted: so these keep their address.
+        code_folders: that it needs on `sys.path`, of an engine or optimizer of the user's own.
     """
 
     role: Role
@@ -122,6 +123,7 @@ class WorkerOrder:
     life: int = 0
     devices: list[int] = field(default_factory=list)
     port: int = 0
+    code_folders: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:

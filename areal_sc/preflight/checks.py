@@ -313,9 +313,9 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     yield "actor.head", config.actor.head == ModelHead.lm, "lm, since the policy generates"
     if config.actor.routing_replay:
         with_replay, engine = "with actor.routing_replay", config.rollout.engine
-        is_fsdp = config.actor.engine is TrainEngineKind.fsdp
+        is_fsdp = make_actor(config.actor).kind is TrainEngineKind.fsdp
         yield "actor.engine", is_fsdp, f"fsdp {with_replay}"
-        yield "rollout.engine", engine is not RolloutEngine.vllm, f"local or sglang {with_replay}"
+        yield "rollout.engine", engine != RolloutEngine.vllm, f"local or sglang {with_replay}"
         yield "actor.compile_layers", not config.actor.compile_layers, f"false {with_replay}"
     if config.reward_model.path:
         why = "all with reward_model.path (it scores the rows of a batch, after they are chosen)"
@@ -367,7 +367,7 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         "actor.lora.publish_merged",
         not config.rollout.lora.is_published_alone
         or (
-            config.rollout.engine is not RolloutEngine.local
+            config.rollout.engine != RolloutEngine.local
             and update.method != WeightUpdateMethod.collective
         ),
         "true with rollout.engine=local or weight_update.method=collective (an adapter alone goes "

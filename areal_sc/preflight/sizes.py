@@ -94,7 +94,7 @@ def _slow_seconds(
     }
     if not generates:
         return limits
-    if rollout.engine is RolloutEngine.local:
+    if rollout.engine == RolloutEngine.local:
         limits["rollout.step_timeout_s"] = pass_s(rollout.device) * rollout.max_prefill_tokens
     else:
         limits["servers.start_timeout_s"] = of_weights

@@ -128,6 +128,7 @@ class FolderInPlace(NodeFolder):
         transport = ZmqTransport(client=CurveClient.of_worker(launch.keys[0]))
         named = {str(order.engine_config.get("path")) for order in launch.orders}
         paths = {path for path in named if path.startswith("/")}  # models that workers begin with
+        paths |= {path for order in launch.orders for path in order.code_folders}
         places: dict[str, str] = {}
 
         async def bring() -> None:

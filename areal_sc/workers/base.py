@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,6 +70,7 @@ class Worker:
         self.transport = ZmqTransport(client=CurveClient.of_worker(self.keys))
         self.files = _files_of(spec, self.transport)
         self.order = self.files.placed(spec.order)
+        sys.path[:0] = [it for it in self.order.code_folders if it not in sys.path]
         self.handle: Any = handle_from_plain(self.order.engine, self.order.engine_config)
         self.recorder = _recorder_of(spec, self.handle.config, self.files)
         self.sources = SourceReader(Path(spec.run.run_dir), self.files.place)

@@ -206,11 +206,19 @@ class SourceRegistry:
         with _writing(self._folder):
             name_path(self._folder, path, Contents.all)
 
+    def name_code(self, folder: str) -> None:
+        """Nodes may have the code of this folder. Raises: as `name_model`."""
+        with _writing(self._folder):
+            self._name_code(folder)
+
+    def _name_code(self, folder: str) -> None:
+        if not is_always_importable(Path(folder)):
+            name_path(self._folder, folder, Contents.code)
+
     def _name_paths(self, reference: dict[str, Any]) -> None:
         """Nodes may have what it names; they read files of the run folder as they are."""
         for folder in code_folders(reference):
-            if not is_always_importable(Path(folder)):
-                name_path(self._folder, folder, Contents.code)
+            self._name_code(folder)
         for path in data_paths(reference):
             if not Path(path).is_relative_to(self._folder):
                 name_path(self._folder, path, Contents.all)

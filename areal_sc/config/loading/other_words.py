@@ -43,6 +43,7 @@ actor.parallel.pipeline = pp pp_size pipeline_model_parallel_size pipeline_paral
 actor.parallel.sequence = ulysses_sequence_parallel_size context_parallel_size
 actor.parallel.tensor, or servers.tp_size = tensor_model_parallel_size tensor_parallel_size tp
 actor.parallel and rollout.num_workers = allocation_mode nnodes cluster. n_nodes gpus num_gpus
+actor.optimizer.type = optim optimizer_type
 generation = gconfig. sampling_params generation_kwargs
 generation.temperature = rollout_temperature
 generation.max_new_tokens = max_completion_length max_response_length response_length max_tokens
@@ -83,7 +84,6 @@ answers are sampled by generation.temperature, generation.top_p and generation.t
 the script gives rewards: SingleTurnWorkflow(reward), not a setting = reward_funcs reward_fn rm_type
 the script gives prompts: load_prompts(...); `task` is for settings of its own, not a setting =
     train_files val_files train_dataset valid_dataset. train_dataset. eval_dataset.
-the optimizer is AdamW = optim optimizer.type optimizer_type
 the script gives the chat template its arguments: SingleTurnWorkflow(...,
     chat_template_arguments={...}), not a setting = enable_thinking apply_chat_template
     chat_template chat_template_kwargs

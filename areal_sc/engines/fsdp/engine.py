@@ -27,7 +27,7 @@ from areal_sc.engines.base import BASE_LOGPROBS, AdapterBeginning, RankPosition
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.handle import needs_fsdp
 from areal_sc.engines.fsdp.model import load_sharded_model
-from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
+from areal_sc.engines.fsdp.optimizer import ShardedOptimizer, local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.fsdp.place_states import PlaceStates
 from areal_sc.engines.fsdp.sharded_state import ShardedState
@@ -68,7 +68,7 @@ class FSDPEngine(RankEngine):
         self._groups: ProcessGroups
         self._model: PackedModel
         self._parts: CutParts
-        self._optimizer: ShardedAdamW
+        self._optimizer: ShardedOptimizer
         self._stowed: Stowed
         self._told_compilation = self._is_room_known = False
 
@@ -105,7 +105,7 @@ class FSDPEngine(RankEngine):
         causal_lm = self._model.causal_lm
         parameters = dict(causal_lm.named_parameters())
         scale = LossScale() if self.config.dtype == Dtype.float16 else None
-        self._optimizer = ShardedAdamW(
+        self._optimizer = ShardedOptimizer(
             parameters, self.config.optimizer, self._parts, groups.world, groups.tensor, scale
         )
         self._writer = BackgroundWriter(

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
+from areal_sc.config.optimizer_settings import ADAMW
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.schema import (
     ActivationCheckpointing,
@@ -94,6 +95,7 @@ class FSDPPPOActor(TrainHandle):
             ("lora.dropout", "0", lora.dropout, lora.dropout > 0),
             ("head", "lm", config.head, config.head is not ModelHead.lm),
             ("dtype", "float32 or bfloat16", config.dtype, config.dtype is Dtype.float16),
+            ("optimizer.type", ADAMW, config.optimizer.type, config.optimizer.type != ADAMW),
             ("compile_layers", "false", config.compile_layers, config.compile_layers),
         ):
             if is_wrong:

@@ -1,10 +1,10 @@
-"""AdamW over this rank's shards, and clipping by the global norm."""
+"""The optimizer over this rank's shards, and clipping by the global norm."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import product
 
 import torch
 from torch import nn
@@ -12,11 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.engines.fsdp.cuts import CutParts
+from areal_sc.engines.fsdp.optimizer_kinds import (
+    ParameterGroup,
+    fill_state,
+    make_optimizer,
+    needs_whole_parameters,
+)
 from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.training.adapters.lora import adapter_place
 from areal_sc.engines.training.learning_rate import check_schedule, learning_rate
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
+from areal_sc.errors import ConfigError
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,8 +31,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class ShardedAdamW:
-    """AdamW is elementwise, so each rank updates its own shards as plain tensors.
+class ShardedOptimizer:
+    """AdamW is elementwise, so each rank updates its own shards as plain tensors; any other
+    optimizer that the settings name has to be, too, where ranks have shards.
 
     All memory that training always needs is taken at once, so that a server that shares the device,
     and starts later, measures what is really left.
@@ -46,7 +54,8 @@ class ShardedAdamW:
         world: as given.
         num_updates: optimizer updates so far.
         loss_scale: factor of the gradients that the next update expects.
-    Raises: ConfigError: the learning rate falls, and nothing says over how many steps.
+    Raises: ConfigError: the learning rate falls, and nothing says over how many steps; or as
+        `make_optimizer` and `fill_state`.
     """
 
     def __init__(
@@ -75,36 +84,26 @@ class ShardedAdamW:
         is_weight = {name: len(parts.cuts[name].shape) > 1 for name in held}
         self._places = {name: adapter_place(name) or 0 for name in self._shards}
         self._numbers = sorted({0, *self._places.values()})
-        groups: list[dict[str, Any]] = [
-            {
-                "params": [
-                    shard
-                    for name, shard in held.items()
-                    if is_weight[name] is decays and self._places[name] == place
-                ],
-                "decays": decays,
-                "place": place,
-            }
-            for place in self._numbers
-            for decays in (True, False)
-        ]
-        self._adamw = torch.optim.AdamW(
-            groups,
-            fused=True,  # all else is set at each step
-        )
-        for shard in self._shards.values():  # as AdamW would at its first step
-            self._adamw.state[shard] = {
-                "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-                "exp_avg": torch.zeros_like(shard),
-                "exp_avg_sq": torch.zeros_like(shard),
-            }
+        groups = list[ParameterGroup]()
+        for place, decays in product(self._numbers, (True, False)):
+            names = [n for n in held if is_weight[n] is decays and self._places[n] == place]
+            params = [held[name] for name in names]
+            groups.append({"params": params, "names": names, "is_matrix": decays, "place": place})
+        self._optimizer = make_optimizer(config, groups)
+        if world.size > 1 and needs_whole_parameters(self._optimizer):
+            raise ConfigError(
+                f"actor.optimizer.type: {config.type} needs whole parameters, and "
+                f"{world.size} ranks have parts of them: set actor.parallel.data=1, tensor=1 and "
+                "sequence=1"
+            )
+        fill_state(config, self._optimizer, self._shards)
         # The caching allocator keeps what is freed, for the gradients.
         _ = [torch.empty_like(shard) for shard in self._shards.values() if shard.is_cuda]
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         """What it holds beside parameters and gradients."""
-        for state in self._adamw.state.values():
+        for state in self._optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def update(
@@ -135,19 +134,22 @@ class ShardedAdamW:
             for name, shard in self._shards.items():
                 if self._places[name] not in stepping:
                     shard.grad = None
-            for settings in self._adamw.param_groups:
+            for settings in self._optimizer.param_groups:
                 if settings["place"] not in stepping:
                     continue
                 config = configs[settings["place"]]
-                settings["lr"] = learning_rate(config, step)
-                settings["betas"] = config.beta1, config.beta2
-                settings["eps"] = config.eps
-                settings["weight_decay"] = config.weight_decay if settings["decays"] else 0.0
-            self._adamw.step()
+                values = {
+                    "lr": learning_rate(config, step),
+                    "betas": (config.beta1, config.beta2),
+                    "eps": config.eps,
+                    "weight_decay": config.weight_decay if settings["is_matrix"] else 0.0,
+                }
+                settings |= {key: value for key, value in values.items() if key in settings}
+            self._optimizer.step()
             self.num_updates += 1
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(norms[0])  # there is one place
-        self._adamw.zero_grad()
+        self._optimizer.zero_grad()
         return norms
 
     def _add_up_partial_gradients(self) -> None:
@@ -206,8 +208,8 @@ class ShardedAdamW:
         return found
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Name -> the live AdamW state of this rank's shard: `exp_avg`, `exp_avg_sq`, `step`."""
-        return {name: self._adamw.state[shard] for name, shard in self._shards.items()}
+        """Name -> the live state of this rank's shard; of AdamW `exp_avg`, `exp_avg_sq`, `step`."""
+        return {name: self._optimizer.state[shard] for name, shard in self._shards.items()}
 
 
 def _number_of(boxes: Sequence[Box], rank: int) -> int:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.base import AdapterBeginning
 from areal_sc.engines.fsdp.cuts import CutParts
-from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
+from areal_sc.engines.fsdp.optimizer import ShardedOptimizer, local_part
 from areal_sc.engines.training.adapters.adapter_files import begin_adapter, read_adapter
 from areal_sc.engines.training.adapters.adapter_places import AdapterPlaces
 from areal_sc.engines.training.adapters.lora import (
@@ -60,7 +60,7 @@ class PlaceStates:
         config: ActorConfig,
         causal_lm: Any,
         parts: CutParts,
-        optimizer: ShardedAdamW,
+        optimizer: ShardedOptimizer,
         writer: BackgroundWriter,
     ) -> None:
         self._config = config

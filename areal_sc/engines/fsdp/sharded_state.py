@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from areal_sc.engines.fsdp.cuts import CutParts
-from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
+from areal_sc.engines.fsdp.optimizer import ShardedOptimizer, local_part
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.snapshots import Placed
 
 
 class ShardedState:
-    """A `TrainedState`. AdamW's counters of updates are one number each.
+    """A `TrainedState`. Counters of updates are one number each.
 
     Args:
         architecture: class of the Hugging Face model.
@@ -32,7 +32,7 @@ class ShardedState:
         architecture: str,
         parameters: Mapping[str, nn.Parameter],
         parts: CutParts,
-        optimizer: ShardedAdamW,
+        optimizer: ShardedOptimizer,
         further: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.architecture = architecture
@@ -60,7 +60,7 @@ class _StateShard(NamedTuple):
 
 
 def _find_shards(
-    parameters: Mapping[str, nn.Parameter], parts: CutParts, optimizer: ShardedAdamW
+    parameters: Mapping[str, nn.Parameter], parts: CutParts, optimizer: ShardedOptimizer
 ) -> dict[str, _StateShard]:
     shards: dict[str, _StateShard] = {}
     for name, parameter in parameters.items():
@@ -70,9 +70,9 @@ def _find_shards(
         shards[f"parameter.{name}"] = _StateShard(values, placed)
     for name, moments in optimizer.moments().items():
         placed = shards[f"parameter.{name}"].placed
-        # AdamW does not count the updates of a rank that has no values: its number is none
+        # no updates are counted of what a rank has no values of: its number is none
         box = Box.whole(()) if placed.box.numel else Box.empty(1)
         for kind, values in moments.items():
             number = Placed(values.shape, values.dtype, box, placed.is_given)
-            shards[f"{kind}.{name}"] = _StateShard(values, number if kind == "step" else placed)
+            shards[f"{kind}.{name}"] = _StateShard(values, placed if values.dim() else number)
     return shards

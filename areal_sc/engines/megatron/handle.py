@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from areal_sc.config.optimizer_settings import ADAMW
 from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import ActivationCheckpointing, Device, Dtype, ModelHead
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
@@ -53,6 +54,11 @@ class MegatronPPOActor(TrainHandle):
                     f"actor.{name}: expected {expected} with actor.engine=megatron, got "
                     f"{str(value).lower()}; actor.engine=fsdp has it"
                 )
+        if self.config.optimizer.type != ADAMW:
+            raise ConfigError(
+                f"actor.optimizer.type: expected {ADAMW} with actor.engine=megatron, got "
+                f"{self.config.optimizer.type}; actor.engine=fsdp takes others"
+            )
         if self.config.lora.rank:
             raise ConfigError(
                 f"actor.lora.rank: expected 0 with actor.engine=megatron, got "

@@ -7,7 +7,7 @@ import torch
 
 from areal_sc.config.schema import LrSchedule, OptimizerConfig
 from areal_sc.engines.fsdp.cuts import Cut, CutParts
-from areal_sc.engines.fsdp.optimizer import ShardedAdamW
+from areal_sc.engines.fsdp.optimizer import ShardedOptimizer
 from areal_sc.engines.training.learning_rate import check_schedule, learning_rate
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ConfigError
@@ -67,9 +67,9 @@ WHOLE = (
 
 def test_its_state_exists_from_the_start() -> None:
     """A server that shares the GPU measures, when it starts, what the trainer leaves."""
-    optimizer = ShardedAdamW(parameters(), OptimizerConfig(total_steps=10), *WHOLE)
+    optimizer = ShardedOptimizer(parameters(), OptimizerConfig(total_steps=10), *WHOLE)
     sizes = {name: p.numel() for name, p in parameters().items()}
-    state = optimizer._adamw.state
+    state = optimizer._optimizer.state
     assert sum(v.numel() for held in state.values() for v in held.values()) == (
         2 * sum(sizes.values()) + len(sizes)
     )
@@ -87,7 +87,7 @@ def test_updates_are_those_of_adamw_in_float64(max_grad_norm: float) -> None:
         total_steps=10,
     )
     ours = parameters()
-    optimizer = ShardedAdamW(ours, config, *WHOLE)
+    optimizer = ShardedOptimizer(ours, config, *WHOLE)
     exact = {name: p.detach().double().requires_grad_() for name, p in parameters().items()}
     weights = {"params": [exact["a"]], "weight_decay": 0.1}
     biases = {"params": [exact["b"], exact["never_used"]], "weight_decay": 0.0}
@@ -115,7 +115,7 @@ def test_updates_are_those_of_adamw_in_float64(max_grad_norm: float) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments(bad: float) -> None:
     ours = parameters()
-    optimizer = ShardedAdamW(ours, OptimizerConfig(lr=0.1, total_steps=10), *WHOLE)
+    optimizer = ShardedOptimizer(ours, OptimizerConfig(lr=0.1, total_steps=10), *WHOLE)
     ours["a"].grad = torch.full_like(ours["a"], bad)
     assert not math.isfinite(optimizer.update(0)[0])
     for name, parameter in parameters().items():
@@ -126,4 +126,4 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments(bad: float) ->
 
 def test_a_falling_learning_rate_needs_the_number_of_its_steps() -> None:
     with pytest.raises(ConfigError, match="total_steps: expected at least 1 with"):
-        ShardedAdamW(parameters(), OptimizerConfig(schedule=LrSchedule.linear), *WHOLE)
+        ShardedOptimizer(parameters(), OptimizerConfig(schedule=LrSchedule.linear), *WHOLE)

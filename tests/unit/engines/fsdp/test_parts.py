@@ -9,7 +9,7 @@ import torch
 
 from areal_sc.config.schema import OptimizerConfig
 from areal_sc.engines.fsdp.cuts import Cut, CutParts
-from areal_sc.engines.fsdp.optimizer import ShardedAdamW
+from areal_sc.engines.fsdp.optimizer import ShardedOptimizer
 from areal_sc.engines.fsdp.sharded_state import ShardedState
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
@@ -97,7 +97,7 @@ def test_a_rank_without_values_has_no_number_of_updates() -> None:
     parts = CutParts({"weight": Cut.copies(torch.Size((1, 3)), 1)}, rank=1, num_rows_ranks=2)
     model = torch.nn.Linear(3, 1, bias=False)
     model.weight = torch.nn.Parameter(torch.empty(0, 3))
-    optimizer = ShardedAdamW({"weight": model.weight}, OptimizerConfig(), parts, alone, alone)
+    optimizer = ShardedOptimizer({"weight": model.weight}, OptimizerConfig(), parts, alone, alone)
     parameters = dict(model.named_parameters())
     placed = ShardedState("Linear", parameters, parts, optimizer).tensors()
     assert not any(tensor.box.numel or tensor.is_given for tensor in placed.values())
