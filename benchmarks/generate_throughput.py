@@ -46,7 +46,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from areal_sc.config.schema import Device, Dtype, GenerationConfig, RolloutConfig
 from areal_sc.config.server_settings import SGLangConfig
-from areal_sc.engines.base import GenerationEngine
+from areal_sc.engines.base import GenerationEngine, RequestOptions
 from areal_sc.engines.local.engine import LocalEngine
 
 GPU_MEMORY_SHARE = 0.4
@@ -107,7 +107,7 @@ async def with_engine(engine: GenerationEngine, jobs: Sequence[Job]) -> None:
             engine.generate(
                 job.prompt,
                 GenerationConfig(max_new_tokens=job.num_new_tokens),
-                prefix_group=job.group,
+                RequestOptions(prefix_group=job.group),
             )
             for job in jobs
         )

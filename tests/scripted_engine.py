@@ -12,7 +12,7 @@ import chat_templates as templates
 from areal_sc.agents.calls import ModelAnswer, ModelCall
 from areal_sc.agents.session import Session
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion, GenerationEngine, OnTokens
+from areal_sc.engines.base import PLAIN, Completion, GenerationEngine, OnTokens, RequestOptions
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.workers.episodes import WorkerEpisodeEngine
@@ -45,8 +45,8 @@ class ScriptedEngine:
         self,
         input_ids: Sequence[int],
         sampling: GenerationConfig,
+        options: RequestOptions = PLAIN,
         *,
-        prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         tokens, reason = self.answers.pop(0), "length"

@@ -79,7 +79,7 @@ def check_answer(
     tolerance: float,
     num_top: int = 0,
 ) -> None:
-    """Compares all log-probabilities of a `Completion`, or a `Generated`, with these."""
+    """Compares all log-probabilities of a `Completion` with these."""
     tokens = [*prompt, *answer.token_ids]
     start, places = len(prompt) - 1, np.arange(len(tokens) - 1)
     at_1, sampled = merged.logprobs(tokens), merged.logprobs(tokens, temperature)[start:]

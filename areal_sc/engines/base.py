@@ -98,6 +98,33 @@ class Completion:
     top: list[TopTokens] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a request says beside its prompt and how it is sampled.
+
+    Attributes:
+        prefix_group: requests of one group, and of one adapter, share their prompt's prefill; "":
+            it is of none.
+        adapter: a folder of peft's format, whose content never changes, to compute with beside
+            the weights. It is loaded at its first use, and stays while it is among the newest. "":
+            the weights alone.
+        prompt_logprobs: the completion tells those of the prompt, which costs its prefill: none of
+            it is shared.
+        top_k_logprobs: the most probable tokens that it tells at each place that was sampled, and
+            with `prompt_logprobs` at each of the prompt; 0: none.
+        pictures: of the prompt.
+    """
+
+    prefix_group: str = ""
+    adapter: str = ""
+    prompt_logprobs: bool = False
+    top_k_logprobs: int = 0
+    pictures: tuple[bytes, ...] = ()
+
+
+PLAIN: Final = RequestOptions()
+
+
 class GenerationEngine(Protocol):
     """What episodes ask of an engine. Coroutines run on the worker's event loop.
 
@@ -118,21 +145,19 @@ class GenerationEngine(Protocol):
         self,
         input_ids: Sequence[int],
         sampling: GenerationConfig,
+        options: RequestOptions = PLAIN,
         *,
-        prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
-        pictures: Sequence[bytes] = (),
     ) -> Completion:
         """Samples one completion. Cancelling the task frees the slot at once.
 
         Args:
-            prefix_group: requests of one group share their prompt's prefill.
             on_tokens: called in the caller's task while the answer is sampled. It gets every token
                 of the completion once, in order, before this returns, whatever interrupts the
                 answer meanwhile. What it raises is raised here, and the answer is given up.
-            pictures: of the prompt.
         Raises: WorkflowError: the prompt leaves no room in the context, or the engine reads no
-            pictures.
+            pictures. ModelError: the adapter cannot be served. ConfigError: the engine has not what
+            is asked for.
         """
 
 
@@ -141,32 +166,6 @@ class FollowingEngine(GenerationEngine, Protocol):
 
     It generates, and follows a policy that is trained.
     """
-
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        sampling: GenerationConfig,
-        *,
-        prefix_group: str | None = None,
-        on_tokens: OnTokens | None = None,
-        pictures: Sequence[bytes] = (),
-        adapter: str = "",
-        prompt_logprobs: bool = False,
-        top_k_logprobs: int = 0,
-    ) -> Completion:
-        """Samples one completion; see `GenerationEngine`.
-
-        Args:
-            adapter: a folder of peft's format, whose content never changes, to compute with beside
-                the weights. It is loaded at its first use, and stays while it is among the newest.
-                "": the weights alone.
-            prompt_logprobs: the completion tells those of the prompt, which costs its prefill: none
-                of it is shared.
-            top_k_logprobs: the most probable tokens that it tells at each place that was sampled,
-                and with `prompt_logprobs` at each of the prompt; 0: none.
-        Raises: ModelError: the adapter cannot be served. ConfigError: the engine has not what is
-            asked for.
-        """
 
     @property
     def is_cuda(self) -> bool:

@@ -38,6 +38,7 @@ from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
+from areal_sc.engines.base import Completion
 from areal_sc.errors import ArealError, StepsLost
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import TenantStatus
@@ -67,7 +68,6 @@ from areal_sc.serving.wire import (
 from areal_sc.sizing.adapter_folder import stored_rank
 from areal_sc.sources.row_file import GROWING
 from areal_sc.system.durable import partial_of
-from areal_sc.workers.calls import Generated
 
 _LOOK_S: Final = 0.5
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -545,7 +545,7 @@ class TinkerModels:
                 )
                 for number in range(asked.num_samples)
             ]
-            found: list[Generated] = await asyncio.gather(*map(asyncio.wrap_future, futures))
+            found: list[Completion] = await asyncio.gather(*map(asyncio.wrap_future, futures))
             return sample_output(wanted, found)
 
     def _check_present(self, sampler: Sampler) -> None:

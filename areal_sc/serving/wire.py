@@ -15,7 +15,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import TopTokens
+from areal_sc.engines.base import Completion, TopTokens
 from areal_sc.serving.losses import (
     FIELDS,
     GAINS,
@@ -28,7 +28,6 @@ from areal_sc.serving.losses import (
     SETTINGS,
     token_losses,
 )
-from areal_sc.workers.calls import Generated
 
 B = TypeVar("B", bound=pydantic.BaseModel)
 
@@ -334,7 +333,7 @@ def sampling_of(
     )
 
 
-def sample_output(wanted: WantedSample, completions: Sequence[Generated]) -> ApiAnswer:
+def sample_output(wanted: WantedSample, completions: Sequence[Completion]) -> ApiAnswer:
     """What was sampled; a completion that its context cut has the reason `length`."""
     answer = pb.SampleResponse()
     for it in completions:

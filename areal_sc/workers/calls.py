@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 
 from areal_sc.agents.routes import AgentsAt
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import TopTokens
+from areal_sc.engines.base import Completion, RequestOptions
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 from areal_sc.rejection import Rejection
 from areal_sc.transport.plane_stats import PlaneStats
@@ -192,29 +192,12 @@ class Generate(Struct, frozen=True, array_like=True):
     """A completion that belongs to no episode.
 
     Attributes:
-        prefix_group: requests of one group share their prompt's prefill; "": of none.
-        adapter: its folder's path below the run folder; "": the weights alone.
-        prompt_logprobs, top_k_logprobs: see `FollowingEngine.generate`.
+        options: the adapter's folder is named by its path below the run folder.
     """
 
     input_ids: list[int]
     sampling: GenerationConfig
-    prefix_group: str = ""
-    adapter: str = ""
-    prompt_logprobs: bool = False
-    top_k_logprobs: int = 0
-
-
-class Generated(Struct, frozen=True, array_like=True):
-    """What the model wrote. Attributes: those of `engines.base.Completion`."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: str
-    prompt_logprobs: list[float] = []
-    prompt_top: list[TopTokens] = []
-    top: list[TopTokens] = []
+    options: RequestOptions
 
 
 class RunEvaluation(Struct, frozen=True, array_like=True):
@@ -344,7 +327,8 @@ AGENTS_AT = Method("agents_at", NoneType, AgentsAt)
 """Where the sessions of the worker are served to the process that has the run's address."""
 EPISODES = Method("episodes", NoneType, EpisodesReport)
 RUN_EVALUATION = Method("run_evaluation", RunEvaluation, EvaluationReply)
-GENERATE = Method("generate", Generate, Generated)
+GENERATE = Method("generate", Generate, Completion)
+"""Its reply has no routes."""
 PAUSE = Method("pause", NoneType, NoneType)
 RESUME = Method("resume", NoneType, NoneType)
 DESCRIBE_ROLLOUT = Method("describe_rollout", tuple[int, ...], RolloutDescription)

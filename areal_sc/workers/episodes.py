@@ -19,7 +19,7 @@ from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import SessionSettings
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion, GenerationEngine, OnTokens
+from areal_sc.engines.base import Completion, GenerationEngine, OnTokens, RequestOptions
 from areal_sc.errors import ConfigError, NeverWorks, PromptTooLong, WorkerError, WorkflowError
 from areal_sc.records.recorder import Recorder
 from areal_sc.records.spans import NO_VERSION, RecordedSpan
@@ -149,15 +149,14 @@ class WorkerEpisodeEngine:
             on_tokens(token_ids)
             in_callback = False
 
-        with_pictures: dict[str, Any] = {"pictures": self._pictures} if self._pictures else {}
+        options = RequestOptions(prefix_group=self.group, pictures=tuple(self._pictures or ()))
         try:
             with self._waiting("generation") as wait:
                 answer = await self._engine.generate(
                     input_ids,
                     sampling,
-                    prefix_group=self.group,
+                    options,
                     on_tokens=None if on_tokens is None else tell,
-                    **with_pictures,
                 )
                 wait.note(answer)
             answer = self.routes.take(input_ids, answer)

@@ -28,7 +28,7 @@ import torch
 from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.engines.base import EndsWithServer, FollowingEngine
+from areal_sc.engines.base import Completion, EndsWithServer, FollowingEngine
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.engines.tokenizer import check_ends
 from areal_sc.errors import ConfigError, EngineFailed, StoreFull, WorkerLost
@@ -351,25 +351,13 @@ class RolloutWorker(Worker):
         text = evaluated_text(seen, self.engine.tokenizer) if wanted.keeps_text else None
         return await evaluation_reply(rows, seen, text, self._rewards)
 
-    async def generate(self, wanted: calls.Generate) -> calls.Generated:
-        adapter = await self.files.bring_adapter(wanted.adapter) if wanted.adapter else ""
-        it = await self.engine.generate(
-            wanted.input_ids,
-            wanted.sampling,
-            prefix_group=wanted.prefix_group or None,
-            adapter=str(adapter),
-            prompt_logprobs=wanted.prompt_logprobs,
-            top_k_logprobs=wanted.top_k_logprobs,
-        )
-        return calls.Generated(
-            it.token_ids,
-            it.logprobs,
-            it.versions,
-            it.finish_reason,
-            it.prompt_logprobs,
-            it.prompt_top,
-            it.top,
-        )
+    async def generate(self, wanted: calls.Generate) -> Completion:
+        options = wanted.options
+        if options.adapter:
+            folder = await self.files.bring_adapter(options.adapter)
+            options = replace(options, adapter=str(folder))
+        completion = await self.engine.generate(wanted.input_ids, wanted.sampling, options)
+        return replace(completion, routes=None)
 
     async def sweep(self, sweep: calls.Sweep) -> int:
         last_sequence = await super().sweep(sweep)

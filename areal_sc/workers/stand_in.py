@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
-from areal_sc.engines.base import Completion, OnTokens
+from areal_sc.engines.base import PLAIN, Completion, OnTokens, RequestOptions
 from areal_sc.engines.request_checks import ANY_TOKEN, check_prompt
 from areal_sc.rejection import Rejection
 from areal_sc.user_code import await_user_code
@@ -44,10 +44,9 @@ class StandIn(ABC):
         self,
         input_ids: Sequence[int],
         sampling: GenerationConfig,
+        options: RequestOptions = PLAIN,
         *,
-        prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
-        pictures: Sequence[bytes] = (),
     ) -> Completion:
         check_prompt(input_ids, vocab_size=ANY_TOKEN, max_context_tokens=self.max_context_tokens)
         its = await self.answer(input_ids, sampling)

@@ -16,9 +16,9 @@ from waiting import wait_until
 
 from areal_sc import RolloutController
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
 from areal_sc.errors import ModelError, WorkflowError
 from areal_sc.schedulers.base import Scheduler
-from areal_sc.workers.calls import Generated
 
 TOLERANCE = 1e-4
 """Nats: as in `test_local_adapters.py`."""
@@ -41,7 +41,7 @@ def merged(tiny_model_folder: Path, scheduler: Scheduler) -> list[Merged]:
     return [*found, of_the_model(model)]
 
 
-def begin(rollout: RolloutController, it: Merged) -> Future[Generated]:
+def begin(rollout: RolloutController, it: Merged) -> Future[Completion]:
     return rollout.begin_generate(
         PROMPT, SAMPLED, prefix_group="g", adapter=it.folder, prompt_logprobs=True, top_k_logprobs=2
     )

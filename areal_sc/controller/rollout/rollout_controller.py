@@ -41,6 +41,7 @@ from areal_sc.controller.rollout.scaling import Scaling
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.shared_card import Side, common_of
 from areal_sc.controller.step_life import StepLife
+from areal_sc.engines.base import Completion, RequestOptions
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import RunFolderError, WorkerError
 from areal_sc.fleet.runtime import Runtime
@@ -396,7 +397,7 @@ class RolloutController(Controller):
         adapter: str | Path = "",
         prompt_logprobs: bool = False,
         top_k_logprobs: int = 0,
-    ) -> Future[calls.Generated]:
+    ) -> Future[Completion]:
         """One completion of the present policy version, which belongs to no episode.
 
         Args:
@@ -412,14 +413,14 @@ class RolloutController(Controller):
             WorkflowError where the engine does not take the prompt, with ModelError where it cannot
             serve the adapter, and with ConfigError where it has not what is asked for.
         """
-        wanted = calls.Generate(
-            list(input_ids),
-            sampling,
+        run = self._folder.path
+        options = RequestOptions(
             prefix_group,
-            os.path.relpath(self._folder.path / adapter, self._folder.path) if adapter else "",
+            os.path.relpath(run / adapter, run) if adapter else "",
             prompt_logprobs,
             top_k_logprobs,
         )
+        wanted = calls.Generate(list(input_ids), sampling, options)
         return self._submit(self._workers.generate(wanted, self.version))
 
     async def pause_async(self) -> None:

@@ -36,6 +36,7 @@ from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
 from areal_sc.controller.rollout.worker_set import RolloutWorkerState, WorkerSet, goes_on
 from areal_sc.controller.shared_card import SharedCard, Side
 from areal_sc.controller.worker_store import Needs
+from areal_sc.engines.base import Completion
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ArealError, PeerLost, RpcTimeout, StoreFull, WorkerError, WorkerLost
 from areal_sc.fleet.fleet import Fleet
@@ -355,7 +356,7 @@ class RolloutWorkers:
         """Plays an episode that is no run of a group; raises as `call`."""
         return await self._own_call(state, calls.RUN_EVALUATION, episode)
 
-    async def generate(self, wanted: calls.Generate, version: int) -> calls.Generated:
+    async def generate(self, wanted: calls.Generate, version: int) -> Completion:
         """What a worker with this policy version, or a later one, writes.
 
         Raises: WorkerLost: `DEATHS_OF_A_CALL` workers died of it. WorkflowError: the engine does

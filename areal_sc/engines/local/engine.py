@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate, RolloutConfig
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import PLAIN, Completion, RequestOptions
 from areal_sc.engines.held_adapters import HeldAdapters
 from areal_sc.engines.local.adapters import LoadedAdapter
 from areal_sc.engines.local.generator import SlotGenerator
@@ -137,13 +137,9 @@ class LocalEngine(GenerationThread):
         self,
         input_ids: Sequence[int],
         sampling: GenerationConfig,
+        options: RequestOptions = PLAIN,
         *,
-        prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
-        adapter: str = "",
-        prompt_logprobs: bool = False,
-        top_k_logprobs: int = 0,
-        pictures: Sequence[bytes] = (),
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task frees its place at once.
 
@@ -153,22 +149,23 @@ class LocalEngine(GenerationThread):
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
             engine has failed or is closed. ModelError: the adapter cannot be served.
         """
-        if prefix_group is not None:  # the entries of a prompt differ by adapter
-            prefix_group = f"{adapter}\0{prefix_group}"
-        request = self._make_request(input_ids, sampling, prefix_group)
-        check_top(top_k_logprobs, request.max_length)
-        request.num_top = top_k_logprobs
-        if prompt_logprobs:
+        request = self._make_request(input_ids, sampling)
+        if options.prefix_group:  # the entries of a prompt differ by adapter
+            request.prefix_group = f"{options.adapter}\0{options.prefix_group}"
+        check_top(options.top_k_logprobs, request.max_length)
+        request.num_top = options.top_k_logprobs
+        if options.prompt_logprobs:
             request.prompt_logprobs = np.full(len(input_ids), np.nan, dtype=np.float32)
-            request.prompt_top = [[] for _ in input_ids if top_k_logprobs]
-        if pictures:
+            request.prompt_top = [[] for _ in input_ids if request.num_top]
+        if options.pictures:
             if self._pictures is None:
                 raise NeverWorks("the prompt has pictures, and the model reads none")
             tokens = torch.from_numpy(request.prompt)
-            request.pictures = self._pictures.of_row(tokens, pictures)
+            request.pictures = self._pictures.of_row(tokens, options.pictures)
         async with AsyncExitStack() as held:
-            if adapter:
-                request.adapter = await held.enter_async_context(self._adapters.using(adapter))
+            if options.adapter:
+                using = self._adapters.using(options.adapter)
+                request.adapter = await held.enter_async_context(using)
             if on_tokens is None:
                 return await self.complete(request)
             return await hand_over(on_tokens, partial(self.complete, request))
@@ -284,9 +281,7 @@ class LocalEngine(GenerationThread):
             "waiting_requests": self.num_waiting,
         }
 
-    def _make_request(
-        self, input_ids: Sequence[int], sampling: GenerationConfig, prefix_group: str | None
-    ) -> SlotRequest:
+    def _make_request(self, input_ids: Sequence[int], sampling: GenerationConfig) -> SlotRequest:
         num_tokens, reason = check_request(
             input_ids,
             sampling,
@@ -304,7 +299,6 @@ class LocalEngine(GenerationThread):
             top_k=sampling.top_k,
             stop_token_ids=(*self.end_token_ids, *sampling.stop_token_ids),
             stops=StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None,
-            prefix_group=prefix_group,
         )
 
 

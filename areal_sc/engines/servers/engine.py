@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from areal_sc.config.schema import Device, GenerationConfig, WeightUpdateMethod
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import PLAIN, Completion, RequestOptions
 from areal_sc.engines.partial_answers import hand_over
 from areal_sc.engines.request_checks import check_request, check_top
 from areal_sc.engines.servers.adapters import (
@@ -167,13 +167,9 @@ class ServerEngine:
         self,
         input_ids: Sequence[int],
         sampling: GenerationConfig,
+        options: RequestOptions = PLAIN,
         *,
-        prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
-        adapter: str = "",
-        prompt_logprobs: bool = False,
-        top_k_logprobs: int = 0,
-        pictures: Sequence[bytes] = (),
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task ends it on its server.
 
@@ -185,14 +181,14 @@ class ServerEngine:
             not give what is asked for. ModelError: it cannot serve the adapter. WorkerError: the
             server is lost, or the engine is closed.
         """
-        if pictures:
+        if options.pictures:
             raise NeverWorks("servers are not given pictures: expected rollout.engine=local")
         request = self._make_request(input_ids, sampling)
-        check_top(top_k_logprobs, len(request.prompt) + request.max_new_tokens)
-        request.asks_prompt, request.num_top = prompt_logprobs, top_k_logprobs
-        if on_tokens is not None and (prompt_logprobs or top_k_logprobs):
+        check_top(options.top_k_logprobs, len(request.prompt) + request.max_new_tokens)
+        request.asks_prompt, request.num_top = options.prompt_logprobs, options.top_k_logprobs
+        if on_tokens is not None and (request.asks_prompt or request.num_top):
             raise ConfigError("prompt_logprobs, top_k_logprobs: expected none with on_tokens")
-        if not adapter:
+        if not (adapter := options.adapter):
             return await self._complete(request, on_tokens)
         if not (self._config.lora.is_named and self.server.is_own):
             raise ConfigError(

@@ -15,6 +15,7 @@ from several_adapters import Merged, add_adapter, check_answer, of_the_model
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.engines.base import RequestOptions
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError, ModelError
@@ -66,7 +67,9 @@ async def test_more_adapters_than_there_is_room_for(
         answers = await asyncio.gather(
             *(
                 engine.generate(
-                    PROMPT, SAMPLED, adapter=it.folder, prompt_logprobs=True, top_k_logprobs=3
+                    PROMPT,
+                    SAMPLED,
+                    RequestOptions(adapter=it.folder, prompt_logprobs=True, top_k_logprobs=3),
                 )
                 for it in merged
                 for _ in range(2)
@@ -85,15 +88,19 @@ async def test_what_cannot_be_served_is_refused_by_name(
 ) -> None:
     large = add_adapter(model._models[0], tmp_path / "large", seed=7, rank=5)
     with pytest.raises(ModelError, match=r"large: expected a rank up to actor.lora.rank=4, got 5"):
-        await engine.generate(PROMPT, SAMPLED, adapter=large.folder)
+        await engine.generate(PROMPT, SAMPLED, RequestOptions(adapter=large.folder))
     with pytest.raises(ModelError, match=r"cannot read adapter_config\.json"):
-        await engine.generate(PROMPT, SAMPLED, adapter=str(tmp_path / "none"))
+        await engine.generate(PROMPT, SAMPLED, RequestOptions(adapter=str(tmp_path / "none")))
     mad = add_adapter(model._models[0], tmp_path / "mad", seed=7, rank=4, size=1e18)
     with pytest.raises(ModelError, match=r"adapter .*mad: .* not finite"):
-        await engine.generate(PROMPT, SAMPLED, adapter=mad.folder)
+        await engine.generate(PROMPT, SAMPLED, RequestOptions(adapter=mad.folder))
     with pytest.raises(ConfigError, match="expected none with on_tokens"):
-        await engine.generate(PROMPT, SAMPLED, prompt_logprobs=True, on_tokens=lambda _: None)
-    answer = await engine.generate(PROMPT, SAMPLED, adapter=merged[0].folder, prompt_logprobs=True)
+        await engine.generate(
+            PROMPT, SAMPLED, RequestOptions(prompt_logprobs=True), on_tokens=lambda _: None
+        )
+    answer = await engine.generate(
+        PROMPT, SAMPLED, RequestOptions(adapter=merged[0].folder, prompt_logprobs=True)
+    )
     check_answer(merged[0], PROMPT, answer, 0.7, tolerance=TOLERANCE)
 
 
@@ -104,7 +111,9 @@ async def test_prompts_of_one_token_and_in_pieces(
     long = GenerationConfig(max_new_tokens=150, stop=["never"])
     for prompt, sampling in (([9], SAMPLED), (PROMPT, long)):
         answer = await engine.generate(
-            prompt, sampling, adapter=merged[1].folder, prompt_logprobs=True, top_k_logprobs=2
+            prompt,
+            sampling,
+            RequestOptions(adapter=merged[1].folder, prompt_logprobs=True, top_k_logprobs=2),
         )
         check_answer(
             merged[1], prompt, answer, sampling.temperature, tolerance=TOLERANCE, num_top=2

@@ -22,7 +22,7 @@ from areal_sc.agents.http import MAX_NESTING
 from areal_sc.agents.server import MAX_BODY_BYTES, AgentServer
 from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionSettings
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion, OnTokens
+from areal_sc.engines.base import PLAIN, Completion, OnTokens, RequestOptions
 from areal_sc.errors import NeverWorks, WorkerError
 
 SAMPLING = GenerationConfig(max_new_tokens=64)
@@ -112,8 +112,8 @@ class HeldMidway(ScriptedEngine):
         self,
         input_ids: Sequence[int],
         sampling: GenerationConfig,
+        options: RequestOptions = PLAIN,
         *,
-        prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         assert on_tokens is not None

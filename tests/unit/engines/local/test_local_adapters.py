@@ -19,6 +19,7 @@ from torch import nn
 from waiting import until
 
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import RequestOptions
 from areal_sc.engines.local import engine as local_engine
 from areal_sc.engines.local import handle
 from areal_sc.errors import ConfigError, ModelError
@@ -58,7 +59,9 @@ async def test_eight_adapters_and_none_in_one_pass(tmp_path: Path, family: str) 
         tasks = [
             asyncio.create_task(
                 engine.generate(
-                    prompt, SAMPLED, adapter=it.folder, prompt_logprobs=True, top_k_logprobs=3
+                    prompt,
+                    SAMPLED,
+                    RequestOptions(adapter=it.folder, prompt_logprobs=True, top_k_logprobs=3),
                 )
             )
             for it, prompt in zip(merged, prompts, strict=True)
@@ -79,7 +82,9 @@ async def test_a_prompt_is_shared_within_an_adapter_alone(tmp_path: Path) -> Non
     async with running(model, max_running_sequences=6) as engine:
         answers = await asyncio.gather(
             *(
-                engine.generate(prompt, SAMPLED, adapter=it.folder, prefix_group="g")
+                engine.generate(
+                    prompt, SAMPLED, RequestOptions(adapter=it.folder, prefix_group="g")
+                )
                 for it in merged
                 for _ in range(2)
             )
@@ -104,7 +109,9 @@ async def test_adapters_come_and_go_beyond_the_room(
         for _ in range(3):
             answers = await asyncio.gather(
                 *(
-                    engine.generate([1, 2, 3], SAMPLED, adapter=it.folder, prompt_logprobs=True)
+                    engine.generate(
+                        [1, 2, 3], SAMPLED, RequestOptions(adapter=it.folder, prompt_logprobs=True)
+                    )
                     for it in merged
                 )
             )
@@ -114,7 +121,7 @@ async def test_adapters_come_and_go_beyond_the_room(
         assert len(engine._adapters._held) == 2
         large = add_adapter(model, tmp_path / "large", seed=9, rank=16)
         with pytest.raises(ModelError, match="there is room for"):
-            await engine.generate([1], SAMPLED, adapter=large.folder)
+            await engine.generate([1], SAMPLED, RequestOptions(adapter=large.folder))
 
 
 def _removed(folder: Path) -> None:
@@ -184,11 +191,13 @@ async def test_a_folder_that_cannot_be_served_fails_its_own_requests(
     spoil(Path(bad.folder))
     async with running(model) as engine:
         other = asyncio.create_task(
-            engine.generate([1, 2], SAMPLED, adapter=good.folder, prompt_logprobs=True)
+            engine.generate(
+                [1, 2], SAMPLED, RequestOptions(adapter=good.folder, prompt_logprobs=True)
+            )
         )
         for _ in range(2):
             with pytest.raises(ModelError, match=rf"adapter.*{words}") as caught:
-                await engine.generate([1, 2], SAMPLED, adapter=bad.folder)
+                await engine.generate([1, 2], SAMPLED, RequestOptions(adapter=bad.folder))
             assert bad.folder in str(caught.value)
         check_answer(good, [1, 2], await other, 0.7, tolerance=TOLERANCE)
 
@@ -197,7 +206,7 @@ async def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     other = add_adapter(long_model(hidden_size=64), tmp_path / "other", seed=0, rank=4)
     async with running(long_model()) as engine:
         with pytest.raises(ModelError, match=r"expected .*_proj.lora_.* by its r and by the model"):
-            await engine.generate([1], SAMPLED, adapter=other.folder)
+            await engine.generate([1], SAMPLED, RequestOptions(adapter=other.folder))
 
 
 @pytest.mark.parametrize("size", [1e18, 5e37])  # at the end, and within the adapter
@@ -208,12 +217,14 @@ async def test_an_adapter_that_gives_no_numbers_fails_alone(tmp_path: Path, size
     async with running(model) as engine:
         others = [
             asyncio.create_task(
-                engine.generate([1, 2], SAMPLED, adapter=it.folder, prompt_logprobs=True)
+                engine.generate(
+                    [1, 2], SAMPLED, RequestOptions(adapter=it.folder, prompt_logprobs=True)
+                )
             )
             for it in (good, bare)
         ]
         with pytest.raises(ModelError, match=r"adapter .*mad: with it .* not finite"):
-            await engine.generate([5] * 100, SAMPLED, adapter=mad.folder)
+            await engine.generate([5] * 100, SAMPLED, RequestOptions(adapter=mad.folder))
         for it, answer in zip((good, bare), others, strict=True):
             check_answer(it, [1, 2], await answer, 0.7, tolerance=TOLERANCE)
 
@@ -232,12 +243,14 @@ async def test_its_row_is_given_to_others_without_what_it_computed(
         longer = asyncio.create_task(engine.generate([7] * 400, ENDLESS))
         await until(lambda: engine.stats()["generated_tokens"])
         num_read = engine.stats()["prefill_tokens"] + 80
-        task = asyncio.create_task(engine.generate([5] * 3000, SAMPLED, adapter=mad.folder))
+        task = asyncio.create_task(
+            engine.generate([5] * 3000, SAMPLED, RequestOptions(adapter=mad.folder))
+        )
         if is_given_up:
             await until(lambda: engine.stats()["prefill_tokens"] > num_read)
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        answer = await engine.generate([1, 2], SAMPLED, prompt_logprobs=True)
+        answer = await engine.generate([1, 2], SAMPLED, RequestOptions(prompt_logprobs=True))
         assert not longer.done()
         longer.cancel()
     check_answer(bare, [1, 2], answer, 0.7, tolerance=TOLERANCE)
@@ -249,9 +262,11 @@ async def test_new_weights_are_under_the_adapter_as_well(tmp_path: Path) -> None
     on_other = add_adapter(other, tmp_path / "same", seed=0, rank=4)
     async with running(model) as engine:
         folder = str(tmp_path / "adapter")
-        await engine.generate([1, 2], SAMPLED, adapter=folder)
+        await engine.generate([1, 2], SAMPLED, RequestOptions(adapter=folder))
         await engine.update_weights(1, at_hand(other.named_parameters()))
-        answer = await engine.generate([1, 2], SAMPLED, adapter=folder, prompt_logprobs=True)
+        answer = await engine.generate(
+            [1, 2], SAMPLED, RequestOptions(adapter=folder, prompt_logprobs=True)
+        )
     assert set(answer.versions) == {1}
     check_answer(on_other, [1, 2], answer, 0.7, tolerance=TOLERANCE)
 
@@ -267,7 +282,7 @@ async def test_layers_stay_as_they_are_until_an_adapter_is_used(tmp_path: Path) 
     async with running(model) as engine:
         await engine.generate([1, 2], SAMPLED)
         assert changed() == 0
-        await engine.generate([1, 2], SAMPLED, adapter=adapter.folder)
+        await engine.generate([1, 2], SAMPLED, RequestOptions(adapter=adapter.folder))
         assert changed() == 2
     assert all(type(it) is nn.Linear for it in model.modules() if isinstance(it, nn.Linear))
 
@@ -281,12 +296,16 @@ async def test_a_prompt_s_logprobs_need_no_more_than_its_prefill(
     monkeypatch.setattr(local_engine, "_MAX_ASKED_LOGITS", 50 * 40)
     prompt = [(3 * i * i + i) % 39 for i in range(num_tokens)]
     async with running(model) as engine:
-        one = await engine.generate(prompt, SAMPLED, prompt_logprobs=True, top_k_logprobs=40)
+        one = await engine.generate(
+            prompt, SAMPLED, RequestOptions(prompt_logprobs=True, top_k_logprobs=40)
+        )
         prefilled = num_tokens if num_tokens > 1 else 0  # one token is a step like any other
         assert engine.stats()["prefill_tokens"] == prefilled
         two, plain = await asyncio.gather(
-            engine.generate(prompt, SAMPLED, prefix_group="g", prompt_logprobs=True),
-            engine.generate(prompt, SAMPLED, prefix_group="g"),
+            engine.generate(
+                prompt, SAMPLED, RequestOptions(prefix_group="g", prompt_logprobs=True)
+            ),
+            engine.generate(prompt, SAMPLED, RequestOptions(prefix_group="g")),
         )
     check_answer(of_the_model(model), prompt, one, 0.7, tolerance=TOLERANCE, num_top=40)
     check_answer(of_the_model(model), prompt, two, 0.7, tolerance=TOLERANCE)
@@ -297,9 +316,11 @@ async def test_greedy_answers_tell_the_most_probable_tokens_at_temperature_1() -
     model = long_model()
     async with running(model) as engine:
         greedy = GenerationConfig(max_new_tokens=5, temperature=0.0)
-        answer = await engine.generate([3, 4], greedy, prompt_logprobs=True, top_k_logprobs=2)
+        answer = await engine.generate(
+            [3, 4], greedy, RequestOptions(prompt_logprobs=True, top_k_logprobs=2)
+        )
         check_answer(of_the_model(model), [3, 4], answer, 1.0, tolerance=TOLERANCE, num_top=2)
         assert [pairs[0][0] for pairs in answer.top] == answer.token_ids
         for wrong in (-1, 1 << 20):
             with pytest.raises(ConfigError, match=r"top_k_logprobs: expected 0 to \d+ with 7"):
-                await engine.generate([3, 4], greedy, top_k_logprobs=wrong)
+                await engine.generate([3, 4], greedy, RequestOptions(top_k_logprobs=wrong))

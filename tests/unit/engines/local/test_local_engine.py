@@ -25,6 +25,7 @@ from areal_sc.config.schema import (
     RolloutConfig,
     WeightUpdateConfig,
 )
+from areal_sc.engines.base import RequestOptions
 from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.errors import ConfigError, ModelError, WorkerError, WorkflowError
 from areal_sc.weights.group import (
@@ -133,7 +134,10 @@ async def test_a_group_prefills_its_prompt_once() -> None:
     prompt = list(range(20))
     async with running(long_model(), max_running_sequences=8) as engine:
         completions = await asyncio.gather(
-            *(engine.generate(prompt, tokens(6), prefix_group="g") for _ in range(8))
+            *(
+                engine.generate(prompt, tokens(6), RequestOptions(prefix_group="g"))
+                for _ in range(8)
+            )
         )
         assert engine.stats()["prefill_tokens"] == 20
         assert engine.stats()["shared_prompt_tokens"] == 7 * 19
@@ -141,7 +145,7 @@ async def test_a_group_prefills_its_prompt_once() -> None:
     async with running(long_model(), max_running_sequences=3) as engine:  # in several waves
         lengths = [20, 30, 40, 5, 6, 7, 8, 9]
         await asyncio.gather(
-            *(engine.generate(prompt, tokens(n), prefix_group="g") for n in lengths)
+            *(engine.generate(prompt, tokens(n), RequestOptions(prefix_group="g")) for n in lengths)
         )
         assert engine.stats()["prefill_tokens"] == 20
 
@@ -152,7 +156,7 @@ async def test_weights_change_in_the_middle_of_completions() -> None:
     async with running(model, max_prefill_tokens=7) as engine:
         prompts = [[i + 1, i + 2] for i in range(4)]
         tasks = [
-            asyncio.create_task(engine.generate(prompt, ENDLESS, prefix_group="g"))
+            asyncio.create_task(engine.generate(prompt, ENDLESS, RequestOptions(prefix_group="g")))
             for prompt in prompts
         ]
         await until(lambda: engine.stats()["generated_tokens"] >= 40)
@@ -176,7 +180,7 @@ async def test_answers_sleep_and_go_on_under_the_next_weights() -> None:
     async with running(model, max_prefill_tokens=7) as engine:
         prompts = [[i + 1, i + 2] for i in range(4)]
         tasks = [
-            asyncio.create_task(engine.generate(prompt, ENDLESS, prefix_group="g"))
+            asyncio.create_task(engine.generate(prompt, ENDLESS, RequestOptions(prefix_group="g")))
             for prompt in prompts
         ]
         await until(lambda: engine.stats()["generated_tokens"] >= 20)
@@ -184,7 +188,9 @@ async def test_answers_sleep_and_go_on_under_the_next_weights() -> None:
         await engine.sleep()  # a repeat changes nothing
         before = engine.stats()
         assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 0
-        late = asyncio.create_task(engine.generate([9], tokens(3), prefix_group="g"))
+        late = asyncio.create_task(
+            engine.generate([9], tokens(3), RequestOptions(prefix_group="g"))
+        )
         await engine.resume()  # which is not enough: there are no weights
         assert engine.stats()["steps"] == before["steps"]
         await engine.update_weights(3, at_hand(models[3].named_parameters()))
@@ -236,7 +242,7 @@ async def test_cancelling_a_task_frees_its_slot() -> None:
 async def test_pause_stops_generation_and_updates_still_apply() -> None:
     model = long_model()
     async with running(model) as engine:
-        task = asyncio.create_task(engine.generate([1], ENDLESS, prefix_group="g"))
+        task = asyncio.create_task(engine.generate([1], ENDLESS, RequestOptions(prefix_group="g")))
         await until(lambda: engine.stats()["generated_tokens"] > 0)
         await engine.pause()
         before = engine.stats()["generated_tokens"]

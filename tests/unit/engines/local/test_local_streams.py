@@ -14,6 +14,7 @@ from local_engines import ENDLESS, MAX_CONTEXT
 from random_models import random_model
 
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import RequestOptions
 from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.errors import WorkerError
 
@@ -64,7 +65,7 @@ async def test_tokens_come_before_the_answer_ends_and_across_updates() -> None:
     new: Any = list(random_model(seed=1, max_position_embeddings=MAX_CONTEXT).named_parameters())
     async with running() as engine:
         answering = asyncio.create_task(
-            engine.generate([1, 2], ENDLESS, prefix_group="g", on_tokens=tell)
+            engine.generate([1, 2], ENDLESS, RequestOptions(prefix_group="g"), on_tokens=tell)
         )
         for version in (1, 2):
             await has_come.wait()
