@@ -26,7 +26,9 @@ class PlainGenerator(GeneratorHandle):
 
     worker_class: ClassVar[str] = "plain_engine:PlainEngine"
 
-    def plan_worker(self, index: int, shape: Any, devices: Sequence[str], machine: Any) -> list[Any]:
+    def plan_worker(
+        self, index: int, shape: Any, devices: Sequence[str], machine: Any
+    ) -> list[Any]:
         size = 4 * (shape.num_parameters or 0)
         return [self.plan_process(index, devices[0], parameter_bytes=size)]
 
@@ -40,6 +42,7 @@ class PlainEngine:
 
     def __init__(self, config: Any) -> None:
         import torch
+
         from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 
         self.tokenizer = load_tokenizer(config.path)

@@ -141,11 +141,10 @@ def handle_from_plain(name: str, plain: Mapping[str, Any]) -> TrainHandle | Gene
         plain: its section of the settings, as `to_plain` gives it.
     Raises: ConfigError: there is no such handle. WorkflowError: it cannot be imported.
     """
-    handle_class: Any = _HANDLES.get(name)
-    if ":" in name:
-        handle_class = resolve(ObjectReference(name))
-    if not (isinstance(handle_class, type) and issubclass(handle_class, _BASES)):
+    found = resolve(ObjectReference(name)) if ":" in name else _HANDLES.get(name)
+    if not (isinstance(found, type) and issubclass(found, _BASES)):
         raise ConfigError(f"no engine handle is called {name!r}; there are {', '.join(_HANDLES)}")
+    handle_class: Any = found
     handle: TrainHandle | GeneratorHandle = handle_class(
         config=from_plain(handle_class.config_class, plain)
     )

@@ -1,7 +1,8 @@
-"""The example without controllers: two ranks that torchrun starts learn what one process learns."""
+"""The example without controllers: ranks that torchrun starts generate, train and agree."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,51 +10,32 @@ from pathlib import Path
 import pytest
 import torch
 from integration.run_process import REPOSITORY
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 EXAMPLES = REPOSITORY / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-NUM_STEPS = 12
+NUM_STEPS = 20
 
 
-def shown_steps(text: str) -> list[list[float]]:
-    """Step, loss and probability of each line."""
-    lines = [line for line in text.splitlines() if line.startswith("step=")]
-    return [[float(part.split("=")[1]) for part in line.split()] for line in lines]
-
-
-def test_two_ranks_learn_as_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_two_ranks_answer_their_own_prompts_and_learn_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
     import minimal
-    import spmd
 
-    torch.manual_seed(2)  # the model was another one in each run, and one in many passed the bound
+    torch.manual_seed(2)  # the model is the same in each run
     minimal.make_model(minimal.MODEL)
-    arguments = ["--config", str(REPOSITORY / "configs/minimal.yaml"), f"total_steps={NUM_STEPS}"]
-    spmd.main([*arguments, "run_dir=alone"])
-    alone = shown_steps(capsys.readouterr().out)
+    settings = ("actor.parallel.data=2", "actor.optimizer.lr=2e-3", f"total_steps={NUM_STEPS}")
+    script = [EXAMPLES / "spmd.py", "--config", REPOSITORY / "configs/minimal.yaml"]
     done = subprocess.run(
-        [*TORCHRUN, EXAMPLES / "spmd.py", *arguments, "run_dir=both", "actor.parallel.data=2"],
+        [*TORCHRUN, *script, *settings, "run_dir=both"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    both = shown_steps(done.stdout)
-    assert len(alone) == len(both) == NUM_STEPS  # one rank speaks
-    for line, expected in zip(both, alone, strict=True):
-        assert line == pytest.approx(expected, abs=2e-6)
-    assert alone[-1][1] < alone[0][1] / 2  # the loss; and so the weights have moved
-    weights, expected_weights = (
-        load_file(Path(run_dir, "spmd_model", "model.safetensors")) for run_dir in ("both", "alone")
-    )
-    assert weights.keys() == expected_weights.keys()
-    # as a whole: Adam moves a single weight by up to lr where its gradient is all rounding
-    for name, values in weights.items():
-        expected_values = expected_weights[name]
-        assert float((values - expected_values).norm() / expected_values.norm()) <= 1e-5
+    accuracies = [float(value) for value in re.findall(r"accuracy=(\S+)", done.stdout)]
+    assert len(accuracies) == NUM_STEPS  # one rank speaks
+    assert sum(accuracies[-3:]) / 3 > sum(accuracies[:3]) / 3 + 0.14
     AutoModelForCausalLM.from_pretrained("both/spmd_model")

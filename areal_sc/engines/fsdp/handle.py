@@ -63,6 +63,7 @@ class FSDPPPOActor(TrainHandle):
                     f"actor.parallel.{name}: expected 1 with actor.engine=fsdp, got {size}; "
                     "actor.engine=megatron has it, and more data or tensor saves as much memory"
                 )
+        self.config.optimizer.folder_of_own()  # raises where there is none
         if self.config.lora.places > 1 and not self.config.is_frozen:
             self._check_places()
         is_of_layers = self.config.activation_checkpointing is ActivationCheckpointing.layers

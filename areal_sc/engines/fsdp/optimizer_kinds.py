@@ -11,7 +11,7 @@ One of a user's own is a `torch.optim.Optimizer` that takes parameter groups, as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -36,10 +36,9 @@ def make_optimizer(config: OptimizerConfig, groups: list[ParameterGroup]) -> tor
     kind = named(config.type, f"{_KEY}: expected {ADAMW} or package.module:Class")
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ConfigError(f"{_KEY}: expected a torch.optim.Optimizer, got {config.type!r}")
+    make: Callable[[list[ParameterGroup]], torch.optim.Optimizer] = kind
     with user_code(config.type):
-        optimizer = kind(groups)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer
+        return make(groups)
 
 
 def needs_whole_parameters(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
@@ -25,9 +26,13 @@ from areal_sc.engines.handles import (
     LocalGenerator,
     SGLangEngine,
     handle_from_plain,
+    make_actor,
     make_generator,
+    own_code,
 )
 from areal_sc.errors import ConfigError
+
+EXAMPLES = str(Path(__file__).parents[3] / "examples")
 
 
 def test_building_gives_the_worker_side_engine() -> None:
@@ -106,3 +111,37 @@ def test_every_life_of_a_worker_has_random_streams_of_its_own() -> None:
     assert all(0 <= seed < 2**31 for seed in seeds)
     again = [handle.in_life(*life).config.seed for handle in handles for life in lives]
     assert again == seeds  # a run repeats what it did
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("plain", "rollout.engine: expected local, sglang, vllm, or package.module:Handle, got"),
+        ("plain_engine:Nothing", "'plain_engine:Nothing': AttributeError"),
+        ("muon:Muon", "a class derived from GeneratorHandle; got 'muon:Muon'"),
+        ("moon:Muon", "'moon:Muon': ModuleNotFoundError"),
+    ],
+)
+def test_an_engine_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_generator(RolloutConfig(path="model", engine=name))
+
+
+def test_workers_find_an_engine_and_an_optimizer_of_a_users_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    generator = make_generator(RolloutConfig(path="m", engine="plain_engine:PlainGenerator"))
+    name, folders = own_code(generator)
+    assert (name, folders) == ("plain_engine:PlainGenerator", [EXAMPLES])
+    assert handle_from_plain(name, to_plain(generator.config)) == generator
+    config = ActorConfig(path="m", optimizer=OptimizerConfig(type="muon:Muon"))
+    assert own_code(make_actor(config)) == ("FSDPPPOActor", [EXAMPLES])
+    assert own_code(make_actor(config, is_frozen=True)) == ("FSDPPPOActor", [])
+    with pytest.raises(ConfigError, match="there is no module 'moon'"):
+        make_actor(replace(config, optimizer=OptimizerConfig(type="moon:Muon"))).check(None)
+    with pytest.raises(ConfigError, match="derived from TrainHandle; got 'plain_engine:Plain"):
+        make_actor(replace(config, engine="plain_engine:PlainGenerator"))

@@ -8,7 +8,6 @@ from typing import Any
 
 import multi_turn
 import pytest
-import spmd
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -290,10 +289,3 @@ def test_a_text_begins_as_its_tokenizer_wants_it(
     assert encode_text(tokenizer, text, begins=False) == tokenizer.encode(
         text, add_special_tokens=False
     )
-
-
-def test_prompt_and_answer_of_the_spmd_example_are_one_text(tmp_path: Path) -> None:
-    tokenizer_with("^ $A").save_pretrained(tmp_path)
-    rows = spmd.make_rows([{"prompt": "ab", "answer": "c"}], str(tmp_path))
-    assert rows.fields["input_ids"].tolist() == [0, 2, 3, 4]
-    assert rows.fields["loss_mask"].tolist() == [False, False, False, True]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import save_qwen2
+from unit.engines.fsdp.test_fsdp_engine import actor_config, make_rows, ppo_update, weights
 from unit.engines.fsdp.test_fsdp_optimizer import WHOLE
 
 from areal_sc.config.schema import OptimizerConfig
 from areal_sc.engines.fsdp.cuts import Cut, CutParts
+from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import ShardedOptimizer
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ConfigError, WorkflowError
@@ -136,3 +140,26 @@ def test_whole_parameters_are_not_had_where_ranks_share_them(
     with pytest.raises(ConfigError, match="muon:Muon needs whole parameters, and 2 ranks have"):
         ShardedOptimizer(ours, OptimizerConfig(type="muon:Muon"), parts, world, WHOLE[2])
     assert "muon" in sys.modules
+
+
+def test_a_snapshot_has_all_that_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that goes back to a snapshot makes the same steps as one that never stopped."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[4] / "examples"))
+    folder = save_qwen2(tmp_path / "model", hidden_size=16, intermediate_size=24)
+    config = replace(actor_config(folder), optimizer=OptimizerConfig(type="muon:Muon", lr=1e-2))
+    engines = [FSDPEngine(config) for _ in range(2)]
+    for engine in engines:
+        engine.initialize(0, 1, "")
+    first, second = engines
+    begun = weights(first)
+    for step in range(2):
+        ppo_update(first, [make_rows(step)], step=step)
+    assert all((values != begun[name]).any() for name, values in weights(first).items())
+    first.begin_snapshot(tmp_path / "snapshot").result()
+    second.load_snapshot(tmp_path / "snapshot")
+    for engine in engines:
+        ppo_update(engine, [make_rows(7)], step=2)
+    expected = weights(first)
+    assert all(torch.equal(values, expected[name]) for name, values in weights(second).items())
+    for engine in engines:
+        engine.close()
