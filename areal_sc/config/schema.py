@@ -260,7 +260,7 @@ class ModelBesideConfig(Section):
     is_frozen: ClassVar[bool] = True
     head: ClassVar[ModelHead] = ModelHead.lm
     path: str = setting("", "model folder, or its name on the hub; empty: there is none")
-    engine: str = apart("${actor.engine}", TrainEngineKind.fsdp.value)
+    engine: str = apart("${actor.engine}", TrainEngineKind.fsdp.value, "as actor.engine")
     parallel: ParallelConfig = apart("${actor.parallel}", ParallelConfig)
     device: Device = apart("${actor.device}", Device.auto)
     dtype: Dtype = apart("${actor.dtype}", Dtype.float32, "type of parameters in computation")

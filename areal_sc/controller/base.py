@@ -22,7 +22,7 @@ from areal_sc.controller.background import Standstill
 from areal_sc.controller.control_loop import ControlLoop
 from areal_sc.controller.role_status import WorkerCounters, role_status
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
-from areal_sc.engines.handles import own_code
+from areal_sc.engines.handle_names import own_code
 from areal_sc.errors import RunFolderError, StaleTerm, WorkerError
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery

@@ -12,7 +12,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from areal_sc.config.loading.plain import from_plain
 from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import (
     ActorConfig,
@@ -28,10 +27,10 @@ from areal_sc.engines.megatron.handle import MegatronPPOActor
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.engines.servers.vllm.handle import VLLMEngine
 from areal_sc.errors import ConfigError
-from areal_sc.sources.reference import ObjectReference, reference_of, resolve
 from areal_sc.user_code import named
 
 __all__ = [
+    "HANDLES",
     "LEFT_FILES",
     "FSDPPPOActor",
     "FSDPSFTActor",
@@ -39,11 +38,9 @@ __all__ = [
     "MegatronPPOActor",
     "SGLangEngine",
     "VLLMEngine",
-    "handle_from_plain",
     "make_actor",
     "make_generator",
     "make_model",
-    "own_code",
 ]
 
 _TRAINERS = MappingProxyType(
@@ -64,15 +61,12 @@ _GENERATORS = MappingProxyType(
 LEFT_FILES = tuple({kind.left_files for kind in _GENERATORS.values() if kind.left_files})
 """Patterns of the names of files that killed servers leave in shared memory."""
 
-_HANDLES: Mapping[str, Any] = MappingProxyType(
+HANDLES: Mapping[str, Any] = MappingProxyType(
     {
         handle.__name__: handle
         for handle in (*_TRAINERS.values(), FSDPSFTActor, *_GENERATORS.values())
     }
 )
-
-
-_BASES = (TrainHandle, GeneratorHandle)
 
 
 def make_actor(config: ActorConfig, *, is_frozen: bool = False) -> TrainHandle:
@@ -114,38 +108,3 @@ def _named(name: str, built_in: Mapping[Any, type], base: type, key: str) -> Any
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"{expected}, a class derived from {base.__name__}; got {name!r}")
     return found
-
-
-def own_code(handle: TrainHandle | GeneratorHandle) -> tuple[str, list[str]]:
-    """The name by which `handle_from_plain` finds its class, and the folders that a process needs
-    on `sys.path` for that class and its optimizer, where these are a user's own.
-
-    Raises: WorkflowError, ConfigError: other processes could not import them; says what to do.
-    """
-    kind, folders = type(handle), list[str | None]()
-    name = kind.__name__
-    if kind not in _HANDLES.values():
-        reference = reference_of(kind)
-        name = reference.target
-        folders.append(reference.search_path)
-    if isinstance(handle, TrainHandle) and not handle.config.is_frozen:
-        folders.append(handle.config.optimizer.folder_of_own())
-    return name, [folder for folder in folders if folder]
-
-
-def handle_from_plain(name: str, plain: Mapping[str, Any]) -> TrainHandle | GeneratorHandle:
-    """The handle of this name; a worker accepts these names, and classes of handles.
-
-    Args:
-        name: class name of a handle, e.g. `FSDPPPOActor`, or where to import a user's own.
-        plain: its section of the settings, as `to_plain` gives it.
-    Raises: ConfigError: there is no such handle. WorkflowError: it cannot be imported.
-    """
-    found = resolve(ObjectReference(name)) if ":" in name else _HANDLES.get(name)
-    if not (isinstance(found, type) and issubclass(found, _BASES)):
-        raise ConfigError(f"no engine handle is called {name!r}; there are {', '.join(_HANDLES)}")
-    handle_class: Any = found
-    handle: TrainHandle | GeneratorHandle = handle_class(
-        config=from_plain(handle_class.config_class, plain)
-    )
-    return handle

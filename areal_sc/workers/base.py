@@ -20,7 +20,7 @@ from msgspec import msgpack
 from msgspec.structs import replace
 
 from areal_sc.config.schema import RolloutConfig, WeightUpdateMethod
-from areal_sc.engines.handles import handle_from_plain
+from areal_sc.engines.handle_names import handle_from_plain
 from areal_sc.log import take_warnings
 from areal_sc.nodes.beats import Beats
 from areal_sc.nodes.node_folder import WorkerFiles

@@ -20,15 +20,14 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
 )
 from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.engines.handle_names import handle_from_plain, own_code
 from areal_sc.engines.handles import (
     FSDPPPOActor,
     FSDPSFTActor,
     LocalGenerator,
     SGLangEngine,
-    handle_from_plain,
     make_actor,
     make_generator,
-    own_code,
 )
 from areal_sc.errors import ConfigError
 

@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 
 from areal_sc.config.schema import Dtype, GRPOConfig, RolloutConfig, WeightUpdateMethod
 from areal_sc.config.server_settings import ServersConfig, VLLMConfig
-from areal_sc.engines.handles import VLLMEngine, handle_from_plain, make_generator
+from areal_sc.engines.handle_names import handle_from_plain
+from areal_sc.engines.handles import VLLMEngine, make_generator
 from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.engines.servers.vllm.arguments import server_arguments
 from areal_sc.errors import ConfigError, ModelError
