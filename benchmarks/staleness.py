@@ -1,6 +1,7 @@
 """What stale data costs, and what the objective and the choice over the bound make of it.
 
-    python benchmarks/staleness.py [--quick] [--part worst-case|over-bound] [--json FILE]
+    python benchmarks/staleness.py [--quick] [--part worst-case|over-bound] [--etas ETA ...]
+        [--json FILE]
 
 Both parts train a letter-sorting model of 97k parameters through the real controllers and workers.
 The learning curve is the accuracy of the policy versions themselves, sampled on held-out prompts
@@ -9,7 +10,7 @@ behind by the staleness, and misses the prompts of rejected groups; `batch auc` 
 runs of a seed share warm start and prompts, and differences are means over pairs of one seed.
 
 worst-case: generation is held such that version max(0, i - eta) alone samples the batch of version
-    i, which is checked. The objective is decoupled PPO; or naive, with the behaviour policy as the
+    i, which is checked. An eta of as many steps as a run has is no bound at all. The objective is decoupled PPO; or naive, with the behaviour policy as the
     clipping's centre; or noweight, decoupled without the weight pi_prox / pi_behav.
 over-bound: nothing is held, and lengths have a heavy tail. Decoding a token takes a fixed time, as
     on an accelerator: a fifth of a training step, which is measured beforehand. An answer of mean
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import report
@@ -76,7 +77,7 @@ class Scale:
 FULL = Scale(
     seeds=range(3),
     over_bound_seeds=range(2),
-    worst_case_etas=(0, 4, 8, 16),
+    worst_case_etas=(0, 1, 2, 4, 8, 16, 60),
     worst_case_steps=60,
     over_bound_etas=(1, 4),
     over_bound_steps=30,
@@ -207,7 +208,7 @@ def worst_case(job: LetterSortJob, scale: Scale) -> report.Metrics:
         for other in ("naive", "noweight"):
             name = f"auc_decoupled_minus_{other}_eta{eta}"
             metrics[name] = difference(decoupled, runs[other, eta])
-        if eta > 0:
+        if eta > 0 and 0 in scale.worst_case_etas:
             sync = runs["decoupled", 0]
             metrics[f"auc_sync_minus_decoupled_eta{eta}"] = difference(sync, decoupled)
     return metrics
@@ -231,8 +232,11 @@ def over_bound(job: LetterSortJob, scale: Scale) -> report.Metrics:
 def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--part", choices=("worst-case", "over-bound"), help="only this one")
+    parser.add_argument("--etas", type=int, nargs="+", help="of the worst case: these alone")
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
+    if arguments.etas:
+        scale = replace(scale, worst_case_etas=tuple(arguments.etas))
     metrics: report.Metrics = {}
     with letter_sort_job(scale.num_warm_steps) as job:
         for seed in scale.seeds:

@@ -19,6 +19,9 @@ Nothing is timed, and no GPU is needed. Each part is a process of its own.
   micro-batches: collectives, and bytes that a rank receives by them, where ranks meet in each
   micro-batch, and where they meet once. The share of micro-batches that are empty: random lengths,
   as the controller shares rows out.
+- batching: 512 rows whose lengths differ by ten, in micro-batches of at most 32,768 tokens: filled
+  by tokens as here; of as many rows as fit whatever their lengths; and these rows padded to the
+  longest one. Micro-batches, and tokens computed over those of the rows.
 - start: how often the last layer of a streamed model is read before the first step.
 
 `--before` counts the same in another checkout. The forecast of a share of the peak has two limits:
@@ -41,7 +44,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("kernels", "experts", "graphs", "flops", "ranks", "start")
+PARTS = ("kernels", "experts", "graphs", "flops", "ranks", "batching", "start")
 NUM_RANKS, NUM_MICRO_BATCHES = 8, 4
 MAX_TOKENS = 8192
 
@@ -481,6 +484,28 @@ def share_of_empty() -> dict[str, float]:
         "empty_micro_batches": num_empty / num_all,
         "empty_micro_batches_once": num_idle / num_all,
     }
+
+
+def batching() -> dict[str, float]:
+    """See the module."""
+    from areal_sc.algorithms.packing import pack_full_micro_batches, padded_size
+
+    most, longest = 32_768, 16_000
+    generator = random.Random(0)
+    lengths = [int(longest / 10 ** generator.random()) for _ in range(512)]
+    packed = [sum(lengths[row] for row in rows) for rows in pack_full_micro_batches(lengths, most)]
+    by_tokens = [padded_size(num_tokens, most) for num_tokens in packed]
+    each = most // longest
+    equal = [lengths[at : at + each] for at in range(0, len(lengths), each)]
+    by_rows = [sum(rows) for rows in equal]
+    padded = [max(rows) * len(rows) for rows in equal]
+    sides = {"by_tokens": by_tokens, "by_rows": by_rows, "by_rows_padded": padded}
+    assert all(max(sizes) <= most for sizes in sides.values())
+    found: dict[str, float] = {}
+    for name, sizes in sides.items():
+        found[f"micro_batches_{name}"] = float(len(sizes))
+        found[f"computed_tokens_{name}"] = sum(sizes) / sum(lengths)
+    return found
 
 
 def start() -> dict[str, float]:
