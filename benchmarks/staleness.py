@@ -10,8 +10,9 @@ behind by the staleness, and misses the prompts of rejected groups; `batch auc` 
 runs of a seed share warm start and prompts, and differences are means over pairs of one seed.
 
 worst-case: generation is held such that version max(0, i - eta) alone samples the batch of version
-    i, which is checked. An eta of as many steps as a run has is no bound at all. The objective is decoupled PPO; or naive, with the behaviour policy as the
-    clipping's centre; or noweight, decoupled without the weight pi_prox / pi_behav.
+    i, which is checked. An eta of as many steps as a run has is no bound at all. The objective is
+    decoupled PPO; or naive, with the behaviour policy as the clipping's centre; or noweight,
+    decoupled without the weight pi_prox / pi_behav.
 over-bound: nothing is held, and lengths have a heavy tail. Decoding a token takes a fixed time, as
     on an accelerator: a fifth of a training step, which is measured beforehand. An answer of mean
     length then takes about two training steps, and a long one spans several weight updates. `auc

@@ -146,7 +146,7 @@ class _Evaluator:
         """Evaluates the weights that the rollout worker holds."""
         self.collect()
         outcome = self._rollout.begin_evaluation(
-            [EvaluationSet(self._prompts, self._workflow, num_prompts)]
+            [EvaluationSet(self._prompts, self._workflow, num_prompts)], ["held_out"]
         )
         self._pending = (at_s, outcome)
 
