@@ -317,7 +317,7 @@ class RankEngine(ABC):
         if self.config.is_frozen:
             raise ConfigError("actor.is_frozen: a model that is frozen is not trained")
         named = loss if isinstance(loss, NamedLoss) else None
-        compute_loss = loss if named is None else named.load()
+        compute_loss = loss.load() if isinstance(loss, NamedLoss) else loss
         settings = optimizers or dict.fromkeys(self._places or (0,), self.config.optimizer)
         minibatches = [with_token_advantages(rows) for rows in minibatches]
         if named is not None and "staleness" in (named.fields or ()):
