@@ -121,21 +121,23 @@ def policy_gradient(
         (exceeds_behavior_kl, max_behavior_kl),
     ):
         if limit < math.inf:
-            away = logprobs.detach() - _field(tokens, "behavior_logprobs")
+            away = _away(tokens, logprobs.detach())
             is_dropped = is_dropped | exceeds(away, advantages, tokens.rows, limit)
-            weight = weight.masked_fill(is_dropped, 0.0)
-            log_weight = log_weight.masked_fill(is_dropped, 0.0)
     if row_filter:
-        policy = logprobs.detach() if clip_center == "behavior" else center
-        away = policy - _field(tokens, "behavior_logprobs")
+        away = _away(tokens, logprobs.detach() if clip_center == "behavior" else center)
         is_dropped = is_dropped | is_outside_of_row(away, tokens.rows, **row_filter)
-        weight = weight.masked_fill(is_dropped, 0.0)
-        log_weight = log_weight.masked_fill(is_dropped, 0.0)
     log_ratio = logprobs - center
     if ratio == "sequence":
         log_ratio = sequence_log_ratio(log_ratio, tokens.rows)
-    of_tokens = log_ratio.detach().exp()
-    terms = GainTerms(logprobs, log_ratio, of_tokens, advantages, weight, log_weight, is_dropped)
+    terms = GainTerms(
+        logprobs,
+        log_ratio,
+        log_ratio.detach().exp(),
+        advantages,
+        weight.masked_fill(is_dropped, 0.0),
+        log_weight.masked_fill(is_dropped, 0.0),
+        is_dropped,
+    )
     by_name: dict[str, Callable[[], Gains]] = {
         "clip": lambda: clip_gain(terms, clip_low, clip_high, clip_dual),
         "stop_gradient_clip": lambda: stop_gradient_clip_gain(terms, clip_low, clip_high),
@@ -144,38 +146,46 @@ def policy_gradient(
         "none": lambda: plain_gain(terms),
     }
     gains, is_clipped = by_name[gain]()
-    loss = -mean(gains)
-    metrics = {}
+    loss, metrics = -mean(gains), _metrics(terms, is_clipped)
     if kl_coefficient:
-        away = logprobs.detach() - _field(tokens, "behavior_logprobs")
         kl = kl_estimate(logprobs, _field(tokens, "reference_logprobs"), kl_estimator)
-        kl = away.clamp(max=_MOST_LOG_WEIGHT).exp() * kl
+        kl = _away(tokens, logprobs.detach()).clamp(max=_MOST_LOG_WEIGHT).exp() * kl
         loss = loss + kl_coefficient * mean(kl)
         metrics["reference_kl"] = Metric.mean(kl)
     if entropy_coefficient:
         loss = loss - entropy_coefficient * mean(tokens.entropy)
-    with torch.no_grad():
-        return loss, metrics | {
-            "clip_fraction": Metric.mean(is_clipped),
-            "capped_fraction": Metric.mean(is_dropped),
-            "ratio": Metric.mean(of_tokens),
-            "ratio_max": Metric.max(of_tokens),
-            "behavior_weight": Metric.mean(weight),
-            "behavior_weight_max": Metric.max(weight),
-            "behavior_weight_square": Metric.mean(weight.square()),
-            "abs_advantage": Metric.mean(advantages.abs()),
-            "proximal_kl": Metric.mean(ratio_divergence(log_ratio)),
-            "behavior_kl": Metric.mean(ratio_divergence(log_weight)),
-        }
+    return loss, metrics
+
+
+@torch.no_grad()
+def _metrics(terms: GainTerms, is_clipped: torch.Tensor) -> dict[str, Metric]:
+    """What every such loss reports."""
+    return {
+        "clip_fraction": Metric.mean(is_clipped),
+        "capped_fraction": Metric.mean(terms.is_dropped),
+        "ratio": Metric.mean(terms.ratio),
+        "ratio_max": Metric.max(terms.ratio),
+        "behavior_weight": Metric.mean(terms.weight),
+        "behavior_weight_max": Metric.max(terms.weight),
+        "behavior_weight_square": Metric.mean(terms.weight.square()),
+        "abs_advantage": Metric.mean(terms.advantages.abs()),
+        "proximal_kl": Metric.mean(ratio_divergence(terms.log_ratio)),
+        "behavior_kl": Metric.mean(ratio_divergence(terms.log_weight)),
+    }
 
 
 def _field(tokens: LossTokens, name: str) -> torch.Tensor:
     return tokens.fields[name].detach().to(tokens.logprobs.dtype)
 
 
+def _away(tokens: LossTokens, policy: torch.Tensor) -> torch.Tensor:
+    """[N] nats, how much likelier the tokens are to a policy than to the one that sampled them."""
+    return policy - _field(tokens, "behavior_logprobs")
+
+
 def _log_weight(tokens: LossTokens, center: torch.Tensor, of: str) -> torch.Tensor:
     """[N] nats: log w, before anything bounds it. Args: of: see `behavior_weight`."""
     if of == "none":
         return center - center  # what is not finite stays known
-    log_weight = center - _field(tokens, "behavior_logprobs")
+    log_weight = _away(tokens, center)
     return tokens.rows.spread(tokens.rows.mean(log_weight)) if of == "sequence" else log_weight

@@ -34,8 +34,10 @@ Who knows what:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -43,7 +45,7 @@ import numpy as np
 import torch
 from msgspec import msgpack
 
-from areal_sc.errors import MetadataError, TransportError
+from areal_sc.errors import MetadataError, StoreFull, TransportError
 from areal_sc.metadata import BatchMetadata, RowRun, ShardMetadata, runs_of
 from areal_sc.rejection import Rejection
 from areal_sc.system.waiting import all_of
@@ -251,3 +253,76 @@ class FinishedEpisodes:
             answer = msgpack.decode(own, type=calls.FinishedEpisode).answer
         rows[-1] = replace(rows[-1], answer=answer, vote=episode.vote)
         return rows
+
+
+class EndingGroup:
+    """The episodes of a group until all have ended: each is sealed at its end, or soon after.
+
+    Args:
+        declared: the workflow's own fields.
+        is_quick: the last groups of this worker were, see `NUM_QUICK`.
+        seals_last: the last one is sealed, too, since its group is judged first.
+        note_sealed: is told the number of each that is sealed.
+
+    Attributes:
+        ended: by their numbers.
+        ends_s: of those that were played here, by the event loop's time.
+    """
+
+    def __init__(
+        self,
+        finished: FinishedEpisodes,
+        group: calls.RunGroup,
+        declared: Declared,
+        *,
+        is_quick: bool,
+        seals_last: bool,
+        note_sealed: Callable[[int], None],
+    ) -> None:
+        self.ended: dict[int, EndedEpisode] = {}
+        self.ends_s: list[float] = []
+        self._finished = finished
+        self._group = group
+        self._declared = declared
+        self._is_quick = is_quick
+        self._seals_last = seals_last
+        self._note_sealed = note_sealed
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def problem_of_shared(self, outcome: Episode | Rejection) -> str:
+        """Which value an episode does not share with those before it; "": it shares all."""
+        if isinstance(outcome, Rejection):
+            return ""
+        before = (it.outcome for it in self.ended.values() if isinstance(it.outcome, list))
+        return group_rows.problem_of_shared(outcome, next(before, []), self._declared)
+
+    def add(self, number: int, outcome: Episode | Rejection, took_s: float) -> None:
+        """An episode has ended. Of groups outside of training none is sealed."""
+        loop = asyncio.get_running_loop()
+        self.ended[number] = EndedEpisode(outcome)
+        self.ends_s.append(loop.time())
+        is_last = len(self.ended) == self._group.group_size and not self._seals_last
+        if is_last or self._group.group_id < 0:
+            return
+        if self._is_quick and took_s < LONG_S:
+            self._timers.append(loop.call_later(SEAL_AFTER_S, self._seal, number))
+        else:
+            self._seal(number)
+
+    def close(self, *, is_lost: bool) -> None:
+        """Nothing is sealed any more. Args: is_lost: the worker's next life tells of those here."""
+        for timer in self._timers:
+            timer.cancel()
+        for number in self.ended if is_lost and self._group.group_id >= 0 else ():
+            self._seal(number)
+
+    def _seal(self, number: int) -> None:
+        if self.ended[number].shard_id:
+            return
+        outcome = self.ended[number].outcome
+        shared_id = next((it.shared_id for it in self.ended.values() if it.shared_id), "")
+        with suppress(StoreFull):  # it is tried again with the others
+            self.ended[number] = self._finished.seal(
+                self._group, number, outcome, self._declared, shared_id=shared_id
+            )
+            self._note_sealed(number)

@@ -18,7 +18,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -60,14 +59,13 @@ from areal_sc.workers.evaluated import (
     evaluation_reply,
 )
 from areal_sc.workers.finished_episodes import (
-    LONG_S,
     NUM_QUICK,
     SEAL_AFTER_S,
     EndedEpisode,
+    EndingGroup,
     FinishedEpisodes,
 )
 from areal_sc.workers.group_judging import Episode, judged_group
-from areal_sc.workers.group_rows import problem_of_shared
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.kept_sessions import KeptSessions
 from areal_sc.workers.played_groups import played_answer, played_group, row_text
@@ -208,48 +206,34 @@ class RolloutWorker(Worker):
             begun = played_group(self.spec.name, group, self._text_of(group.prompt), began, {}, {})
             self.recorder.add_group(begun)
             await asyncio.to_thread(self.recorder.flush)
-        prefix_group = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
+        is_training = group.group_id >= 0
+        name = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
         await self.files.bring_source(group.workflow)
         workflow = self.sources.workflow(group.workflow)
-        declared = {**workflow.fields, **self._own_fields}
-        ended: dict[int, EndedEpisode] = {}
         outlives = self.transport_config.shared_memory != OFF
-        if workflow.waits_outside and group.group_id >= 0 and outlives:
-            self._sessions.begin(prefix_group, group)
-        loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
-        ended_s: list[float] = []
-        are_taken_over = asyncio.Event()
-
-        def seal(number: int) -> None:
-            if ended[number].shard_id:
-                return
-            outcome = ended[number].outcome
-            shared_id = next((it.shared_id for it in ended.values() if it.shared_id), "")
-            with suppress(StoreFull):  # it is tried again with the others
-                ended[number] = self._finished.seal(
-                    group, number, outcome, declared, shared_id=shared_id
-                )
-                self._sessions.end(prefix_group, number)
+        if workflow.waits_outside and is_training and outlives:
+            self._sessions.begin(name, group)
+        declared = {**workflow.fields, **self._own_fields}
+        ending = EndingGroup(
+            self._finished,
+            group,
+            declared,
+            is_quick=self._num_quick_groups >= NUM_QUICK,
+            seals_last=workflow.scores_groups,
+            note_sealed=lambda number: self._sessions.end(name, number),
+        )
+        ended, are_taken_over = ending.ended, asyncio.Event()
 
         async def note_end(
             number: int, outcome: Episode | Rejection, num_tokens: int, took_s: float
         ) -> Episode | Rejection:
             await are_taken_over.wait()  # they say what the group shares
-            if not isinstance(outcome, Rejection):
-                before = (its for it in ended.values() if isinstance(its := it.outcome, list))
-                if problem := problem_of_shared(outcome, next(before, []), declared):
-                    where = f"{type(workflow).__name__}, group {group.group_id}, episode {number}: "
-                    rejection = Rejection(RejectionKind.workflow_error, where + problem)
-                    outcome = self._noted(rejection, group.prompt.index)
-            ended[number] = EndedEpisode(outcome)
-            if group.group_id >= 0:
-                is_last = len(ended) == group.group_size and not workflow.scores_groups
-                is_quick = self._num_quick_groups >= NUM_QUICK and took_s < LONG_S
-                if is_quick and not is_last:
-                    timers.append(loop.call_later(SEAL_AFTER_S, seal, number))
-                elif not is_last:
-                    seal(number)
-                ended_s.append(loop.time())
+            if problem := ending.problem_of_shared(outcome):
+                where = f"{type(workflow).__name__}, group {group.group_id}, episode {number}: "
+                rejection = Rejection(RejectionKind.workflow_error, where + problem)
+                outcome = self._noted(rejection, group.prompt.index)
+            ending.add(number, outcome, took_s)
+            if is_training:
                 self._group_counters["episodes_played"] += 1
                 self._group_counters["episode_tokens"] += num_tokens
                 self._group_counters["episode_s"] += took_s
@@ -257,7 +241,7 @@ class RolloutWorker(Worker):
 
         async def play(numbers: Sequence[int]) -> dict[str, Any] | None:
             row, _ = await self._episodes(
-                group.prompt, group.workflow, prefix_group, numbers, note_end=note_end
+                group.prompt, group.workflow, name, numbers, note_end=note_end
             )
             return row
 
@@ -278,24 +262,21 @@ class RolloutWorker(Worker):
             complete = {number: replace(ended[number], outcome=it) for number, it in judged.items()}
             reply = self._close_group(run, group, row, complete, began)
             is_closed = True
-            is_quick = loop.time() - min(ended_s, default=-math.inf) < SEAL_AFTER_S
-            self._num_quick_groups = self._num_quick_groups + 1 if is_quick else 0
         except (asyncio.CancelledError, StoreFull):
             self._finished.drop(ended.values())
             ended.clear()
             is_closed = True
             raise
         finally:
-            for timer in timers:
-                timer.cancel()
-            if group.group_id >= 0 and not is_closed:  # the worker's next life will tell of them
-                for number in ended:
-                    seal(number)
+            ending.close(is_lost=not is_closed)
             for number in range(group.group_size):
-                self._sessions.end(prefix_group, number, is_kept=not is_closed)
-        if group.group_id >= 0:
-            self._group_counters["episodes_taken_over"] += group.group_size - len(ended_s)
-        if reply.batch is not None and group.group_id >= 0:  # of training
+                self._sessions.end(name, number, is_kept=not is_closed)
+        first_s, now_s = min(ending.ends_s, default=-math.inf), asyncio.get_running_loop().time()
+        is_quick = now_s - first_s < SEAL_AFTER_S
+        self._num_quick_groups = self._num_quick_groups + 1 if is_quick else 0
+        if is_training:
+            self._group_counters["episodes_taken_over"] += group.group_size - len(ending.ends_s)
+        if reply.batch is not None and is_training:
             self._group_counters["finished_groups"] += 1
             self._group_counters["group_s"] += time.perf_counter() - began_s
         return reply

@@ -166,13 +166,17 @@ def probe_abilities(
     )
     if not packs:
         _check_padded(name, distance(found))
-    if packs and not found.shares:
-        logger.info("model=%s: prompts that rows share are computed for each row", name)
-    if not found.has_linear_head and model.head is ModelHead.lm:
-        logger.info("model=%s changes its logits: they are made by its own forward", name)
+    _tell_slower(name, found, may_be_linear=may_be_linear)
     is_likely = torch.cat([torch.arange(len(row)) < len(row) - 1 for row in rows])
     in_dtype = Expected(expected.values, noises[-1], dtype)
     return ModelTrial(found, tuple(rows), in_dtype, float(noises[-1][is_likely].mean()))
+
+
+def _tell_slower(name: str, found: ModelAbilities, *, may_be_linear: bool) -> None:
+    if found.packs and not found.shares:
+        logger.info("model=%s: prompts that rows share are computed for each row", name)
+    if may_be_linear and not found.has_linear_head:
+        logger.info("model=%s changes its logits: they are made by its own forward", name)
 
 
 def _check_padded(name: str, apart: float) -> None:

@@ -33,7 +33,6 @@ from areal_sc.engines.fsdp.place_states import PlaceStates
 from areal_sc.engines.fsdp.sharded_state import ShardedState
 from areal_sc.engines.handle_base import FLOAT32_BYTES
 from areal_sc.engines.loss_scale import LossScale
-from areal_sc.engines.training.adapters.adapter_files import begin_adapter
 from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
 from areal_sc.engines.training.adapters.lora import adapter_place, merged_values, without_adapters
 from areal_sc.engines.training.background import BackgroundWriter
@@ -47,7 +46,7 @@ from areal_sc.engines.training.stowed import Stowed
 from areal_sc.engines.training.updates.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.updates.minibatch_loss import MinibatchLoss, Outputs
 from areal_sc.engines.training.updates.update_metrics import NUM_GIVEN, OTHER_EXPERTS
-from areal_sc.engines.training.whole_tensors import Publication, Values, gather_whole
+from areal_sc.engines.training.whole_tensors import Publication, Values
 from areal_sc.errors import ConfigError
 from areal_sc.transport.packed_rows import PackedRows
 
@@ -115,6 +114,7 @@ class FSDPEngine(RankEngine):
         if self.config.has_adapter:  # what is not trained is read from the model again
             held = {name: p for name, p in parameters.items() if p.requires_grad}
         beside = PlaceStates(self.config, causal_lm, self._parts, self._optimizer, self._writer)
+        beside.fill_all()
         self._place_states = beside
         state = ShardedState(
             type(causal_lm).__name__, held, self._parts, self._optimizer, beside.further_state
@@ -310,9 +310,9 @@ class FSDPEngine(RankEngine):
         # what is not staged is published; a value head is no part of an adapter
         is_whole = self.config.lora.save_merged or self.config.head is not ModelHead.lm
         if is_adapted and is_staged and not is_whole:
-            return self._begin_save_adapter(folder)
+            return self._place_states.begin_save(0, folder)
         if not is_staged and self._is_adapter_published_alone:
-            return self._begin_save_adapter(folder, self._measure_probe())
+            return self._place_states.begin_save(0, folder, probe=self._measure_probe())
         export = ModelExport(
             self._model.causal_lm,
             self._parts,
@@ -323,13 +323,6 @@ class FSDPEngine(RankEngine):
             self._writer,
         )
         return export.begin(is_staged=is_staged, reads_late=is_adapted)
-
-    def _begin_save_adapter(self, folder: Path, probe: AdapterProbe | None = None) -> Future[None]:
-        self._writer.wait()
-        names = [name for name in self._parts.shapes if adapter_place(name) == 0]
-        whole = gather_whole(names, self._values, self._parts, self.world, torch.float32)
-        copies = {name: values.to("cpu", copy=True) for name, values in whole}
-        return begin_adapter(self.config, copies, folder, self._writer, probe)
 
     def fill_adapter(self, place: int, beginning: AdapterBeginning) -> None:
         self._place_states.fill(place, beginning)

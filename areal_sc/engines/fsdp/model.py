@@ -42,11 +42,8 @@ from areal_sc.engines.fsdp.vocabulary import look_up_whole, spread_vocabulary
 from areal_sc.engines.picture_inputs import freeze_tower, pictures_of_folder
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
 from areal_sc.engines.rounding import Expected
-from areal_sc.engines.training.adapters.adapter_files import read_adapter
 from areal_sc.engines.training.adapters.lora import (
-    adapter_place,
     add_adapters,
-    fill_adapters,
     is_of_adapter,
     targeted,
     without_adapters,
@@ -86,6 +83,8 @@ def load_sharded_model(
 ) -> tuple[PackedModel, CutParts, ModelTrial]:
     """The model of `config.path` with float32 parameters, spread over the ranks, in eval mode.
 
+    Its adapters have no values yet.
+
     Rank 0 alone reads the weights, some at a time, and sends every rank its part. Eval mode keeps
     dropout off: the policy that is trained must be the one that was sampled from, or the ratios
     mean nothing.
@@ -106,7 +105,6 @@ def load_sharded_model(
         _wrap_layers(model, config, world.device)
         _add_gradients_at_once(model)
         parts = CutParts.of_one_rank(model.causal_lm)
-        _fill_adapters(model, parts, config, world)
         return model.to(world.device), parts, trial
     weights = SharedWeights(config, world)
     trial = weights.open(lambda opened: _try_model(opened, config, world))
@@ -121,7 +119,6 @@ def load_sharded_model(
     layers = decoder_layers(causal_lm)  # while they still have their own classes
     _spread(model, layers, parts, config, groups)
     _fill(model, weights, parts)
-    _fill_adapters(model, parts, config, world)
     if groups.is_model_split or config.dtype == Dtype.float16:
         _check_spread(model, trial, groups)
     return model, parts, trial
@@ -381,31 +378,6 @@ def _freeze(causal_lm: Any, config: ActorConfig) -> None:
         for parameter in causal_lm.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(compute_dtype(config))
-
-
-def _fill_adapters(
-    model: PackedModel, parts: CutParts, config: ActorConfig, world: ProcessGroup
-) -> None:
-    """Every rank gets its part of the adapter; rank 0 alone reads one to begin from.
-
-    Raises: ModelError: on every rank: there is none, or one that does not fit.
-    """
-    named = model.causal_lm.named_parameters()
-    local = {name: local_part(p.detach()) for name, p in named if is_of_adapter(name)}
-    if not local:
-        return
-    stored = error = None
-    if config.lora.path and world.rank == 0:
-        try:
-            stored = read_adapter(
-                config, {name: parts.shapes[name] for name in local if adapter_place(name) == 0}
-            )
-        except ModelError as failure:  # the other ranks wait
-            error = failure
-    stored, message = world.broadcast((stored, str(error) if error else None))
-    if message is not None:
-        raise error or ModelError(message)
-    fill_adapters(local, parts, config.seed, stored)
 
 
 def _check_spread(model: PackedModel, trial: ModelTrial, groups: ProcessGroups) -> None:

@@ -25,6 +25,7 @@ from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.optimizer import ShardedOptimizer, local_part
 from areal_sc.engines.training.adapters.adapter_files import begin_adapter, read_adapter
 from areal_sc.engines.training.adapters.adapter_places import AdapterPlaces
+from areal_sc.engines.training.adapters.adapter_probe import AdapterProbe
 from areal_sc.engines.training.adapters.lora import (
     LORA_A,
     adapter_place,
@@ -79,6 +80,15 @@ class PlaceStates:
         """What a snapshot needs beside parameters and moments."""
         return {} if self.places is None else {"adapter_ranks": self.places.ranks}
 
+    def fill_all(self) -> None:
+        """Every place begins; place 0 with the adapter of the settings, if they name one.
+
+        Raises: ModelError: on every rank: there is none, or one that does not fit.
+        """
+        lora, seed = self._config.lora, self._config.seed
+        for place in range(lora.places if self._parameters else 0):
+            self.fill(place, AdapterBeginning(lora.path if place == 0 else "", seed=seed))
+
     def fill(self, place: int, beginning: AdapterBeginning) -> None:
         """See `TrainEngine.fill_adapter`."""
         rank, stored = beginning.rank or self._config.lora.rank, dict[str, torch.Tensor]()
@@ -99,10 +109,12 @@ class PlaceStates:
             if values is None:
                 values = new_values(common, shape, beginning.seed)
             self._copy(name, values, local_part(self._parameters[name].detach()))
-            for kind in _MOMENTS:
-                values = stored.get(f"{kind}.{common}", torch.zeros(shape))
-                self._copy(name, values, moments[name][kind])
-            moments[name][_STEP].copy_(stored.get(_STEP, torch.zeros(())))
+            for kind, part in moments.get(name, {}).items():  # a frozen model has none
+                part.zero_()
+                if kind == _STEP and _STEP in stored:
+                    part.copy_(stored[_STEP])
+                elif (values := stored.get(f"{kind}.{common}")) is not None:
+                    self._copy(name, values, part)
         if self.places is not None:
             self.places.ranks[place] = rank
 
@@ -118,11 +130,12 @@ class PlaceStates:
 
         Raises: ModelError: the folder has no such adapter.
         """
-        folder = Path(beginning.folder)
-        found = stored_rank(folder)
-        if found > self._config.lora.rank or beginning.rank not in (0, found):
-            expected = beginning.rank or f"at most {self._config.lora.rank}"
-            raise ModelError(f"{folder}: expected an adapter of rank {expected}, got {found}")
+        folder, found = Path(beginning.folder), self._config.lora.rank
+        if self.places is not None:  # else there is one scale, and `read_adapter` compares
+            found = stored_rank(folder)
+            if found > self._config.lora.rank or beginning.rank not in (0, found):
+                expected = beginning.rank or f"at most {self._config.lora.rank}"
+                raise ModelError(f"{folder}: expected an adapter of rank {expected}, got {found}")
         lora = replace(self._config.lora, path=str(folder), rank=found)
         shapes = {common_name(n): self._small(n, found) for n in self._names(place)}
         stored = read_adapter(replace(self._config, lora=lora), shapes)
@@ -138,8 +151,18 @@ class PlaceStates:
             raise ModelError(f"{path}: it is not the state of the adapter beside it")
         return found, stored | state
 
-    def begin_save(self, place: int, folder: Path, *, with_optimizer: bool) -> Future[None]:
-        """See `TrainEngine.begin_save_adapter`."""
+    def begin_save(
+        self,
+        place: int,
+        folder: Path,
+        *,
+        with_optimizer: bool = False,
+        probe: AdapterProbe | None = None,
+    ) -> Future[None]:
+        """See `TrainEngine.begin_save_adapter`.
+
+        Args: probe: by which servers show that they serve it.
+        """
         self._writer.wait()
         rank = self._config.lora.rank
         if self.places is not None:
@@ -156,7 +179,7 @@ class PlaceStates:
         lora = replace(self._config.lora, rank=rank)
         config = replace(self._config, lora=lora)
         beside = {OPTIMIZER_FILE: state} if state else {}
-        return begin_adapter(config, copies, folder, self._writer, beside=beside)
+        return begin_adapter(config, copies, folder, self._writer, probe, beside=beside)
 
     def _whole(self, place: int, rank: int, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole copies of the parameters of a place, or of moments, by the names at place 0."""

@@ -366,10 +366,7 @@ def attend_rows(
     """
     tensors = [query, key, value]
     if layout.pad_index is not None:
-        tensors = [
-            _Pad.apply(tensor, layout.pad_index, layout.unpad_index)  # type: ignore[no-untyped-call]
-            for tensor in tensors
-        ]
+        tensors = [tensor.index_select(0, layout.pad_index) for tensor in tensors]
     sizes = [len(bucket.rows) * bucket.length for bucket in layout.buckets]
     of_runs = [torch.split(tensor, list(layout.lengths)) for tensor in (key, value)]
     pieces = []
@@ -401,22 +398,6 @@ class _Keys(torch.autograd.Function):
         (key_index,) = ctx.saved_tensors
         added = grad.new_zeros(ctx.num_tokens, *grad.shape[1:], dtype=torch.float32)
         return added.index_add_(0, key_index, grad.float()).to(grad.dtype), None
-
-
-class _Pad(torch.autograd.Function):
-    """`tokens[pad_index]`; its gradient is a gather too, as padded places get none."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: torch.Tensor, pad_index: torch.Tensor, unpad_index: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(unpad_index)
-        return tokens.index_select(0, pad_index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (unpad_index,) = ctx.saved_tensors
-        return grad.index_select(0, unpad_index), None, None
 
 
 def _causal_attention(

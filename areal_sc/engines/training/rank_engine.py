@@ -22,6 +22,7 @@ from typing import Final
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from areal_sc.algorithms.loss_tokens import LossCounts
 from areal_sc.algorithms.losses import Loss
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.shared_prefixes import Forest
@@ -46,7 +47,6 @@ from areal_sc.engines.training.updates.micro_batches import (
     check_routes,
     check_top_tokens,
     places_of_rows,
-    shared_forest,
     trained_tokens,
     with_advantage,
     with_staleness,
@@ -69,6 +69,7 @@ from areal_sc.weights.published import BucketLayout
 
 logger = logging.getLogger(__name__)
 
+_NO_COUNTS: Final = LossCounts(tokens=0, sequences=0, episodes=0, prompts=0)
 _NO_ADAPTERS: Final = "actor.lora.rank: expected one above 0, of adapters, got 0"
 
 
@@ -84,6 +85,7 @@ class PlannedBatch:
         most_packed: micro-batches of the rank that has most of them.
         is_behind: the model is asked behind these tokens, which it has read; else before them.
         numbers: what a loss may know of the rows; None: there is no loss.
+        counts: what the minibatch holds on all ranks; nothing where there is no loss.
         top_k: most probable tokens that are asked for; 0: the rows' own.
         row_places: of each row's adapter; empty: there is one.
         places: of the rows of all ranks, each once.
@@ -96,6 +98,7 @@ class PlannedBatch:
     most_packed: int
     is_behind: bool = False
     numbers: RowNumbers | None = None
+    counts: LossCounts = _NO_COUNTS
     top_k: int = 0
     row_places: Sequence[int] = ()
     places: Sequence[int] = ()
@@ -313,32 +316,22 @@ class RankEngine(ABC):
         """
         if self.config.is_frozen:
             raise ConfigError("actor.is_frozen: a model that is frozen is not trained")
+        named = loss if isinstance(loss, NamedLoss) else None
         compute_loss = loss.load() if isinstance(loss, NamedLoss) else loss
         settings = optimizers or dict.fromkeys(self._places or (0,), self.config.optimizer)
         minibatches = [with_token_advantages(rows) for rows in minibatches]
-        if isinstance(loss, NamedLoss) and "staleness" in (loss.fields or ()):
+        if named is not None and "staleness" in (named.fields or ()):
             minibatches = [with_staleness(rows, step) for rows in minibatches]
-        is_zero_elsewhere = isinstance(loss, NamedLoss) and loss.is_zero_without_advantage
-
-        def learning(rows: PackedRows) -> torch.Tensor:
-            check_top_tokens(rows, self._vocab_size)
-            tokens = trained_tokens(rows, min_token_version)
-            return with_advantage(rows, tokens) if is_zero_elsewhere else tokens
-
-        keeps_groups = isinstance(loss, NamedLoss) and loss.compares_rows
-        is_behind = isinstance(loss, NamedLoss) and loss.reads_scores
-        batches = self._plan(minibatches, learning, keeps_groups=keeps_groups, places=settings)
-        trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
-        counted = count_rows(minibatches, trained, self.rows.rank, self._shares_of_rows)
+        batches = self._plan_updates(minibatches, named, min_token_version, settings)
         metrics = UpdateMetrics()
-        for index, (batch, (numbers, counts)) in enumerate(zip(batches, counted, strict=True)):
-            if counts.tokens == 0:
+        for index, batch in enumerate(batches):
+            if batch.counts.tokens == 0:
                 logger.warning("minibatch=%d step=%d has no token to train on", index, step)
                 continue
             of_minibatch = MinibatchLoss(
                 compute_loss,
                 batch.rows,
-                counts,
+                batch.counts,
                 is_first=not metrics.gradient_norms,
                 version=step,
                 head=self.config.head,
@@ -347,8 +340,7 @@ class RankEngine(ABC):
             )
             if trace is not None:
                 trace.begin(index, batch.rows)
-            asked = replace(batch, numbers=numbers, is_behind=is_behind)
-            self._add_gradients(asked, of_minibatch)
+            self._add_gradients(batch, of_minibatch)
             norms = self._take_step(step, settings, is_void=metrics.failure is not None)
             for place, norm in norms.items():
                 if not math.isfinite(norm):
@@ -364,7 +356,7 @@ class RankEngine(ABC):
                 "num_computed_tokens": sum(sum(it.num_computed_tokens) for it in batches),
                 "num_row_tokens": sum(sum(it.num_row_tokens) for it in batches),
             },
-            num_loss_tokens=sum(counts.tokens for _, counts in counted),
+            num_loss_tokens=sum(batch.counts.tokens for batch in batches),
             lr=learning_rate(next(iter(settings.values())), step),
             tells_places=optimizers is not None,
         )
@@ -374,6 +366,34 @@ class RankEngine(ABC):
         if MISMATCH in summary and self.logprob_noise is not None:
             summary[MISMATCH_NOISE] = self.logprob_noise
         return self._own_metrics() | summary
+
+    def _plan_updates(
+        self,
+        minibatches: Sequence[PackedRows],
+        loss: NamedLoss | None,
+        min_token_version: int | None,
+        places: Collection[int],
+    ) -> list[PlannedBatch]:
+        """The minibatches of an update, with all that its loss may know of them; as `_plan`.
+
+        Args: loss: None: a function, of which nothing is known.
+        """
+
+        def learning(rows: PackedRows) -> torch.Tensor:
+            check_top_tokens(rows, self._vocab_size)
+            tokens = trained_tokens(rows, min_token_version)
+            return with_advantage(rows, tokens) if is_zero_elsewhere else tokens
+
+        is_zero_elsewhere = loss is not None and loss.is_zero_without_advantage
+        keeps_groups = loss is not None and loss.compares_rows
+        is_behind = loss is not None and loss.reads_scores
+        batches = self._plan(minibatches, learning, keeps_groups=keeps_groups, places=places)
+        trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
+        counted = count_rows(minibatches, trained, self.rows.rank, self._shares_of_rows)
+        return [
+            replace(batch, is_behind=is_behind, numbers=numbers, counts=counts)
+            for batch, (numbers, counts) in zip(batches, counted, strict=True)
+        ]
 
     @property
     @abstractmethod
@@ -460,60 +480,69 @@ class RankEngine(ABC):
         Raises: ValueError: ranks have different numbers of batches, a row is too long or of no such
             place, or `asked_of` raises.
         """
-        asked, wanted, of_rows = list[torch.Tensor](), list[int](), list[list[int]]()
-        of_units, error, min_saved = list[RowUnits](), None, self._min_saved_tokens
+        of_batches, error = list[RowUnits](), None
+        own: list[tuple[int, set[int]]] = []  # micro-batches of each batch, and its places
         try:
-            for rows in batches:
-                check_routes(rows, self.routed_experts)
-                known = set(self._places).intersection(self._places if places is None else places)
-                its_places = places_of_rows(rows, known) if self._places else []
-                of_rows.append(its_places if len(self._places) > 1 else [])
-                if not self.reads_pictures and any(rows.picture_bytes(range(rows.num_rows))):
-                    raise ValueError(
-                        f"the rows have pictures, and the model in {self.config.path} reads none"
-                    )
-            asked = [asked_of(rows) for rows in batches]
-            of_units = [
-                RowUnits.of(
-                    rows,
-                    tokens,
-                    self.config.max_tokens_per_micro_batch,
-                    are_padded=self._pads_rows,
-                    keeps_groups=keeps_groups,
-                    min_saved=min_saved,
-                    places=its_places,
-                )
-                for rows, tokens, its_places in zip(batches, asked, of_rows, strict=True)
+            of_batches = [
+                self._units(rows, asked_of(rows), places, keeps_groups=keeps_groups)
+                for rows in batches
             ]
-            wanted = [len(units.pack(1, fills=self._has_few_sizes)) for units in of_units]
+            own = [(len(self._pack(units, 1)), set(units.places)) for units in of_batches]
         except ValueError as failure:
             error = failure
         # One exchange tells of errors, too: a rank that raised alone would leave others waiting.
-        found = [sorted(set(it)) for it in of_rows]
-        everyone = self.world.gather((wanted, str(error) if error else None, found))
-        for rank, (_, message, _) in enumerate(everyone):
+        everyone = self.world.gather((own, str(error) if error else None))
+        for rank, (_, message) in enumerate(everyone):
             if message is not None:
                 raise ValueError(f"train rank {rank}: {message}") from error
-        lengths = [len(counts) for counts, *_ in everyone]
+        lengths = [len(of_rank) for of_rank, _ in everyone]
         if len(set(lengths)) > 1:
             raise ValueError(f"the ranks have {lengths} minibatches; expected equally many")
-        most = [max(counts) for counts in zip(*(counts for counts, *_ in everyone), strict=True)]
-        of_ranks = zip(*(places for *_, places in everyone), strict=True)
-        counts = [self._rounded_count(count) for count in most]
         planned = []
-        for rows, tokens, units, count, its_places, of_all in zip(
-            batches, asked, of_units, counts, of_rows, of_ranks, strict=True
-        ):
-            least = count if self._meets_each else 1
-            in_units = units.pack(least, fills=self._has_few_sizes)
-            if its_places:  # the rows of a unit are of one place
-                in_units = [sorted(it, key=lambda unit: its_places[unit[0]]) for it in in_units]
-            packed = [list(chain.from_iterable(each)) for each in in_units]
-            forests = [shared_forest(rows, each, min_saved) for each in in_units]
-            every_place = sorted(set(chain.from_iterable(of_all)))
-            batch = PlannedBatch(rows, tokens, packed, forests, count)
-            planned.append(replace(batch, row_places=its_places, places=every_place))
+        for units, *of_ranks in zip(of_batches, *(of_rank for of_rank, _ in everyone), strict=True):
+            count = self._rounded_count(max(count for count, _ in of_ranks))
+            in_units = self._pack(units, count if self._meets_each else 1)
+            batch = PlannedBatch(
+                units.rows,
+                units.asked,
+                [list(chain.from_iterable(each)) for each in in_units],
+                [units.forest(each) for each in in_units],
+                count,
+                row_places=units.places,
+                places=sorted(set().union(*(found for _, found in of_ranks))),
+            )
+            planned.append(batch)
         return planned
+
+    def _units(
+        self,
+        rows: PackedRows,
+        asked: torch.Tensor,
+        places: Collection[int] | None,
+        *,
+        keeps_groups: bool,
+    ) -> RowUnits:
+        """Raises: ValueError: the model cannot compute the rows, or one has no such place."""
+        check_routes(rows, self.routed_experts)
+        if not self.reads_pictures and any(rows.picture_bytes(range(rows.num_rows))):
+            raise ValueError(
+                f"the rows have pictures, and the model in {self.config.path} reads none"
+            )
+        known = self._places if places is None else set(self._places).intersection(places)
+        its_places = places_of_rows(rows, known) if self._places else []
+        return RowUnits.of(
+            rows,
+            asked,
+            self.config.max_tokens_per_micro_batch,
+            are_padded=self._pads_rows,
+            keeps_groups=keeps_groups,
+            min_saved=self._min_saved_tokens,
+            places=its_places if len(self._places) > 1 else [],
+        )
+
+    def _pack(self, units: RowUnits, count: int) -> list[list[list[int]]]:
+        """The units of at least so many micro-batches."""
+        return units.pack(count, fills=self._has_few_sizes)
 
     @property
     def _min_saved_tokens(self) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -171,27 +171,6 @@ def new_values(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
         bound = 1 / math.sqrt(shape[1])
         values.uniform_(-bound, bound, generator=generator)
     return values
-
-
-def fill_adapters(
-    local: Mapping[str, torch.Tensor],
-    parts: Parts,
-    seed: int,
-    stored: Mapping[str, torch.Tensor] | None,
-) -> None:
-    """Gives this rank's parts of an adapter their values.
-
-    Args:
-        local: the parts, by the names of all parameters of the adapter.
-        stored: whole ones that place 0 begins from; None: it is new, as all others are.
-    """
-    for name, part in local.items():
-        shape = parts.shapes[name]
-        if stored is not None and name in stored:
-            values = stored[name]
-        else:
-            values = new_values(common_name(name), shape, seed)
-        part.copy_(values[parts.box(name).within(Box.whole(shape))])
 
 
 def merged_values(causal_lm: Any, values: Values, parts: Parts, world: ProcessGroup) -> Values:

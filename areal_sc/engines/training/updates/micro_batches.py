@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -281,6 +281,10 @@ class RowUnits:
     """Rows of which some come into one micro-batch, since they belong together or share tokens.
 
     Attributes:
+        rows: all of them.
+        asked: [T] bool, tokens that the model is asked for.
+        places: of the rows' adapters; empty: there is one.
+        min_saved: see `share_prefixes`; infinite: all rows are computed by themselves.
         units: the rows of each.
         lengths: tokens of each that the model computes, padding included, or is asked for, if these
             are more: rows that are nearly equal may share most of what is asked.
@@ -288,6 +292,10 @@ class RowUnits:
         are_padded: the model computes rows that are padded to the longest one.
     """
 
+    rows: PackedRows
+    asked: torch.Tensor
+    places: Sequence[int]
+    min_saved: float
     units: list[list[int]]
     lengths: list[int]
     max_tokens: int
@@ -308,13 +316,10 @@ class RowUnits:
         """The units of the rows that hold an asked token; the others need no forward at all.
 
         Args:
-            asked: [T] bool.
             max_tokens: rows that share tokens are parted where they have more.
             keeps_groups: the rows of a group, a pair say, are a unit; all are equally large where
                 rows are padded.
-            min_saved: see `share_prefixes`; infinite: all rows are computed by themselves.
-            places: of the rows' adapters; rows share with those of their own place. Empty: there is
-                one.
+            places: rows share with those of their own place.
         Raises: ValueError: rows of a group that stays whole are of several places.
         """
         num_asked = sums_of_rows(rows, asked)
@@ -323,7 +328,7 @@ class RowUnits:
         def length(unit: Sequence[int]) -> int:
             if are_padded:
                 return len(unit) * max(rows.lengths[row] for row in unit)
-            forest = shared_forest(rows, [unit], min_saved)
+            forest = _shared_forest(rows, [unit], min_saved)
             alone = sum(rows.lengths[row] for row in unit)
             computed = alone if forest is None else forest.num_tokens
             return max(computed, sum(num_asked[row] for row in unit))
@@ -345,10 +350,13 @@ class RowUnits:
             units = sorted(chain.from_iterable(parts), key=min)
         else:
             units = [[row] for row in chosen]
-        return cls(units, [length(unit) for unit in units], max_tokens, are_padded)
+        lengths = [length(unit) for unit in units]
+        return cls(rows, asked, places, min_saved, units, lengths, max_tokens, are_padded)
 
     def pack(self, num_micro_batches: int, *, fills: bool) -> list[list[list[int]]]:
-        """The units of at least `num_micro_batches` micro-batches; missing ones are empty.
+        """The units of at least `num_micro_batches` micro-batches, ascending by their places.
+
+        Missing ones are empty.
 
         Args: fills: all micro-batches but the last are to be nearly full, not equally large.
         Raises: ValueError: a row, or a group that stays whole, is longer than `max_tokens`.
@@ -359,7 +367,13 @@ class RowUnits:
             pack = pack_full_micro_batches if fills else pack_micro_batches
             packed = pack(self.lengths, self.max_tokens, num_micro_batches)
         named = [[self.units[unit] for unit in positions] for positions in packed]
+        if self.places:  # the rows of a unit are of one place
+            named = [sorted(it, key=lambda unit: self.places[unit[0]]) for it in named]
         return named + [[] for _ in range(num_micro_batches - len(named))]
+
+    def forest(self, units: Sequence[Sequence[int]]) -> Forest | None:
+        """The forest of some units' rows, in their order; None: they share nothing."""
+        return _shared_forest(self.rows, units, self.min_saved)
 
 
 def _fitting(tree: list[int], fits: Callable[[list[int]], bool]) -> list[list[int]]:
@@ -376,7 +390,7 @@ def _fitting(tree: list[int], fits: Callable[[list[int]], bool]) -> list[list[in
     return parts
 
 
-def shared_forest(
+def _shared_forest(
     rows: PackedRows, units: Sequence[Sequence[int]], min_saved: float
 ) -> Forest | None:
     """The forest of the units' rows, in their order; None: they share nothing, or are not to."""
@@ -434,87 +448,132 @@ def make_micro_batch(
         numbers: what a loss may know of all rows.
         row_places: of all rows' adapters; those of the chosen ones ascend. Empty: there is one.
     """
-    lengths = [rows.lengths[row] for row in chosen] or [1]
-    sizes = torch.tensor(lengths)
-    pictures = _picture_runs(rows, chosen, forest)
-    packed_starts = sizes.cumsum(0) - sizes
-    offset = torch.arange(sum(lengths)) - torch.repeat_interleave(packed_starts, sizes)
-    if chosen:
-        starts = torch.tensor(rows.starts)[torch.tensor(chosen)]
-        token_index = torch.repeat_interleave(starts, sizes) + offset
-        input_ids = require_field(rows, "input_ids")[token_index].to(torch.int64)
-        places = torch.nonzero(asked[token_index] & ((offset > 0) | is_behind)).flatten()
-    else:
-        token_index = input_ids = torch.zeros(1, dtype=torch.int64)
-        places = torch.zeros(0, dtype=torch.int64)
-    read, targets, parents = places if is_behind else places - 1, input_ids[places], None
-    if forest is not None:
-        input_ids = input_ids[torch.from_numpy(forest.token_index)]
-        lengths, parents = list(forest.lengths), list(forest.parents)
-        read = torch.from_numpy(forest.computed_index)[read]
-    if (missing := num_tokens - len(input_ids)) > 0:
-        longest = max(rows.lengths, default=1)
-        padding = [min(longest, missing - begin) for begin in range(0, missing, longest)]
-        lengths += padding
-        parents = None if parents is None else [*parents, *(-1 for _ in padding)]
-        input_ids = input_ids[torch.arange(num_tokens) % len(input_ids)]
-    layout = layout_of(lengths, device, parents)
-    tokens = layout.own_tokens
-    own: slice | torch.Tensor = slice(None)
+    packed = _PackedTokens.of(rows, chosen, asked, is_behind=is_behind)
+    computed = packed.computed(forest, num_tokens, max(rows.lengths, default=1))
+    layout = layout_of(computed.lengths, device, computed.parents)
+    tokens, own = layout.own_tokens, cast("slice | torch.Tensor", slice(None))
     if layout.part is not None:
-        own = torch.nonzero((read >= tokens.start) & (read < tokens.stop)).flatten()
-    asked_index = token_index[places]
-    of_tokens = dict(rows.fields)
-    routes = of_tokens.pop(ROUTED_EXPERTS, None)
-    fields = {f"field {name}": values[asked_index] for name, values in of_tokens.items()}
-    of_rows, row_fields = {}, dict[str, RowValues]()
+        is_own = (computed.read >= tokens.start) & (computed.read < tokens.stop)
+        own = torch.nonzero(is_own).flatten()
+    asked_index = packed.token_index[packed.places]
+    fields = {name: it[asked_index] for name, it in rows.fields.items() if name != ROUTED_EXPERTS}
+    given: dict[str, Any] = {
+        "input_ids": computed.input_ids,
+        "positions": computed.read[own] - tokens.start,
+        "targets": packed.input_ids[packed.places][own],
+        "layout": layout.tensors,
+        "fields": fields,
+    }
+    if chosen and ROUTED_EXPERTS in rows.fields:
+        given["routes"] = rows.fields[ROUTED_EXPERTS][packed.token_index]
+    row_fields = rows.take_row_fields(chosen)
+    row_fields.pop(PICTURES, None)
     if numbers is not None:
-        of_token = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         its = numbers.take(chosen)
-        row_fields = rows.take_row_fields(chosen)
-        row_fields.pop(PICTURES, None)
-        of_rows = {
-            "row": of_token[places],
-            "place in row": offset[places],
-            "counts of rows": its.counts,
+        given["loss_rows"] = {
+            "of_token": packed.of_token[packed.places],
+            "position": packed.offset[packed.places],
+            "counts": its.counts,
             "rewards": its.rewards,
+            "fields": {name: it.values for name, it in row_fields.items()},
         }
-        of_rows |= {f"row field {name}": it.values for name, it in row_fields.items()}
-    there = to_device(
-        {
-            "input_ids": input_ids,
-            "positions": read[own] - tokens.start,
-            "targets": targets[own],
-            **layout.tensors,
-            **fields,
-            **of_rows,
-            **({} if routes is None or not chosen else {"routes": routes[token_index]}),
-        },
-        device,
-    )
+    there = to_device(given, device)
     loss_rows, targets = None, there["targets"]
-    if (top_tokens := there.get(f"field {TOP_TOKENS}")) is not None:
+    if (top_tokens := there["fields"].get(TOP_TOKENS)) is not None:
         targets = torch.cat([targets[:, None], top_tokens[own].long()], 1)
-    if of_rows:
-        its = RowNumbers(there["counts of rows"], there["rewards"])
-        moved = {
-            name: replace(it, values=there[f"row field {name}"]) for name, it in row_fields.items()
-        }
-        known = RowFields(rows, moved, device)
-        loss_rows = its.with_tokens(there["row"], there["place in row"], known)
+    if (its_rows := there.get("loss_rows")) is not None:
+        values = its_rows["fields"]
+        moved = {name: replace(it, values=values[name]) for name, it in row_fields.items()}
+        loss_rows = RowNumbers(its_rows["counts"], its_rows["rewards"]).with_tokens(
+            its_rows["of_token"], its_rows["position"], RowFields(rows, moved, device)
+        )
+    of_rows = [row_places[row] for row in chosen if row_places]
     return MicroBatch(
         there["input_ids"],
-        replace(layout, **{name: there[name] for name in layout.tensors}),
+        replace(layout, **there["layout"]),
         own,
         there["positions"],
         targets,
         asked_index,
-        {name: there[f"field {name}"] for name in of_tokens},
+        there["fields"],
         loss_rows,
         there.get("routes"),
-        _places_of_runs([row_places[row] for row in chosen if row_places], sizes, forest),
-        pictures,
+        _places_of_runs(of_rows, packed.sizes, forest),
+        _picture_runs(rows, chosen, forest),
     )
+
+
+class _ComputedTokens(NamedTuple):
+    """What goes through the model.
+
+    Attributes:
+        input_ids: [T] int64.
+        read: [N] int64, where the model is asked for each token.
+        lengths: of the rows or runs, and of padding behind them.
+        parents: the run before each run; None: they are rows.
+    """
+
+    input_ids: torch.Tensor
+    read: torch.Tensor
+    lengths: list[int]
+    parents: list[int] | None
+
+
+@dataclass(frozen=True, eq=False)
+class _PackedTokens:
+    """The T tokens of chosen rows, one row after the other; one token where none is chosen.
+
+    Attributes:
+        sizes: [R] int64, tokens of each row.
+        offset: [T] int64, where each token stands in its row.
+        token_index: [T] int64, its index in the rows it was taken from.
+        input_ids: [T] int64.
+        places: [N] int64, those that are asked for.
+        is_behind: the model is asked behind them, else before them.
+    """
+
+    sizes: torch.Tensor
+    offset: torch.Tensor
+    token_index: torch.Tensor
+    input_ids: torch.Tensor
+    places: torch.Tensor
+    is_behind: bool
+
+    @classmethod
+    def of(
+        cls, rows: PackedRows, chosen: Sequence[int], asked: torch.Tensor, *, is_behind: bool
+    ) -> _PackedTokens:
+        if not chosen:
+            one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+            return cls(torch.ones_like(one), one, one, one, none, is_behind)
+        sizes = torch.tensor([rows.lengths[row] for row in chosen])
+        before = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+        offset = torch.arange(len(before)) - before
+        starts = torch.tensor(rows.starts)[torch.tensor(chosen)]
+        token_index = torch.repeat_interleave(starts, sizes) + offset
+        input_ids = require_field(rows, "input_ids")[token_index].to(torch.int64)
+        places = torch.nonzero(asked[token_index] & ((offset > 0) | is_behind)).flatten()
+        return cls(sizes, offset, token_index, input_ids, places, is_behind)
+
+    @property
+    def of_token(self) -> torch.Tensor:
+        """[T] int64, the row of each token."""
+        return torch.repeat_interleave(torch.arange(len(self.sizes)), self.sizes)
+
+    def computed(self, forest: Forest | None, num_tokens: int, longest: int) -> _ComputedTokens:
+        """Each shared token once, and padding up to `num_tokens`, no piece above `longest`."""
+        read = self.places if self.is_behind else self.places - 1
+        input_ids, lengths, parents = self.input_ids, self.sizes.tolist(), None
+        if forest is not None:
+            input_ids = input_ids[torch.from_numpy(forest.token_index)]
+            lengths, parents = list(forest.lengths), list(forest.parents)
+            read = torch.from_numpy(forest.computed_index)[read]
+        if (missing := num_tokens - len(input_ids)) > 0:
+            padding = [min(longest, missing - begin) for begin in range(0, missing, longest)]
+            lengths += padding
+            parents = None if parents is None else [*parents, *(-1 for _ in padding)]
+            input_ids = input_ids[torch.arange(num_tokens) % len(input_ids)]
+        return _ComputedTokens(input_ids, read, lengths, parents)
 
 
 def _places_of_runs(

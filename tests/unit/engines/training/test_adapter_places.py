@@ -175,6 +175,9 @@ def test_a_place_begins_anew_and_goes_on_from_a_folder(build: Build, tmp_path: P
     small = build(replace(LORA, rank=1))
     with pytest.raises(ModelError, match=r"expected an adapter of rank at most 1, got 2"):
         begin(small, 0, folder=str(tmp_path / "one"))
+    alone = build(replace(LORA, places=1))  # the scale is that of the settings' rank
+    with pytest.raises(ModelError, match="rank"):
+        begin(alone, 0, folder=str(tmp_path / "one"))
 
 
 def test_rows_of_no_place_are_refused_and_nothing_changes(build: Build) -> None:
