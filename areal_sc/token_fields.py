@@ -40,6 +40,10 @@ TOP_LOGPROBS, TOP_TOKENS = "teacher_top_logprobs", "teacher_top_tokens"
 """Fields of a teacher that tells its k most probable tokens at each place: [T, k] float32, nats,
 and [T, k] of integers, the tokens. An update computes its model's log-probabilities of them."""
 
+GIVEN_WEIGHTS: Final = "given_weights"
+"""The field of a workflow whose rows have trained tokens that nobody has sampled: [T] float32,
+the weight of each one's cross entropy; 0 at all others."""
+
 FIELD_DTYPES: Mapping[str, int] = {
     **{"float32": 4, "float64": 8, "bool": 1, "uint8": 1},
     **{"int8": 1, "int16": 2, "int32": 4, "int64": 8},
