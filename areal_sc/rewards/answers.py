@@ -205,12 +205,14 @@ class MultipleChoice(ReferenceReward):
         lines = text.strip().splitlines()
         given = (lines[-1] if lines else "") if said is None else said
         before = _BEFORE_TEXT.fullmatch(given)
-        named = [
-            letter
-            for letter, choice in zip(self.letters, row[self.texts], strict=False)
-            if _is_same(given, str(choice))
-            or (before and before[1] == letter and _is_same(before[2], str(choice)))
-        ]
+
+        def is_named(letter: str, choice: str) -> bool:
+            if before is None or choice.lstrip().startswith(before[1]):
+                return _is_same(given, choice)
+            return before[1] == letter and _is_same(before[2], choice)
+
+        choices = zip(self.letters, map(str, row[self.texts]), strict=False)
+        named = [letter for letter, choice in choices if is_named(letter, choice)]
         return named[0] if len(named) == 1 else None
 
     def _beside(self, text: str, end: int) -> list[str]:

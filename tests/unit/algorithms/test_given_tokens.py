@@ -114,13 +114,13 @@ def test_a_transcript_knows_its_given_tokens() -> None:
 def test_an_engine_learns_given_tokens_and_does_not_call_them_a_mismatch(
     tiny_model_folder: Path,
 ) -> None:
-    rows = packed_rows((6, 5), versions=torch.zeros(11, dtype=torch.int32), advantages=(0.0, 0.0))
+    rows = packed_rows((6, 5), versions=torch.zeros(11, dtype=torch.int32))
     is_given = torch.arange(11) % 2 == 1
     with engines_on(tiny_model_folder) as build:
         engine = build()
         behavior = engine.forward(rows, "logprobs").masked_fill(is_given, 0.0)
         fields = {"behavior_logprobs": behavior, "given_weights": is_given.float()}
-        rows = replace(rows, fields=rows.fields | fields)
+        rows = replace(rows, fields=rows.fields | fields, advantages=(0.0, 0.0))
         loss = NamedLoss("policy_gradient_and_cross_entropy")
         stats = [engine.update([rows], loss, step=step) for step in range(4)]
     surprises = [it["given_cross_entropy"] for it in stats]

@@ -56,7 +56,7 @@ def test_each_built_in_loss_reads_the_fields_that_it_names(name: str) -> None:
             return super().__getitem__(field)
 
     loss = loss_of(PPOConfig(loss=name))
-    loss.load()(replace(tokens, fields=Asked(tokens.fields)))
+    loss.load()(replace(tokens, fields=Asked({**tokens.fields, "given_weights": torch.ones(5)})))
     assert loss.fields == tuple(sorted(asked))
     heads = list(ModelHead) if name not in OF_VALUES else [ModelHead.value, ModelHead.lm]
     try_loss(loss, heads[0])
