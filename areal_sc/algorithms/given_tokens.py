@@ -20,11 +20,11 @@ def policy_gradient_and_cross_entropy(
 ) -> tuple[torch.Tensor, Metrics]:
     """The policy-gradient loss of sampled tokens, and a weighted cross entropy of given ones.
 
-    L = policy_gradient(sampled tokens) - sum_(given t) v_t log pi_t / num_loss_tokens
+    L = policy_gradient(sampled tokens) - sum_(given t) v_t log pi_t / D
 
-    where v are the field `given_weights`, 0 at sampled tokens. So what a tool has answered, or a
-    teacher has written into a row, is learned beside what the policy did with it. Each trained
-    token counts the same in the denominator, whichever it is.
+    where v are the field `given_weights`, 0 at sampled tokens, and D is the denominator of both,
+    `num_loss_tokens` or that of `constant`. So what a tool has answered, or a teacher has written
+    into a row, is learned beside what the policy did with it.
     Source: world-model tokens in agents' rows, as prime-rl's ECHO trains them.
 
     Args:
@@ -40,8 +40,10 @@ def policy_gradient_and_cross_entropy(
     weights = tokens.fields[GIVEN_WEIGHTS].to(tokens.logprobs.dtype)
     is_given = weights != 0
     loss, metrics = policy_gradient(_take(tokens, ~is_given, settings), **settings)
-    surprise = -tokens.logprobs[is_given]
-    loss = loss + (weights[is_given] * surprise).sum() / tokens.num_loss_tokens
+    surprise, denominator = -tokens.logprobs[is_given], tokens.num_loss_tokens
+    if aggregation == "constant":
+        denominator = tokens.counts.episodes * settings["aggregation_tokens"]
+    loss = loss + (weights[is_given] * surprise).sum() / denominator
     return loss, {**metrics, "given_cross_entropy": Metric.mean(surprise)}
 
 

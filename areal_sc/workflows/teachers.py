@@ -260,7 +260,7 @@ class TaughtWorkflow(Workflow):
     def _teacher_of(self, row: Mapping[str, Any]) -> Teacher:
         if isinstance(self._teacher, Teacher):
             return self._teacher
-        name = row.get(TASK_KEY)
+        name = str(row.get(TASK_KEY))
         if name not in self._teacher:
             raise WorkflowError(
                 f"{TASK_KEY!r} of the row: expected one of {', '.join(self._teacher)}, which have "

@@ -160,9 +160,9 @@ def replay_routes(layer: Any, experts: RoutedExperts) -> None:
                 "actor.routing_replay: this Megatron-core does not choose experts by one "
                 "torch.topk; take actor.engine=fsdp"
             )
-        if routes is not None and number not in routes.others:  # else it is computed again
+        if routes is not None and given is not None and number not in routes.others:
             its = count_other_experts(given, choice.own[0], routes.is_counted)
-            routes.others[number] = its
+            routes.others[number] = its  # where it is computed again, it has counted
         return outputs
 
     layer.register_forward_pre_hook(take, with_kwargs=True)

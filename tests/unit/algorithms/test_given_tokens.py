@@ -70,6 +70,14 @@ def test_each_token_counts_in_its_own_way() -> None:
     assert metrics["behavior_weight"].weight == sum(COUNTS) - len(given)
 
 
+def test_both_have_one_denominator() -> None:
+    found = [
+        NamedLoss("policy_gradient_and_cross_entropy", given).load()(made())[0].item()
+        for given in ({}, {"aggregation": "constant", "aggregation_tokens": 8})
+    ]
+    assert found[1] * len(COUNTS) * 8 == pytest.approx(found[0] * sum(COUNTS), rel=1e-12)
+
+
 def test_without_given_tokens_it_is_the_policy_gradient() -> None:
     tokens = made()
     fields = {**tokens.fields, "given_weights": torch.zeros(sum(COUNTS))}
