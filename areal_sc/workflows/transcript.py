@@ -23,7 +23,6 @@ class Transcript:
 
     Attributes:
         calls: of the model, for people who read the row.
-        given_weights: [T], see `add_given`.
     """
 
     def __init__(self) -> None:
@@ -72,6 +71,7 @@ class Transcript:
 
     @property
     def given_weights(self) -> list[float]:
+        """[T] the weights of given tokens, 0 at all others."""
         return [self._given.get(place, 0.0) for place in range(len(self.input_ids))]
 
     def add_completion(self, completion: Completion) -> None:
