@@ -34,9 +34,15 @@ PICTURES: Final = "pictures"
 """The field of a model that reads pictures: those of a row, compressed as they came; once a group.
 See `sources.pictures`."""
 
+TEACHER_LOGPROBS: Final = "teacher_logprobs"
+"""A field of a teacher: its log-probability of each token, [T] float32, nats."""
 TOP_LOGPROBS, TOP_TOKENS = "teacher_top_logprobs", "teacher_top_tokens"
 """Fields of a teacher that tells its k most probable tokens at each place: [T, k] float32, nats,
 and [T, k] of integers, the tokens. An update computes its model's log-probabilities of them."""
+
+GIVEN_WEIGHTS: Final = "given_weights"
+"""The field of a workflow whose rows have trained tokens that nobody has sampled: [T] float32,
+the weight of each one's cross entropy; 0 at all others."""
 
 FIELD_DTYPES: Mapping[str, int] = {
     **{"float32": 4, "float64": 8, "bool": 1, "uint8": 1},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 
@@ -57,19 +58,22 @@ def is_outside_of_row(
     over: str = "geometric_mean",
     low: float = -math.inf,
     high: float = math.inf,
+    also: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """Tokens of rows that are too far from the policy that sampled them.
 
-    With d = log(pi / pi_behav) a token is exp(d) (`ratio`), -d (`k1`), d^2 / 2 (`k2`) or
-    exp(d) - 1 - d (`k3`): estimates of KL(pi_behav || pi). A row is their mean, sum, largest or
-    smallest one over its trained tokens; of the ratio also their product or geometric mean. All
-    tokens of a row outside of [low, high] have to go. So `product` rejects by the whole answer's
-    importance, and `min` a row with one token that the policy would hardly sample.
+    With d = log(pi / pi_behav) a token is exp(d) (`ratio`), exp(|d|) (`error`), -d (`k1`), d^2 / 2
+    (`k2`) or exp(d) - 1 - d (`k3`), of which the last three estimate KL(pi_behav || pi). A row is
+    their mean, sum, largest or smallest one over its trained tokens; of the ratio also their
+    product or geometric mean. All tokens of a row outside of [low, high] have to go; with `token`
+    those alone that are outside themselves. So `product` rejects by the whole answer's importance,
+    and `min` a row with one token that the policy would hardly sample.
     Source: Y. Liu, J. Li et al., "When Speed Kills Stability", 2025 (sequence and geometric
     rejection); the estimates: J. Schulman, "Approximating KL divergence", 2020.
 
     Args:
         log_weight: [N] d in nats, without gradient.
+        also: arguments of another filter: what it rejects goes, too.
     Returns: [N] bool. A row of which that is NaN goes.
     """
     d = log_weight.double()
@@ -77,13 +81,19 @@ def is_outside_of_row(
         of_rows = (rows.sum(d) if over == "product" else rows.mean(d)).exp()
     else:
         ratio = d.clamp(max=_MOST_LOG_WEIGHT).exp()
-        values = {"ratio": ratio, "k1": -d, "k2": d.square() / 2, "k3": ratio - 1 - d}[of]
-        if over in ("mean", "sum"):
+        error = d.abs().clamp(max=_MOST_LOG_WEIGHT).exp()
+        estimates = {"k1": -d, "k2": d.square() / 2, "k3": ratio - 1 - d}
+        values = {"ratio": ratio, "error": error, **estimates}[of]
+        if over == "token":
+            of_rows = values
+        elif over in ("mean", "sum"):
             of_rows = rows.mean(values) if over == "mean" else rows.sum(values)
         else:
             empty = values.new_zeros(len(rows.num_tokens))
             of_rows = empty.scatter_reduce(0, rows.of_token, values, f"a{over}", include_self=False)
-    return rows.spread(~((of_rows >= low) & (of_rows <= high)))
+    is_outside = ~((of_rows >= low) & (of_rows <= high))
+    is_outside = is_outside if over == "token" else rows.spread(is_outside)
+    return is_outside if also is None else is_outside | is_outside_of_row(log_weight, rows, **also)
 
 
 def exceeds_second_moment(

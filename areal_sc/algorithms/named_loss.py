@@ -12,10 +12,17 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.config.fields import RANGE, Range
-from areal_sc.config.ppo_settings import POLICY_GRADIENT, ROW_FILTER, PPOConfig, is_row_filter
+from areal_sc.config.ppo_settings import (
+    POLICY_GRADIENT,
+    POLICY_LOSSES,
+    ROW_FILTER,
+    WITH_CROSS_ENTROPY,
+    PPOConfig,
+    is_row_filter,
+)
 from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.errors import ConfigError
-from areal_sc.token_fields import TOP_LOGPROBS, TOP_TOKENS
+from areal_sc.token_fields import GIVEN_WEIGHTS, TOP_LOGPROBS, TOP_TOKENS
 from areal_sc.user_code import folder_of_module, user_function
 
 if TYPE_CHECKING:
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
 
 BUILT_IN: Final = {
     POLICY_GRADIENT: "areal_sc.algorithms.policy_gradient:policy_gradient",
+    WITH_CROSS_ENTROPY: "areal_sc.algorithms.given_tokens:policy_gradient_and_cross_entropy",
     "cross_entropy": "areal_sc.algorithms.losses:cross_entropy",
     "dpo": "areal_sc.algorithms.pairs:dpo",
     "bradley_terry": "areal_sc.algorithms.pairs:bradley_terry",
@@ -71,7 +79,7 @@ _SWITCHES: Final = (
     *("behavior_weight_floor", "behavior_weight_cap", "max_second_moment", "max_behavior_kl"),
     *("row_filter", "aggregation", "aggregation_tokens", "kl_estimator", "entropy_coefficient"),
 )
-"""Settings of `actor.ppo` that the policy-gradient loss has under the same name."""
+"""Settings of `actor.ppo` that `POLICY_LOSSES` have under the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,8 @@ class NamedLoss:
             return None
         if self.name == POLICY_GRADIENT:
             return needed_fields(self.settings)
+        if self.name == WITH_CROSS_ENTROPY:
+            return tuple(sorted((*needed_fields(self.settings), GIVEN_WEIGHTS)))
         return _FIELDS.get(self.name, ())
 
     def search_path(self, setting: str = "actor.ppo.loss") -> str:
@@ -171,8 +181,8 @@ def is_tried(config: ActorConfig) -> bool:
 
 
 def loss_of(ppo: PPOConfig) -> NamedLoss:
-    """The loss that `actor.ppo` names; the policy-gradient loss has its settings in the section."""
-    if ppo.loss != POLICY_GRADIENT:
+    """The loss that `actor.ppo` names; those of `POLICY_LOSSES` have their settings there."""
+    if ppo.loss not in POLICY_LOSSES:
         return NamedLoss(ppo.loss, ppo.loss_settings)
     settings = {name: getattr(ppo, name) for name in _SWITCHES}
     return NamedLoss(ppo.loss, settings | {"kl_coefficient": ppo.loss_kl_coefficient})

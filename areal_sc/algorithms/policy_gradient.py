@@ -78,7 +78,8 @@ def policy_gradient(
         divergence, max_divergence: of gain `divergence`: `tv` or `kl`, and its limit.
         clip_center: `proximal`; `behavior`: w is 1 then; or `interpolated` between the sampling
             policy and the trained one.
-        behavior_weight: `token`; `sequence`: the geometric mean over a row; `none`: w is 1.
+        behavior_weight: `token`; `sequence`: the geometric mean over a row; `product`: over a row,
+            its importance as a whole; `none`: w is 1.
         behavior_weight_bound: what becomes of w outside of floor and cap: `mask`: the token leaves
             the numerator, not the denominator; `clamp`.
         max_second_moment, max_behavior_kl: see `algorithms.behavior_weights`.
@@ -96,7 +97,8 @@ def policy_gradient(
         `behavior_weight` (as used: 0 where dropped), and of r - 1 - log r, a divergence estimate,
         `proximal_kl`, and the same of w, `behavior_kl` (0 for dropped tokens), and of the squares
         of the weights, `behavior_weight_square`; the largest ratio and weight, `ratio_max` and
-        `behavior_weight_max`; and with a KL to a reference the mean of v_t kl_t, `reference_kl`.
+        `behavior_weight_max`; with `clamp` the mean `clamped_fraction` (w was out of bounds); and
+        with a KL to a reference the mean of v_t kl_t, `reference_kl`.
     """
 
     def mean(values: torch.Tensor) -> torch.Tensor:
@@ -110,12 +112,16 @@ def policy_gradient(
         center = interpolated_logprobs(logprobs, behavior, tokens.fields["staleness"])
     else:
         center = _field(tokens, f"{clip_center}_logprobs")
+    own = _log_weight(tokens, center, "none" if clip_center == "behavior" else behavior_weight)
     weight, log_weight, is_dropped = bounded_weights(
-        _log_weight(tokens, center, "none" if clip_center == "behavior" else behavior_weight),
+        own,
         floor=behavior_weight_floor,
         cap=behavior_weight_cap,
         is_clamped=behavior_weight_bound == "clamp",
     )
+    metrics = {}
+    if behavior_weight_bound == "clamp":
+        metrics["clamped_fraction"] = Metric.mean(log_weight != own)
     for exceeds, limit in (
         (exceeds_second_moment, max_second_moment),
         (exceeds_behavior_kl, max_behavior_kl),
@@ -146,7 +152,7 @@ def policy_gradient(
         "none": lambda: plain_gain(terms),
     }
     gains, is_clipped = by_name[gain]()
-    loss, metrics = -mean(gains), _metrics(terms, is_clipped)
+    loss, metrics = -mean(gains), metrics | _metrics(terms, is_clipped)
     if kl_coefficient:
         kl = kl_estimate(logprobs, _field(tokens, "reference_logprobs"), kl_estimator)
         kl = _away(tokens, logprobs.detach()).clamp(max=_MOST_LOG_WEIGHT).exp() * kl
@@ -188,4 +194,7 @@ def _log_weight(tokens: LossTokens, center: torch.Tensor, of: str) -> torch.Tens
     if of == "none":
         return center - center  # what is not finite stays known
     log_weight = _away(tokens, center)
-    return tokens.rows.spread(tokens.rows.mean(log_weight)) if of == "sequence" else log_weight
+    if of == "token":
+        return log_weight
+    over = tokens.rows.mean if of == "sequence" else tokens.rows.sum
+    return tokens.rows.spread(over(log_weight))

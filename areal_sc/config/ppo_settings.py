@@ -19,13 +19,14 @@ BASELINES: Final = ("group", "leave_one_out", "batch", "none")
 BASELINES_OF_OTHERS: Final = ("batch", "none")
 """Baselines to which a prompt's own answers give little or nothing."""
 
-ROW_VALUES: Final = ("ratio", "k1", "k2", "k3")
-ROW_MEANS: Final = ("geometric_mean", "product", "mean", "sum", "max", "min")
-"""What `row_filter` may look at: `of` a token, `over` a row."""
+ROW_VALUES: Final = ("ratio", "k1", "k2", "k3", "error")
+ROW_MEANS: Final = ("geometric_mean", "product", "mean", "sum", "max", "min", "token")
+"""What `row_filter` may look at: `of` a token, `over` a row, or of each token by itself."""
 
 ROW_FILTER: Final = (
     f"of: one of {', '.join(ROW_VALUES)}; over: one of {', '.join(ROW_MEANS)}, the first two "
-    "of a ratio alone; and a number as low, high or both, low <= high"
+    "of a ratio alone; also: maybe another such filter; and a number as low, high or both, "
+    "low <= high"
 )
 """What is expected of `row_filter`."""
 
@@ -33,10 +34,13 @@ GAE: Final = "gae"
 """Advantages from a critic's values."""
 
 POLICY_GRADIENT: Final = "policy_gradient"
-"""The loss that has its settings in the section itself."""
+WITH_CROSS_ENTROPY: Final = "policy_gradient_and_cross_entropy"
+POLICY_LOSSES: Final = (POLICY_GRADIENT, WITH_CROSS_ENTROPY)
+"""The losses that have their settings in the section itself."""
 
 # When a setting is idle, as `preflight.idle_settings` reads it.
-_OF_LOSS: Final = ("loss!=policy_gradient",)
+_OTHER_LOSS: Final = f"loss!={','.join(POLICY_LOSSES)}"
+_OF_LOSS: Final = (_OTHER_LOSS,)
 _OF_RATIO: Final = (
     *_OF_LOSS,
     "num_minibatches=1 and clip_center=proximal: the only update starts at the clip's centre",
@@ -52,7 +56,7 @@ _OF_DEVIATION: Final = (
 _OF_GAE: Final = (*_OF_ADVANTAGE, f"advantage!={GAE}")
 _OF_KL: Final = (
     "kl_coefficient=0",
-    "kl_place=loss and loss!=policy_gradient",
+    f"kl_place=loss and {_OTHER_LOSS}",
     "kl_place=reward and loss lacks advantages",
 )
 
@@ -122,10 +126,11 @@ class ClipCenter(StrEnum):
 
 
 class BehaviorWeight(StrEnum):
-    """The factor pi_centre / pi_behav: a token's, the geometric mean of its row, or 1."""
+    """The factor pi_centre / pi_behav: a token's, its row's geometric mean or product, or 1."""
 
     token = "token"
     sequence = "sequence"
+    product = "product"
     none = "none"
 
 
@@ -235,7 +240,7 @@ class PPOConfig(Section):
         idle=(*_OF_RATIO, "gain!=divergence"),
     )
     clip_center: ClipCenter = setting(
-        ClipCenter.proximal, idle=("loss!=policy_gradient and loss lacks proximal_logprobs",)
+        ClipCenter.proximal, idle=(f"{_OTHER_LOSS} and loss lacks proximal_logprobs",)
     )
     behavior_weight: BehaviorWeight = setting(BehaviorWeight.token, idle=_OF_WEIGHT)
     behavior_weight_bound: WeightBound = setting(
@@ -268,7 +273,7 @@ class PPOConfig(Section):
     )
     row_filter: dict[str, Any] = setting(
         dict,
-        "rows too far from their sampler are left out: {of, over, low, high}",
+        "rows too far from their sampler are left out: {of, over, low, high, also}",
         idle=_OF_LOSS,
     )
     aggregation: Aggregation = setting(Aggregation.token, idle=_OF_LOSS)
@@ -325,11 +330,11 @@ class CriticPPOConfig(Section):
 
 def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
     """Switches that go together: (setting, whether it is right, what is expected and why)."""
-    if ppo.loss == POLICY_GRADIENT:
+    if ppo.loss in POLICY_LOSSES:
         yield (
             "actor.ppo.loss_settings",
             not ppo.loss_settings,
-            "none with actor.ppo.loss=policy_gradient (its settings are those of actor.ppo)",
+            f"none with actor.ppo.loss={ppo.loss} (its settings are those of actor.ppo)",
         )
     yield (
         "actor.ppo.row_filter",
@@ -370,8 +375,8 @@ def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
     yield (
         "actor.ppo.behavior_weight",
         ppo.clip_center is not ClipCenter.interpolated or ppo.behavior_weight != "none",
-        "token or sequence with actor.ppo.clip_center=interpolated (the centre moves with the "
-        "policy, so that without the weight the gradient is none of the objective)",
+        "token, sequence or product with actor.ppo.clip_center=interpolated (the centre moves with "
+        "the policy, so that without the weight the gradient is none of the objective)",
     )
 
 
@@ -380,11 +385,13 @@ def is_row_filter(given: Mapping[str, Any]) -> bool:
     of, over = given.get("of", ROW_VALUES[0]), given.get("over", ROW_MEANS[0])
     limits = [given[name] for name in ("low", "high") if name in given]
     return (
-        not given.keys() - {"of", "over", "low", "high"}
+        not given.keys() - {"of", "over", "low", "high", "also"}
         and of in ROW_VALUES
         and over in ROW_MEANS
         and (of == ROW_VALUES[0] or over not in ROW_MEANS[:2])
         and bool(limits)
         and all(isinstance(it, int | float) and not math.isnan(it) for it in limits)
         and limits == sorted(limits)
+        and isinstance(given.get("also", {}), Mapping)
+        and ("also" not in given or is_row_filter(given["also"]))
     )

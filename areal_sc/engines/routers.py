@@ -78,12 +78,10 @@ class Routers:
         assert self.given is not None
         given = self.given[places][:, list(self.chosen)].long()
         chosen = torch.stack([its[places] for its in self.chosen.values()], dim=1)
-        is_other = (given[..., None] != chosen[..., None, :]).all(-1)
-        is_given = (_are_known(given) & is_counted[:, None])[..., None].expand_as(given)
-        return torch.stack([(is_other & is_given).sum(), is_given.sum()]).float()
+        return count_other_experts(given, chosen, is_counted[:, None])
 
     def _route(self, number: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        with _ExpertChoice(
+        with ExpertChoice(
             self.sizes, None if self.given is None else self.given[:, number]
         ) as choice:
             outputs = forward(*args, **named)
@@ -100,7 +98,7 @@ class Routers:
         given = (torch.arange(k) * (num_experts // k)).expand(_NUM_TRIED, k)
         hidden = torch.arange(0.0, _NUM_TRIED * width).sin().view(_NUM_TRIED, width)
         further = len(inspect.signature(tried.forward).parameters) - 1  # numbers of experts
-        with _ExpertChoice(self.sizes, given) as choice, suppress(*_FORWARD_ERRORS):
+        with ExpertChoice(self.sizes, given) as choice, suppress(*_FORWARD_ERRORS):
             outputs = tried(hidden, *[torch.zeros(num_experts)] * further)
             weights, experts = (it for it in outputs if it.shape == given.shape)
             if len(choice.own) == 1 and experts.equal(given) and weights.all():
@@ -111,8 +109,16 @@ class Routers:
         )
 
 
-class _ExpertChoice(TorchFunctionMode):
-    """Within it the choice of experts, by `torch.topk` of [T, experts], is noted or replaced."""
+class ExpertChoice(TorchFunctionMode):
+    """Within it the choice of experts, by `torch.topk` of [T, experts], is noted or replaced.
+
+    Args:
+        given: [T, k] integers, the experts that are chosen instead where they are known; None:
+            nowhere.
+
+    Attributes:
+        own: [T, k] int64 of each choice, as it would have been.
+    """
 
     def __init__(self, sizes: RoutedExperts, given: torch.Tensor | None) -> None:
         super().__init__()
@@ -134,6 +140,16 @@ class _ExpertChoice(TorchFunctionMode):
         given = self._given.long()
         given = torch.where(_are_known(given)[:, None], given, found.indices)
         return torch.return_types.topk((args[0].gather(1, given), given))
+
+
+def count_other_experts(
+    given: torch.Tensor, chosen: torch.Tensor, is_counted: torch.Tensor
+) -> torch.Tensor:
+    """[2] float32 of [..., k] given experts: those that are not among [..., k] chosen ones, and
+    all of them; of [...] places that are counted and known."""
+    is_other = (given[..., None] != chosen[..., None, :]).all(-1)
+    is_given = (_are_known(given) & is_counted)[..., None].expand_as(given)
+    return torch.stack([(is_other & is_given).sum(), is_given.sum()]).float()
 
 
 def _are_known(given: torch.Tensor) -> torch.Tensor:

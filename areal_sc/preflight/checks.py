@@ -18,7 +18,7 @@ from omegaconf import MISSING
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, check_shared, value_at
 from areal_sc.config.follow_settings import EvaluationSetConfig
-from areal_sc.config.parallel_settings import Placement, TrainEngineKind
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.placement import Purpose
 from areal_sc.config.ppo_settings import ppo_requirements
 from areal_sc.config.schema import (
@@ -313,8 +313,6 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     yield "actor.head", config.actor.head == ModelHead.lm, "lm, since the policy generates"
     if config.actor.routing_replay:
         with_replay, engine = "with actor.routing_replay", config.rollout.engine
-        is_fsdp = make_actor(config.actor).kind is TrainEngineKind.fsdp
-        yield "actor.engine", is_fsdp, f"fsdp {with_replay}"
         yield "rollout.engine", engine != RolloutEngine.vllm, f"local or sglang {with_replay}"
         yield "actor.compile_layers", not config.actor.compile_layers, f"false {with_replay}"
     if config.reward_model.path:

@@ -49,6 +49,9 @@ _SAID = tuple(
 _ANOTHER = re.compile(rf"[*\s)\]}}]*(?:[,/&;]|\b(?:or|and)\b)+[\s*]*(?:or\b|and\b)?{_LETTER}")
 """A letter that stands beside the one before it: `B or C`, `A, B`."""
 
+_BEFORE_TEXT = re.compile(r"[\s*(\[]*([A-Z])[)\].:]+\s*(.+)")
+"""A letter before the text of its choice: `(B) Rome`, `B. Rome`."""
+
 _ALONE = re.compile(r"[\s*(\[]*([A-Z])[\s*)\].:,]*")
 
 _WORDS_IN_FORMULAS = re.compile(r"\\text\w*\s*\{([^{}]*)\}")
@@ -201,11 +204,15 @@ class MultipleChoice(ReferenceReward):
         said = next((found[-1] for sign in _SAID if (found := sign.findall(text))), None)
         lines = text.strip().splitlines()
         given = (lines[-1] if lines else "") if said is None else said
-        named = [
-            letter
-            for letter, choice in zip(self.letters, row[self.texts], strict=False)
-            if _is_same(given, str(choice))
-        ]
+        before = _BEFORE_TEXT.fullmatch(given)
+
+        def is_named(letter: str, choice: str) -> bool:
+            if before is None or choice.lstrip().startswith(before[1]):
+                return _is_same(given, choice)
+            return before[1] == letter and _is_same(before[2], choice)
+
+        choices = zip(self.letters, map(str, row[self.texts]), strict=False)
+        named = [letter for letter, choice in choices if is_named(letter, choice)]
         return named[0] if len(named) == 1 else None
 
     def _beside(self, text: str, end: int) -> list[str]:

@@ -8,20 +8,16 @@ rejected with the cause. It never becomes 0.
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from statistics import fmean
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
-import aiohttp
-
-from areal_sc.errors import NeverWorks, RewardError, WorkflowError
+from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.rewards.answer_text import given_answer, without_reasoning
+from areal_sc.rewards.asked_model import AskedModel, Asking, NoAnswer
 from areal_sc.sources.reference import Referable
 from areal_sc.sources.values import is_missing
 from areal_sc.system.waiting import all_of
@@ -31,14 +27,6 @@ if TYPE_CHECKING:
 
 Verdict = TypeVar("Verdict")
 
-_AGAIN: Final = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
-"""Answers after which the same request may succeed."""
-_NEVER: Final = frozenset((401, 403, 404, 405))
-"""Where these are the first answers, the key, the address or the model is wrong."""
-
-_FIRST_PAUSE_S: Final = 0.5
-_LONGEST_PAUSE_S: Final = 20.0
-_MAX_ANSWER_BYTES: Final = 1 << 20
 _NUMBERS = re.compile(r"\[[\d\s,]*\]")
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w.]*\w)")
 
@@ -68,14 +56,10 @@ Question:
 Reply with the numbers of all answers, the best one first, as a list: [2, 1, 3]"""
 
 
-class Asking(TypedDict, total=False):
+class JudgeAsking(Asking, total=False):
     """How a judge is asked; see `JudgeReward`."""
 
-    api_key_variable: str
     max_tokens: int
-    timeout_s: float
-    tries: int
-    at_once: int
 
 
 class _Judge(Referable):
@@ -95,17 +79,11 @@ class _Judge(Referable):
         question: str,
         judged: str,
         *,
-        api_key_variable: str = "",
         max_tokens: int = 512,
-        timeout_s: float = 60.0,
-        tries: int = 4,
-        at_once: int = 32,
+        **asking: Unpack[Asking],
     ) -> None:
-        if timeout_s <= 0 or min(tries, at_once, max_tokens) < 1:
-            raise ValueError(
-                f"timeout_s={timeout_s}, tries={tries}, at_once={at_once}, "
-                f"max_tokens={max_tokens}: expected them above 0"
-            )
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens}: expected it above 0")
         self._columns = {name for _, name, _, _ in Formatter().parse(question) if name is not None}
         if judged not in self._columns:
             raise ValueError(f"question: expected {{{judged}}} in it")
@@ -113,12 +91,8 @@ class _Judge(Referable):
         self._judged = judged
         self._address = f"{url.rstrip('/')}/chat/completions"
         self._model = model
-        self._key_variable = api_key_variable
         self._max_tokens = max_tokens
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._tries = tries
-        self._places = asyncio.Semaphore(at_once)
-        self._has_served = False
+        self._asked = AskedModel(f"judge {model} at {self._address}", RewardError, **asking)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises: WorkflowError: it has nothing in a column that the question names."""
@@ -136,7 +110,7 @@ class _Judge(Referable):
 
         Args:
             judged: what is to be judged.
-            read: raises `NoVerdict` where there is none.
+            read: raises `NoAnswer` where there is none.
         Raises: RewardError, NeverWorks: as `JudgeReward` says.
         """
         body = {
@@ -145,47 +119,12 @@ class _Judge(Referable):
             "max_tokens": self._max_tokens,
             "temperature": 0,
         }
-        failure = ""
-        async with self._places, aiohttp.ClientSession(timeout=self._timeout) as session:
-            for number in range(self._tries):
-                if number:
-                    await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (number - 1), _LONGEST_PAUSE_S))
-                try:
-                    return read(await self._reply(session, body))
-                except (aiohttp.ClientError, TimeoutError, NoVerdict) as error:
-                    failure = str(error) or type(error).__name__
-        raise RewardError(
-            f"judge {self._model} at {self._address}: no verdict in {self._tries} tries: {failure}"
-        )
 
-    async def _reply(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> str:
-        headers = {}
-        if self._key_variable:
-            key = os.environ.get(self._key_variable)
-            if not key:
-                raise NeverWorks(
-                    f"judge {self._model}: the environment variable {self._key_variable}, which "
-                    "holds its key, is not set in the worker"
-                )
-            headers["Authorization"] = f"Bearer {key}"
-        async with session.post(self._address, json=body, headers=headers) as answer:
-            try:
-                text = (await answer.content.readexactly(_MAX_ANSWER_BYTES)).decode("latin-1")
-            except asyncio.IncompleteReadError as end:  # as it should be: the answer is shorter
-                text = end.partial.decode(errors="replace")
-        if answer.status in _AGAIN:
-            raise NoVerdict(f"status {answer.status}: {text:.200}")
-        if answer.status != 200:
-            never = answer.status in _NEVER and not self._has_served
-            raise (NeverWorks if never else RewardError)(
-                f"judge {self._model} at {self._address}: status {answer.status}: {text:.200}"
-            )
-        self._has_served = True
-        try:
-            content = json.loads(text)["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise NoVerdict(f"no chat completion: {text:.200}") from error
-        return content if isinstance(content, str) else ""
+        def verdict(reply: Any) -> Verdict:
+            content = reply["choices"][0]["message"]["content"]
+            return read(content if isinstance(content, str) else "")
+
+        return await self._asked.ask(self._address, body, verdict)
 
     def _filled(self, row: Mapping[str, Any], judged: str) -> str:
         """The question. Raises: RewardError: the row lacks a column."""
@@ -232,7 +171,7 @@ class JudgeReward(_Judge):
         lowest: float = 0.0,
         highest: float = 1.0,
         tag: str = "",
-        **asking: Unpack[Asking],
+        **asking: Unpack[JudgeAsking],
     ) -> None:
         if lowest >= highest:
             raise ValueError(f"lowest={lowest}, highest={highest}: expected lowest < highest")
@@ -247,7 +186,7 @@ class JudgeReward(_Judge):
         numbers = [float(it) for it in _NUMBER.findall(given_answer(reply, self._tag) or "")]
         lowest, highest = self._bounds
         if not numbers or not lowest <= numbers[-1] <= highest:
-            raise NoVerdict(f"expected a number of {lowest:g} to {highest:g}, got {reply!r:.200}")
+            raise NoAnswer(f"expected a number of {lowest:g} to {highest:g}, got {reply!r:.200}")
         return numbers[-1]
 
 
@@ -274,7 +213,7 @@ class RankingJudge(_Judge):
         *,
         question: str = RANKING_QUESTION,
         num_orders: int = 1,
-        **asking: Unpack[Asking],
+        **asking: Unpack[JudgeAsking],
     ) -> None:
         if num_orders < 1:
             raise ValueError(f"num_orders={num_orders}: expected at least 1")
@@ -305,14 +244,10 @@ class RankingJudge(_Judge):
             lists = _NUMBERS.findall(without_reasoning(reply))
             numbers = [int(it) for it in re.findall(r"\d+", lists[-1])] if lists else []
             if sorted(numbers) != list(range(1, len(answers) + 1)):
-                raise NoVerdict(
+                raise NoAnswer(
                     f"expected a list of the numbers 1 to {len(answers)}, each once, got "
                     f"{reply!r:.200}"
                 )
             return [answers[it - 1] for it in numbers]
 
         return await self._ask(prompt, shown, read)
-
-
-class NoVerdict(Exception):
-    """One try gave no verdict; the next one may."""

@@ -24,7 +24,7 @@ from areal_sc.engines.handles import make_model
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.schedulers.base import Scheduler
-from areal_sc.token_fields import TOP_LOGPROBS
+from areal_sc.token_fields import TOP_LOGPROBS, Declared
 
 
 class ModelsBeside:
@@ -33,13 +33,18 @@ class ModelsBeside:
     The reference of a policy with a new adapter is the model under the adapter, unless a section
     names another one: the policy's own ranks compute its field.
 
+    Args:
+        given: fields that the rows have of their workflow, as a teacher behind a URL gives them.
+
     Attributes:
         controllers: by role.
     Raises: ConfigError: the algorithm needs a model of a section without `path`, compares pairs of
-        rows, or gives a critic nothing to learn.
+        rows, or gives a critic nothing to learn; or a field is given twice.
     """
 
-    def __init__(self, config: GRPOConfig, scheduler: Scheduler) -> None:
+    def __init__(
+        self, config: GRPOConfig, scheduler: Scheduler, given: Declared | None = None
+    ) -> None:
         ppo, models = config.actor.ppo, further_models(config)
         if loss_of(ppo).compares_rows:
             raise ConfigError(
@@ -60,14 +65,25 @@ class ModelsBeside:
         self._is_under_adapter = is_new and field in needed and "reference" not in models
         if self._is_under_adapter:
             del needed[field]
+        given, self._top_k = given or {}, loss_of(ppo).top_k
         for role, each in FURTHER_MODELS.items():
             field = TOP_LOGPROBS if role == "teacher" and TOP_LOGPROBS in needed else each.field
-            if field in needed and role not in models:
+            if field in needed and role not in models and field not in given:
                 raise ConfigError(
                     f"{role}.path: no value, but actor.ppo needs {field} of such a model "
                     f"({needed[field]}); name one, actor.path say (docs/several-models.md)"
                 )
-        self._of_rewards, self._top_k = dict[str, float](), loss_of(ppo).top_k
+            if role in models and field in given:
+                raise ConfigError(
+                    f"{role}.path: the workflow gives rows their {field} already; name no model, "
+                    "or take the workflow without its teacher"
+                )
+        if TOP_LOGPROBS in given and given[TOP_LOGPROBS].sizes[0] < self._top_k:
+            raise ConfigError(
+                f"actor.ppo.loss_settings.top_k: expected at most {given[TOP_LOGPROBS].sizes[0]}, "
+                f"the tokens of the workflow's teacher, got {self._top_k}"
+            )
+        self._of_rewards = dict[str, float]()
         self.controllers = {
             role: TrainController(make_model(config, role), scheduler, role=role) for role in models
         }

@@ -83,7 +83,7 @@ class PPOTrainer(Run):
             )
             for warning in idle_in_script(self.config, facts):
                 self.display.warning(warning)
-            beside = ModelsBeside(self.config, self.scheduler)
+            beside = ModelsBeside(self.config, self.scheduler, workflow.fields)
             others = beside.controllers.values()
             checkpoints = Checkpoints(self, actor, rollout, *others)
             with self.training(actor, rollout, *others) as steps:

@@ -104,6 +104,7 @@ class WorkerEpisodeEngine:
         self._engine = engine
         self._rewards = rewards
         self._sampling = sampling
+        self.is_evaluation = evaluated is not None
         self._evaluated = evaluated
         self._agents = agents
         self._agent_pool = agent_pool

@@ -68,7 +68,13 @@ class AgentReturn:
 
 
 class EpisodeEngine(TokenEngine, Protocol):
-    """What an episode can do; given to it by the worker."""
+    """What an episode can do; given to it by the worker.
+
+    Attributes:
+        is_evaluation: the episode is of an evaluation, and is not trained.
+    """
+
+    is_evaluation: bool
 
     async def chat(
         self,

@@ -19,7 +19,7 @@ from areal_sc.rewards.base import PART_PREFIX, RewardFunction, Score
 from areal_sc.rewards.scores import scores_of_group
 from areal_sc.sources.prompts import prompt_at
 from areal_sc.sources.shares import numbers_by_weight
-from areal_sc.token_fields import TensorMetadata
+from areal_sc.token_fields import TEACHER_LOGPROBS, TOP_LOGPROBS, TensorMetadata
 from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
 
 TASK_KEY: Final = "task"
@@ -206,4 +206,10 @@ def _fields_of_all(workflows: Mapping[str, Workflow]) -> dict[str, TensorMetadat
                 raise WorkflowError(
                     f"task {name!r}: another task's field {field!r} is not the same"
                 )
+    for field in fields.keys() & {TEACHER_LOGPROBS, TOP_LOGPROBS}:
+        if lacking := [name for name, it in workflows.items() if field not in it.fields]:
+            raise WorkflowError(
+                f"task {', '.join(lacking)}: it has no teacher, and others have: zeros would be "
+                "trained as what a teacher says; give each task one, or none"
+            )
     return fields

@@ -33,6 +33,7 @@ class Transcript:
         self._versions: list[int] = []
         self._temperatures: list[float] = []
         self._num_sampled: list[int] = []  # tokens of each completion
+        self._given: dict[int, float] = {}  # weights of given tokens, by their places
 
     def add_context(self, token_ids: Sequence[int]) -> None:
         """Tokens that the model reads and that are never trained.
@@ -46,6 +47,32 @@ class Transcript:
         self._behavior_logprobs += [0.0] * num_tokens
         self._versions += [-1] * num_tokens
         self._temperatures += [1.0] * num_tokens
+
+    def add_given(self, token_ids: Sequence[int], weight: float) -> None:
+        """Tokens of others, behind a completion, which are trained by their cross entropy.
+
+        They are for the loss `policy_gradient_and_cross_entropy`: a workflow gives its rows the
+        field of `given_weights`. Such rows have one reward, and no returns.
+
+        Args:
+            weight: of each token's cross entropy, not 0.
+        Raises: ValueError: no completion stands before them, or the weight is 0.
+        """
+        if not self._num_sampled or not weight:
+            raise ValueError(
+                "expected given tokens behind a completion, and a weight that is not 0"
+            )
+        places = range(len(self.input_ids), len(self.input_ids) + len(token_ids))
+        version = next(it for it in reversed(self._versions) if it >= 0)
+        self.add_context(token_ids)
+        for place in places:
+            self._loss_mask[place], self._versions[place] = True, version
+            self._given[place] = weight
+
+    @property
+    def given_weights(self) -> list[float]:
+        """[T] the weights of given tokens, 0 at all others."""
+        return [self._given.get(place, 0.0) for place in range(len(self.input_ids))]
 
     def add_completion(self, completion: Completion) -> None:
         """Tokens that the policy sampled: trained, the stop token included."""

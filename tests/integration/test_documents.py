@@ -68,6 +68,12 @@ NOT_RUN_HERE = {
     "from areal_sc.algorithms.named_advantage import kl_of_row": (
         "tests/integration/test_any_update.py"  # has the same calls
     ),
+    "from areal_sc.workflows.teachers import": (
+        "tests/unit/workflows/test_teachers.py"  # has the same calls
+    ),
+    "class WithToolOutput(Workflow):": (
+        "tests/unit/algorithms/test_given_tokens.py"  # has the same calls
+    ),
     "import asyncio": "tests/unit/rewards/test_weighted.py",
     "import tinker": "tests/integration/test_serve.py, which runs these lines",
     "pip install areal-sc[serve]": "areal_sc is on no index yet",

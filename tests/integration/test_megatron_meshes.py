@@ -94,6 +94,8 @@ RESUMED = {  # what others have saved before
     "moe_resumed_by_fsdp": ("tp2_ep2",),
     "moe_plain_ep2": ("fsdp",),
 }
+REPLAYED = {"dp2": "layers", "tp2_ep2": "none", "ep2_pp2": "layers"}
+"""Meshes whose ranks replay routes, and what they compute again."""
 TRAINED = [(model, mesh) for model, meshes in MESHES_OF.items() for mesh in meshes]
 TOLERANCE = 2e-5
 
@@ -154,6 +156,21 @@ def results(folder: Path) -> Results:
     for name in ("qwen2_resumed_by_fsdp", "moe_resumed_by_fsdp"):
         path = paths[model_of(name)]
         scenarios[name] = scenario(path, {}, engine="fsdp", steps=[], **resumes(name))
+    for mesh, kept in {"one": "none", **REPLAYED}.items():
+        is_alone = mesh == "one"
+        parallel = {} if is_alone else MESHES[mesh]
+        shares = TWO_SHARES if "data" in parallel else ONE_SHARE
+        routes = [2, EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]]
+        scenarios[f"replay_{mesh}"] = scenario(
+            paths["moe"],
+            parallel,
+            engine="fsdp" if is_alone else "megatron",
+            routing_replay=True,
+            steps=[0, 1, 2],
+            minibatches=[{**it, "routes": routes} for it in shares],
+            max_tokens=21,
+            activation_checkpointing=kept,
+        )
     qwen2 = paths["qwen2"]
     scenarios |= {
         "recomputed": scenario(qwen2, MESHES["pp2"], activation_checkpointing="layers"),
@@ -192,6 +209,15 @@ def test_training_is_that_of_one_fsdp_process(
     for rank in heads_of(mesh, ranks):
         assert (rank["logprobs"] - alone["logprobs"]).abs().max() <= TOLERANCE
     assert difference(alone["weights"], loaded_weights(folder / model)) > 1e-3
+
+
+@pytest.mark.parametrize("mesh", list(REPLAYED))
+def test_ranks_replay_the_experts_of_their_tokens(mesh: str, results: Results) -> None:
+    """Over three updates, also where layers are computed again behind other micro-batches."""
+    (alone,) = results["replay_one"]
+    assert_same_training(results[f"replay_{mesh}"], alone)
+    assert all(stats["routing_mismatch"] > 0.2 for stats in alone["stats"])
+    assert difference(alone["weights"], results["moe_fsdp"][0]["weights"]) > 1e-3
 
 
 def test_no_loss_of_a_user_breaks_what_ranks_do_together(results: Results) -> None:

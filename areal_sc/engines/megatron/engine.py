@@ -25,16 +25,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from areal_sc.algorithms.losses import Metric
 from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.config.schema import ActorConfig, Dtype
 from areal_sc.engines.base import RankPosition
 from areal_sc.engines.likely_rows import likely_rows, plain_logprobs
 from areal_sc.engines.megatron.family import ModelSizes
+from areal_sc.engines.megatron.layers import ReplayedRoutes
 from areal_sc.engines.megatron.machine import is_on_cpu
 from areal_sc.engines.megatron.mapping import MegatronParts, MeshPlace, Slot
 from areal_sc.engines.megatron.model import Rotary, build_stages, transformer_config, virtual_stages
@@ -60,8 +63,10 @@ from areal_sc.engines.training.stored_weights import ModelWeights
 from areal_sc.engines.training.streamed_layers import SharedPasses, stream_layers
 from areal_sc.engines.training.updates.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.updates.minibatch_loss import MinibatchLoss, Outputs
+from areal_sc.engines.training.updates.update_metrics import NUM_GIVEN, OTHER_EXPERTS
 from areal_sc.engines.training.whole_tensors import Publication
 from areal_sc.errors import WorkerStartError
+from areal_sc.sizing.routed_experts import RoutedExperts
 from areal_sc.transport.packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
@@ -164,8 +169,12 @@ class MegatronEngine(RankEngine):
         )
         device = world.device
         rotary = Rotary.of(causal_lm)
+        if config.routing_replay:
+            self.routed_experts = RoutedExperts.of(causal_lm.config.to_dict())
         for_megatron = transformer_config(config, sizes, rotary, device)
-        self._stages = build_stages(for_megatron, config, sizes, rotary, device)
+        self._stages = build_stages(
+            for_megatron, config, sizes, rotary, device, self.routed_experts
+        )
         self._optimizer = DistributedAdamW(self._stages, config.optimizer, compute_dtype(config))
         parameters = {
             Slot(chunk, name): parameter
@@ -261,7 +270,13 @@ class MegatronEngine(RankEngine):
     def _add_gradients(self, batch: PlannedBatch, loss: MinibatchLoss) -> None:
         """No earlier gradient counts."""
         self._optimizer.clear_gradients()
-        self._run(batch, loss.of, forward_only=False)
+        version = loss.version if loss.is_first else None
+        routes = self._run(batch, loss.of, forward_only=False, version=version)
+        if self.routed_experts is not None and loss.is_first:
+            counts = [it for its in routes for it in its.others.values()]
+            total = self.world.sum(sum(counts, torch.zeros(2, device=self.world.device)))
+            others, given = map(Metric.sum, total / self.rows.size)  # each head adds its part
+            loss.metrics.add(**{OTHER_EXPERTS: others, NUM_GIVEN: given})
 
     def _take_step(
         self, step: int, optimizers: Mapping[int, OptimizerConfig], *, is_void: bool
@@ -270,9 +285,21 @@ class MegatronEngine(RankEngine):
             return {0: math.nan}
         return {0: self._optimizer.update(step, optimizers[0])}
 
-    def _run(self, batch: PlannedBatch, loss_of: LossOf, *, forward_only: bool) -> None:
-        """All micro-batches through the stages, and back; `loss_of` is asked by the last one."""
-        lengths = self._padded_lengths(batch)
+    def _run(
+        self,
+        batch: PlannedBatch,
+        loss_of: LossOf,
+        *,
+        forward_only: bool,
+        version: int | None = None,
+    ) -> list[ReplayedRoutes]:
+        """All micro-batches through the stages, and back; `loss_of` is asked by the last one.
+
+        Args:
+            version: tokens of this one count where routers would choose otherwise.
+        Returns: the routes of each micro-batch, in a model that replays them.
+        """
+        lengths, replayed = self._padded_lengths(batch), list[ReplayedRoutes]()
 
         def micro_batches() -> Iterator[MicroBatch]:
             for chosen, length in zip(batch.packed, lengths, strict=True):
@@ -288,7 +315,9 @@ class MegatronEngine(RankEngine):
 
         def step(following: Iterator[MicroBatch], stage: Any) -> tuple[Any, Any]:
             micro_batch = next(following)
-            outputs = stage(micro_batch, micro_batch.gather_temperatures(batch.rows))
+            routes = self._own_routes(micro_batch, version)
+            replayed.extend([] if routes is None else [routes])
+            outputs = stage(micro_batch, micro_batch.gather_temperatures(batch.rows), routes)
 
             def loss(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor, None]:
                 # no token counted: the loss is divided already
@@ -307,6 +336,20 @@ class MegatronEngine(RankEngine):
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        return replayed
+
+    def _own_routes(self, batch: MicroBatch, version: int | None) -> ReplayedRoutes | None:
+        """Those of the tokens that this rank's routers get; of padding they are not known."""
+        if self.routed_experts is None or batch.routes is None:
+            return None
+        num_tokens, versions = len(batch.input_ids), batch.fields.get("versions")
+        routes = F.pad(batch.routes, (0, 0, 0, 0, 0, num_tokens - len(batch.routes)))
+        is_counted = torch.zeros(num_tokens, dtype=torch.bool, device=routes.device)
+        if version is not None and versions is not None:
+            is_counted[batch.positions] = versions == version
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        own = (it.chunk(self.config.parallel.tensor)[rank] for it in (routes, is_counted))
+        return ReplayedRoutes(*own)
 
     def _padded_lengths(self, batch: PlannedBatch) -> list[int]:
         """Tokens of each micro-batch, padding included; tensor ranks share them equally."""

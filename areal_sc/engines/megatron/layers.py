@@ -6,7 +6,7 @@ this module's. **The specification for GPUs has never been run.**
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,17 +18,36 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from areal_sc.engines.plain_attention import AttentionRule
+from areal_sc.engines.routers import ExpertChoice, count_other_experts
 from areal_sc.engines.training.packed_attention import PackedLayout, attend_rows
+from areal_sc.errors import ModelError
+from areal_sc.sizing.routed_experts import RoutedExperts
+
+
+@dataclass
+class ReplayedRoutes:
+    """The experts of the tokens that this rank routes, of one micro-batch.
+
+    Attributes:
+        experts: [T, L, k], see `Routers.given`.
+        is_counted: [T] bool, tokens of which it counts whether routers would choose otherwise.
+        others: by layer, see `count_other_experts`.
+    """
+
+    experts: torch.Tensor
+    is_counted: torch.Tensor
+    others: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
 class RowsParams(PackedSeqParams):  # type: ignore[misc]
-    """What Megatron-core hands to each layer, and the layout of the same rows."""
+    """What Megatron-core hands to each layer, the layout of the same rows, and their routes."""
 
     layout: PackedLayout | None = None
+    routes: ReplayedRoutes | None = None
 
     @classmethod
-    def of(cls, layout: PackedLayout) -> RowsParams:
+    def of(cls, layout: PackedLayout, routes: ReplayedRoutes | None) -> RowsParams:
         longest = max(layout.lengths)
         return cls(
             qkv_format="thd",
@@ -37,6 +56,7 @@ class RowsParams(PackedSeqParams):  # type: ignore[misc]
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             layout=layout,
+            routes=routes,
         )
 
 
@@ -111,3 +131,39 @@ def layer_specs(
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     block.layer_norm = RMSNorm
     return block
+
+
+def replay_routes(layer: Any, experts: RoutedExperts) -> None:
+    """Lets tokens go through the experts that the layer gets in `RowsParams.routes`.
+
+    The layer gets them anew when its forward is computed again, whichever micro-batch was the last
+    one to go forward.
+
+    Raises: in a forward: ModelError: the router does not make its choice where it can be replaced.
+    """
+    router = getattr(layer.mlp, "router", None)
+    if router is None:
+        return
+    choose, number = router.forward, layer.layer_number - 1
+    last = list[ReplayedRoutes | None]()
+
+    def take(_: Any, args: Any, settings: dict[str, Any]) -> None:
+        last[:] = [settings["packed_seq_params"].routes]
+
+    def route(*args: Any, **settings: Any) -> Any:
+        (routes,) = last
+        given = None if routes is None else routes.experts[:, number].long()
+        with ExpertChoice(experts, given) as choice:
+            outputs = choose(*args, **settings)
+        if len(choice.own) != 1:
+            raise ModelError(
+                "actor.routing_replay: this Megatron-core does not choose experts by one "
+                "torch.topk; take actor.engine=fsdp"
+            )
+        if routes is not None and given is not None and number not in routes.others:
+            its = count_other_experts(given, choice.own[0], routes.is_counted)
+            routes.others[number] = its  # where it is computed again, it has counted
+        return outputs
+
+    layer.register_forward_pre_hook(take, with_kwargs=True)
+    router.forward = route

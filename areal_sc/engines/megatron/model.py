@@ -26,13 +26,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from areal_sc.algorithms.logprobs import VocabularyPart, chunked_logprobs
 from areal_sc.config.schema import ActivationCheckpointing, ActorConfig
 from areal_sc.engines.megatron.family import ModelSizes
-from areal_sc.engines.megatron.layers import RowsParams, layer_specs
+from areal_sc.engines.megatron.layers import ReplayedRoutes, RowsParams, layer_specs, replay_routes
 from areal_sc.engines.megatron.mapping import own_vocabulary, padded_vocabulary
 from areal_sc.engines.training.causal_lm import compute_dtype
 from areal_sc.engines.training.process_group import memory_of
 from areal_sc.engines.training.updates.micro_batches import MicroBatch
 from areal_sc.engines.training.updates.minibatch_loss import Outputs
 from areal_sc.sizing.output_layer import chunk_tokens
+from areal_sc.sizing.routed_experts import RoutedExperts
 
 _CUT_LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
@@ -145,6 +146,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         actor: settings of the engine.
         chunk: which of this rank's stages; None: it has one.
         device: of this rank.
+        experts: of a model that replays routes.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         rotary: Rotary,
         chunk: int | None,
         device: torch.device,
+        experts: RoutedExperts | None,
     ) -> None:
         is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
@@ -169,6 +172,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             position_embedding_type="rope",
             vp_stage=chunk,
         )
+        if experts is not None:
+            for layer in self.decoder.layers:
+                replay_routes(layer, experts)
         # those of the Hugging Face model, which knows more ways to scale them
         self.rotary_pos_emb.inv_freq = rotary.frequencies.to(device)
         self._is_tied = sizes.is_tied
@@ -184,20 +190,24 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             self._vocabulary = VocabularyPart(own.start, group)
 
     def forward(
-        self, batch: MicroBatch, temperatures: torch.Tensor | None
+        self,
+        batch: MicroBatch,
+        temperatures: torch.Tensor | None,
+        routes: ReplayedRoutes | None,
     ) -> torch.Tensor | Outputs:
         """Hidden states for the next stage; of the last stage what is asked of the tokens.
 
         Args:
             batch: of a stage behind the first one, `input_ids` do not count.
             temperatures: [N] > 0, of the asked tokens; None: 1.
+            routes: that the tokens go through; None: routers choose.
         Returns: [T, 1, H], with tensor ranks each one's part of T; or `Outputs`.
         """
         hidden: torch.Tensor = super().forward(
             batch.input_ids[None],
             batch.layout.position_ids,
             None,
-            packed_seq_params=RowsParams.of(batch.layout),
+            packed_seq_params=RowsParams.of(batch.layout, routes),
         )
         if not self.post_process:
             return hidden
@@ -229,6 +239,7 @@ def build_stages(
     sizes: ModelSizes,
     rotary: Rotary,
     device: torch.device,
+    experts: RoutedExperts | None,
 ) -> list[DistributedDataParallel]:
     """This rank's stages, without values, with one buffer for all gradients of a stage."""
     chunks = [None] if virtual_stages(actor) is None else range(actor.parallel.virtual_pipeline)
@@ -237,7 +248,7 @@ def build_stages(
     )
     stages = []
     for chunk in chunks:
-        model = PackedGPT(config, actor, sizes, rotary, chunk, device).to(device)
+        model = PackedGPT(config, actor, sizes, rotary, chunk, device, experts).to(device)
         assert math.prod(model.rotary_pos_emb.inv_freq.shape) * 2 == sizes.head_dim
         _mark_cut_parameters(model)
         stages.append(DistributedDataParallel(config, of_gradients, model))

@@ -112,6 +112,12 @@ class Policies:
         assert answer.versions == sorted(answer.versions)
         np.testing.assert_allclose(self.errors(prompt, answer, temperature), 0, atol=TOLERANCE)
 
+    def logprobs(self, version: int, ids: list[int]) -> torch.Tensor:
+        """[T, V] float64, nats, before each token; those before the first one are no numbers."""
+        with torch.no_grad():
+            logits = self._models[version](torch.tensor([ids]), use_cache=False).logits[0]
+        return logits.double().log_softmax(-1).roll(1, 0)
+
     def greedy(self, version: int, prompt: list[int], num_tokens: int) -> list[int]:
         """The most probable token after each other."""
         ids = list(prompt)

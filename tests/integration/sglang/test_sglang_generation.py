@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 
 import pytest
 from builders import NumberTokenizer
-from integration.sglang.policies import MAX_CONTEXT, VOCAB_SIZE, Generating, Policies
+from integration.sglang.policies import (
+    MAX_CONTEXT,
+    TOLERANCE,
+    VOCAB_SIZE,
+    Generating,
+    Policies,
+)
+from transformers import AutoTokenizer
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.servers.engine import ServerEngine
-from areal_sc.errors import ConfigError, WorkflowError
+from areal_sc.errors import ConfigError, NeverWorks, WorkflowError
+from areal_sc.workflows.teachers import Teacher
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -173,3 +182,28 @@ async def test_a_pause_holds_answers_and_requests(
         policies.check(prompt, answer)
         assert answer.finish_reason == "length"
     assert not engine.server.is_paused
+
+
+async def test_a_server_is_a_teacher(
+    engine: ServerEngine, policies: Policies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that its cache has, others beside it, and as many tokens as a row asks for."""
+    monkeypatch.setenv("TEACHER_KEY", engine.server._api_key)
+    teacher = Teacher(engine.server.url, api_key_variable="TEACHER_KEY")
+    tokenizer = AutoTokenizer.from_pretrained(policies.folder)
+    with pytest.raises(NeverWorks, match="does not tell the texts of tokens"):
+        await teacher.check_vocabulary(tokenizer, 20)  # it was started without a tokenizer
+    rows = [[(7 * it + place) % VOCAB_SIZE for place in range(60)] for it in range(4)]
+    for first, top_k in itertools.product((1, 30, 59), (0, 20)):
+        told = await asyncio.gather(*(teacher.tell(row, first, top_k) for row in rows))
+        for row, places in zip(rows, told, strict=True):
+            expected = policies.logprobs(engine.version, row)[first:]
+            assert len(places) == len(expected)
+            for token, place, whole in zip(row[first:], places, expected, strict=True):
+                assert place.logprob == pytest.approx(whole[token].item(), abs=TOLERANCE)
+                values = whole.topk(top_k).values.tolist()
+                assert sorted((value for _, value in place.top), reverse=True) == pytest.approx(
+                    values, abs=TOLERANCE
+                )
+                of_tokens = [whole[it].item() for it, _ in place.top]
+                assert [value for _, value in place.top] == pytest.approx(of_tokens, abs=TOLERANCE)

@@ -56,7 +56,7 @@ def test_each_built_in_loss_reads_the_fields_that_it_names(name: str) -> None:
             return super().__getitem__(field)
 
     loss = loss_of(PPOConfig(loss=name))
-    loss.load()(replace(tokens, fields=Asked(tokens.fields)))
+    loss.load()(replace(tokens, fields=Asked({**tokens.fields, "given_weights": torch.ones(5)})))
     assert loss.fields == tuple(sorted(asked))
     heads = list(ModelHead) if name not in OF_VALUES else [ModelHead.value, ModelHead.lm]
     try_loss(loss, heads[0])
@@ -73,6 +73,10 @@ def test_each_built_in_loss_reads_the_fields_that_it_names(name: str) -> None:
         ("bradley_terry", "label_smoothing", 0.5, "a number at least 0 and below 0.5, got 0.5"),
         ("policy_gradient", "behavior_weight_cap", 0.9, "a number at least 1, or inf, got 0.9"),
         ("policy_gradient", "row_filter", {"low": 2, "high": 1}, "of: one of .*, low <= high, got"),
+        (
+            *("policy_gradient", "row_filter", {"low": 0.5, "also": {"of": "k1"}}),
+            "of: one of .*; also: maybe another such filter; .*, got",
+        ),
         ("policy_gradient", "row_filter", 2.0, "of: one of ratio, .*, got 2.0"),
         ("dpo", "of_margin", "log", "one of sigmoid, square, hinge, got 'log'"),
         ("dpo", "of_row", "max", "one of sum, mean, got 'max'"),

@@ -124,13 +124,15 @@ def outside_of_filter(
     over: str = "geometric_mean",
     low: float = -math.inf,
     high: float = math.inf,
+    also: dict[str, Any] | None = None,
 ) -> set[int]:
-    """The rows that a filter leaves out, number by number."""
-    found = set()
-    for row in set(rows):
+    """The tokens that a filter leaves out, number by number."""
+    found = set() if also is None else outside_of_filter(log_ratios, rows, **also)
+    for token, row in enumerate(rows):
         own = [it for it, number in zip(log_ratios, rows, strict=True) if number == row]
         value = {
             "ratio": math.exp,
+            "error": lambda d: math.exp(abs(d)),
             "k1": lambda d: -d,
             "k2": lambda d: d * d / 2,
             "k3": lambda d: math.exp(d) - 1 - d,
@@ -143,9 +145,10 @@ def outside_of_filter(
             "min": min(values),
             "product": math.exp(math.fsum(own)),
             "geometric_mean": math.exp(statistics.fmean(own)),
+            "token": value(log_ratios[token]),
         }[over]
         if not low <= whole <= high:
-            found.add(row)
+            found.add(token)
     return found
 
 
@@ -176,6 +179,9 @@ def by_hand(tokens: LossTokens, **given: Any) -> Reference:
         log_ratios = [row_mean(log_ratios, rows, rows[t]) for t in count]
     if s["behavior_weight"] == "sequence":
         log_weights = [row_mean(log_weights, rows, rows[t]) for t in count]
+    if s["behavior_weight"] == "product":
+        sums = [math.fsum(log_weights[i] for i in count if rows[i] == rows[t]) for t in count]
+        log_weights = sums
     if s["behavior_weight"] == "none":
         log_weights = [0.0 for _ in count]
     away = [logprobs[t] - behavior[t] for t in count]
@@ -192,7 +198,7 @@ def by_hand(tokens: LossTokens, **given: Any) -> Reference:
             weight = min(max(weight, s["behavior_weight_floor"]), s["behavior_weight_cap"])
         elif is_outside:
             weight = 0.0
-        if t in dropped or rows[t] in outside:
+        if t in dropped or t in outside:
             weight = 0.0
         if advantages[t] < 0 and -row_mean(away, rows, rows[t]) > s["max_behavior_kl"]:
             weight = 0.0
@@ -237,6 +243,14 @@ BOUNDS = {
     "largest": {"row_filter": {"of": "k3", "over": "max", "high": 0.1}},
     "sum": {"row_filter": {"of": "k1", "over": "sum", "low": -0.5, "high": 0.5}},
     "mean": {"row_filter": {"of": "k2", "over": "mean", "high": 0.05}},
+    "tokens": {"row_filter": {"of": "k2", "over": "token", "high": 0.05}},
+    "error": {"row_filter": {"of": "error", "over": "mean", "high": 1.25}},
+    "two": {
+        "row_filter": {
+            **{"of": "k3", "over": "mean", "high": 0.1},
+            "also": {"over": "token", "low": 0.7, "high": 1.4},
+        }
+    },
 }
 GAINS = {
     "clip": {"clip_high": 0.28},
@@ -257,7 +271,7 @@ GAINS = {
     bound=st.sampled_from(list(BOUNDS)),
     ratio=st.sampled_from(["token", "sequence"]),
     center=st.sampled_from(["proximal", "behavior", "interpolated"]),
-    weight=st.sampled_from(["token", "sequence", "none"]),
+    weight=st.sampled_from(["token", "sequence", "product", "none"]),
     aggregation=st.sampled_from(["token", "sequence", "episode", "prompt", "constant"]),
     kl=st.sampled_from([{}, *({"kl_estimator": name} for name in KL_ESTIMATORS)]),
 )
@@ -298,6 +312,19 @@ def test_each_bound_changes_the_loss(bound: str) -> None:
     without, _ = policy_gradient(tokens, **DEFAULTS)
     bounded, _ = policy_gradient(tokens, **(DEFAULTS | BOUNDS[bound]))
     assert without.item() != pytest.approx(bounded.item(), rel=1e-3)
+
+
+def test_what_clamped_is_told() -> None:
+    tokens = made_tokens(SHAPE, seed=3)
+    _, metrics = policy_gradient(tokens, **(DEFAULTS | BOUNDS["clamp"]))
+    names = ("proximal_logprobs", "behavior_logprobs")
+    proximal, behavior = (tokens.fields[name].tolist() for name in names)
+    outside = [not 0.7 <= math.exp(p - b) <= 1.4 for p, b in zip(proximal, behavior, strict=True)]
+    told = metrics["clamped_fraction"]
+    assert 0 < sum(outside) < len(outside)
+    assert (told.combine, told.value.item(), told.weight) == ("mean", sum(outside), len(outside))
+    assert metrics["capped_fraction"].value == 0
+    assert "clamped_fraction" not in policy_gradient(tokens, **(DEFAULTS | BOUNDS["mask"]))[1]
 
 
 @pytest.mark.parametrize("gain", [name for name in GAINS if name != "clip"])

@@ -187,6 +187,9 @@ CITIES = ["Paris", "The Hague", "Paris, Texas", "Oslo"]
         (r"So \boxed{\text{Hague}}", "B"),
         ("It could be Paris.\nOslo", "D"),
         ("<think>Paris</think>\nOslo", "D"),
+        ("So:\n(B) The Hague", "B"),
+        ("**D. Oslo**", "D"),
+        ("A) Oslo", None),
         ("The answer is Rome.", None),
         ("It is Paris or Oslo", None),
         ("", None),
@@ -204,6 +207,8 @@ def test_a_choice_may_be_named_by_its_text(completion: str, chosen: str | None) 
     [
         ("The answer is -5.", "A"),
         (r"\boxed{5}", "B"),
+        ("B. 5", "B"),
+        ("B. -5", None),
         ("So **1.5**", None),
         ("**1.5**.", "C"),
         ("15", None),

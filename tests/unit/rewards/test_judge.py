@@ -53,7 +53,7 @@ class Endpoint:
 
 @pytest.fixture
 async def endpoint(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Endpoint]:
-    monkeypatch.setattr("areal_sc.rewards.judge._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("areal_sc.rewards.asked_model._FIRST_PAUSE_S", 0.0)
     served = Endpoint()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", served.answer)
@@ -98,7 +98,7 @@ async def test_what_is_no_verdict_is_asked_again(endpoint: Endpoint, failure: st
 @pytest.mark.parametrize("failure", [503, "I cannot tell"])
 async def test_a_judge_that_fails_gives_no_number(endpoint: Endpoint, failure: str | int) -> None:
     endpoint.replies = [failure]
-    with pytest.raises(RewardError, match="no verdict in 2 tries"):
+    with pytest.raises(RewardError, match="no answer in 2 tries"):
         await JudgeReward(endpoint.url, "judge", tries=2)(ROW, "4")
     assert len(endpoint.requests) == 2
 
@@ -116,7 +116,7 @@ async def test_a_refusal_is_not_asked_again(endpoint: Endpoint) -> None:
 
 
 async def test_nobody_answers() -> None:
-    with pytest.raises(RewardError, match="no verdict in 1 tries: Cannot connect"):
+    with pytest.raises(RewardError, match="no answer in 1 tries: Cannot connect"):
         await JudgeReward("http://127.0.0.1:9/v1", "judge", tries=1)(ROW, "4")
 
 
@@ -215,7 +215,7 @@ def test_a_workflow_asks_its_judge_about_a_row() -> None:
 
 async def test_a_ranking_that_fails_is_no_ranking(endpoint: Endpoint) -> None:
     endpoint.replies = ["[1, 1]"]
-    with pytest.raises(RewardError, match=r"no verdict in 2 tries: .* 1 to 2, each once"):
+    with pytest.raises(RewardError, match=r"no answer in 2 tries: .* 1 to 2, each once"):
         await RankingJudge(endpoint.url, "judge", tries=2)(ROW, answers("four", "six"))
     with pytest.raises(ValueError, match=r"expected \{answers\} in it"):
         RankingJudge(endpoint.url, "judge", question="{prompt}")

@@ -13,6 +13,7 @@ from areal_sc.config.schema import ModelHead
 from areal_sc.engines.training.updates.micro_batches import MicroBatch, TokenFields
 from areal_sc.engines.training.updates.update_metrics import MISMATCH, NUM_COMPARED, UpdateMetrics
 from areal_sc.engines.training.updates.update_trace import UpdateTrace
+from areal_sc.token_fields import GIVEN_WEIGHTS
 from areal_sc.transport.packed_rows import PackedRows
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -119,6 +120,8 @@ class MinibatchLoss:
             return {}
         behavior, versions = (fields[name] for name in names)
         is_same = versions == self.version
+        if GIVEN_WEIGHTS in fields:  # nobody has sampled these
+            is_same &= fields[GIVEN_WEIGHTS] == 0
         gaps = (output - behavior).abs().masked_fill(~is_same, 0)
         if len(gaps):
             of_tokens = torch.stack([gaps, fields["input_ids"].float(), behavior, output])
