@@ -61,12 +61,11 @@ def run(arguments: argparse.Namespace) -> None:
     ModelError, WorkerError: what a run raises."""
     if find_spec("tinker") is None:
         raise CommandError("serve needs the package tinker: pip install 'areal-sc[serve]'")
-    from areal_sc.serving.serve import Listening, serve
+    from areal_sc.serving.serve import serve
 
     its = arguments
-    listening = Listening(its.host, its.port, its.tenants, its.certificate)
     words = ["--config", its.config, *its.overrides]
     config = load_config(words, GRPOConfig)
     if config.actor.lora.rank and config.actor.lora.places == 1:  # which is no model of a client's
         config = load_config([*words, f"actor.lora.places={PLACES}"], GRPOConfig)
-    asyncio.run(serve(config, listening, sys.stdout))
+    asyncio.run(serve(config, its.host, its.port, its.tenants, its.certificate, sys.stdout))
