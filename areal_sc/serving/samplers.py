@@ -123,7 +123,7 @@ class Samplers:
                     f"{gone}newer ones were saved for sampling, or another model was begun; a "
                     "server of whole models has one set of weights for sampling"
                 )
-        elif not (self.saved.folder / weights).is_dir():
+        elif weights and not (self.saved.folder / weights).is_dir():
             raise RequestRefused(
                 f"{gone}a model has its {KEPT_SAMPLERS} newest sets without a name; "
                 "save_weights_for_sampler(name) keeps others"

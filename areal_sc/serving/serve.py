@@ -18,6 +18,7 @@ from areal_sc.controller.starting import TakenOver
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import CommandError
+from areal_sc.hub import local_model
 from areal_sc.run.status_board import EVERY_S
 from areal_sc.serving.journal import KeptRequest, Known, Record, ServeJournal
 from areal_sc.serving.served_models import TinkerModels
@@ -128,6 +129,6 @@ async def _tell_tenants(run: Run, server: TinkerServer) -> None:
 
 def limits_of(config: GRPOConfig) -> RowLimits:
     """What the model and the settings allow."""
-    own = AutoConfig.from_pretrained(config.actor.path).get_text_config()
+    own = AutoConfig.from_pretrained(local_model(config.actor.path)).get_text_config()
     room = own.max_position_embeddings, config.rollout.max_context_tokens
     return RowLimits(own.vocab_size, min(*room, config.actor.max_tokens_per_micro_batch))

@@ -34,6 +34,7 @@ from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import ArealError, ConfigError, StepsLost
+from areal_sc.hub import is_hub_name
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import TenantStatus
 from areal_sc.serving.given_rows import GivenRows
@@ -74,8 +75,8 @@ class TinkerModels:
     """One base model, and the models that clients train from it.
 
     Attributes:
-        name: of the base model, without the folder that it is in.
-        path: of the base model, as the settings have it.
+        path: of the base model: a folder, or its name on the hub.
+        name: the last part of that.
         limits: of rows and prompts.
         turns: of the ranks.
         saved: folders that clients have saved.
@@ -91,7 +92,8 @@ class TinkerModels:
         journal: ServeJournal,
         found: Sequence[Record],
     ) -> None:
-        self.path = actor.config.path
+        path = actor.config.path
+        self.path = path.partition("@")[0] if is_hub_name(path) else path
         self.name = Path(self.path).name
         self.limits = limits
         self._actor = actor
@@ -376,6 +378,7 @@ def _optimizer_of(asked: Any) -> OptimizerConfig:
         eps=asked.eps,
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.grad_clip_norm,
+        total_steps=1,  # of a schedule, which there is none of
     )
     try:
         check_ranges(optimizer)

@@ -428,8 +428,8 @@ class TinkerServer:
         session = request.match_info["sampler"]
         self._check_owner(session, tenant)
         self._models.samplers.check(session)
-        name = self._models.name
-        return json_of(types.GetSamplerResponse(sampler_id=session, base_model=name))
+        path = self._models.path  # its client loads the tokenizer by it
+        return json_of(types.GetSamplerResponse(sampler_id=session, base_model=path))
 
     def _sample(self, body: bytes, tenant: str) -> ApiAnswer:
         asked = read_json(body, types.SampleRequest)
