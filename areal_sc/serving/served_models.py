@@ -67,6 +67,8 @@ from areal_sc.sources.row_file import GROWING
 
 _LOOK_S: Final = 0.5
 _TOLD: Final = ("grad_norm", "lr", "skipped")
+_ADAMS: Final = {"lr": "learning_rate", "max_grad_norm": "grad_clip_norm"}
+"""What the API calls settings of an optimizer."""
 MAX_MODELS: Final = 1024
 """That go on, of all keys."""
 
@@ -383,5 +385,6 @@ def _optimizer_of(asked: Any) -> OptimizerConfig:
     try:
         check_ranges(optimizer)
     except ConfigError as error:
-        raise RequestRefused(f"adam_params: {error}") from error
+        name, _, wrong = str(error).partition(":")
+        raise RequestRefused(f"adam_params.{_ADAMS.get(name, name)}:{wrong}") from error
     return optimizer
