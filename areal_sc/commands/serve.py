@@ -6,16 +6,26 @@ import argparse
 import asyncio
 import re
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from areal_sc.config.fields import setting
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import CommandError
 from areal_sc.preflight.load import load_config
 
 PLACES: Final = 8
 """Adapters that are trained together, where the settings name no number above 1."""
+
+
+@dataclass
+class ServeConfig(GRPOConfig):
+    """Settings of a run whose steps are those that clients ask for."""
+
+    total_steps: int = setting(1_000_000, "is not read", ge=1)
+
 
 COMMAND: Final = dict(
     help="train and sample a model for clients of the Tinker API",
@@ -61,12 +71,11 @@ def run(arguments: argparse.Namespace) -> None:
     ModelError, WorkerError: what a run raises."""
     if find_spec("tinker") is None:
         raise CommandError("serve needs the package tinker: pip install 'areal-sc[serve]'")
-    from areal_sc.serving.serve import Listening, serve
+    from areal_sc.serving.serve import serve
 
     its = arguments
-    listening = Listening(its.host, its.port, its.tenants, its.certificate)
     words = ["--config", its.config, *its.overrides]
-    config = load_config(words, GRPOConfig)
+    config = load_config(words, ServeConfig)
     if config.actor.lora.rank and config.actor.lora.places == 1:  # which is no model of a client's
-        config = load_config([*words, f"actor.lora.places={PLACES}"], GRPOConfig)
-    asyncio.run(serve(config, listening, sys.stdout))
+        config = load_config([*words, f"actor.lora.places={PLACES}"], ServeConfig)
+    asyncio.run(serve(config, its.host, its.port, its.tenants, its.certificate, sys.stdout))

@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from msgspec.structs import replace
+
 from areal_sc.errors import ArealError, RunFolderError
-from areal_sc.serving.journal import ServeJournal, WrittenReply
-from areal_sc.serving.wire import ApiAnswer, RequestRefused, failure_of
+from areal_sc.serving.journal import ApiAnswer, ServeJournal
+from areal_sc.serving.wire import RequestRefused, failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,6 @@ class Answers:
         self._journal = journal
         self._known = known
         self._tasks: dict[str, asyncio.Task[ApiAnswer]] = {}
-        self._given_up = set[str]()
         self._num_open: Counter[str] = Counter()  # requests by tenant
         self._num_bytes = 0
         self.num_answered: Counter[str] = Counter()
@@ -80,26 +81,17 @@ class Answers:
         """Whether it was begun, or an earlier server has answered it."""
         return request_id in self._tasks or request_id in self._known
 
-    def replies(self, max_bytes: int) -> list[WrittenReply]:
+    def newest(self, max_bytes: int) -> list[ApiAnswer]:
         """The newest answers, in their order."""
-        found = list[WrittenReply]()
-        for request_id, task in reversed(self._tasks.items()):
+        found = list[ApiAnswer]()
+        for task in reversed(self._tasks.values()):
             if not task.done() or task.cancelled():
                 continue
-            answer = task.result()
-            max_bytes -= len(answer.body)
+            max_bytes -= len(task.result().body)
             if max_bytes < 0:
                 break
-            told = answer.body, answer.content_type, answer.is_failure
-            found.append(WrittenReply(request_id, *told))
+            found.append(task.result())
         return found[::-1]
-
-    def cancel(self, request_id: str) -> None:
-        """Nobody waits for the answer any more, and the work changes nothing: it ends."""
-        task = self._tasks.get(request_id)
-        if task is not None and not task.done():
-            self._given_up.add(request_id)
-            task.cancel()
 
     async def wait_for(self, request_id: str, limit_s: float) -> ApiAnswer | None:
         """The answer; None: it is not there yet.
@@ -127,27 +119,21 @@ class Answers:
             answer = await work(known)
         except RequestRefused as refused:
             answer = failure_of(str(refused), is_users=True)
-        except asyncio.CancelledError:
-            if request_id not in self._given_up:
-                raise
-            answer = failure_of("the client has given the request up", is_users=True)
         except ArealError as error:
             logger.exception("a request has failed")
             if (end := self._ended_by(error)) is not None:
                 await self._end(end)
             answer = failure_of(f"{type(error).__name__}: {error}", is_users=False)
-        if known is not None:
-            answer = known
-        else:
-            told = answer.body, answer.content_type, answer.is_failure
+        if known is None:
+            known = replace(answer, request_id=request_id)
             try:
-                self._journal.write(WrittenReply(request_id, *told))
+                self._journal.write(known)
             except RunFolderError as error:
                 await self._end(error)
-        self._num_bytes += len(answer.body)
+        self._num_bytes += len(known.body)
         self.num_answered[tenant] += 1
         self._num_open[tenant] -= 1
-        return answer
+        return known
 
     async def _end(self, error: ArealError) -> None:
         """The server ends; the request stays unanswered."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from areal_sc.serving.losses import HIGH, LOSS, LOW
+from areal_sc.serving.losses import by_token
 from areal_sc.sources.prompts import row_to_wire
 from areal_sc.sources.row_file import WrittenRows
 from areal_sc.sources.values import to_json
@@ -18,12 +17,7 @@ class GivenRows(WrittenRows):
     """Rows by the numbers that they were given with.
 
     The loss of a row and its settings are one number each in the file, and one a token here.
-
-    Args: path: of a file in the run's folder of sources.
     """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
 
     def __len__(self) -> int:
         return sys.maxsize  # further ones come
@@ -33,9 +27,7 @@ class GivenRows(WrittenRows):
         return super().__getitem__(number)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.given(index)
-        length = len(row["input_ids"])
-        return row | {name: [row[name]] * length for name in (LOSS, LOW, HIGH)}
+        return by_token(self.given(index))
 
     def give(self, numbers: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes rows; one whose number the file has was given by an earlier server: it stays.
@@ -50,6 +42,10 @@ class GivenRows(WrittenRows):
                     wire = to_json(row_to_wire(row, number, "given"))
                     file.write(b'{"index": %d, "row": %s}\n' % (number, wire))
             self._look_on(file)
+
+    def beside(self, name: str) -> GivenRows:
+        """Those of another file in the same folder."""
+        return GivenRows(self._path.with_name(name))
 
     def delete(self) -> None:
         """Nobody reads it any more."""

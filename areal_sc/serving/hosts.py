@@ -1,28 +1,79 @@
-"""What trains the models of clients: all parameters of one, or adapters of many beside one base.
+"""What models wish for, and what trains them: all parameters of one, or adapters of many.
 
 Source of the folders: `RUN_DIR/serving/models/<model>/<name>`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.controller.rollout.rejections import INITIAL_STATE
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.serving.given_rows import GivenRows
 from areal_sc.serving.journal import Source
-from areal_sc.serving.rank_turns import SaveWanted, StepWanted
 from areal_sc.serving.trained_model import TrainedModel
 
 _LOSS: Final = NamedLoss("areal_sc.serving.losses:summed")
 
 
-class _OnRanks:
-    """What all hosts have."""
+RESTING: Final = "resting"
+"""Begins the names of folders of models that rest."""
+
+
+@dataclass(frozen=True)
+class ScoreWanted:
+    """The log-probabilities of rows: each row's, [T], nats."""
+
+    rows: Sequence[int]
+
+
+@dataclass(frozen=True)
+class StepWanted:
+    """An optimizer update on rows: its metrics."""
+
+    rows: Sequence[int]
+    optimizer: OptimizerConfig
+
+
+@dataclass(frozen=True)
+class SaveWanted:
+    """The weights as they are, in a folder of the model.
+
+    Attributes:
+        has_optimizer: with the optimizer's state.
+        is_shown: for samplers, from the next request of theirs on.
+    """
+
+    name: str
+    has_optimizer: bool = False
+    is_shown: bool = False
+
+
+@dataclass(frozen=True)
+class LoadWanted:
+    """Other weights in place of those of the model."""
+
+    source: Source
+
+
+class Host(ABC):
+    """What trains the models. Its methods block.
+
+    Attributes:
+        num_places: models that are trained together.
+        publishes: weights for samplers are a version of the policy, and there is one model.
+        rows: of all models, by number.
+    """
+
+    num_places: int
+    publishes: bool
 
     def __init__(self, actor: TrainController, rows: GivenRows, models: Path) -> None:
         self.rows = rows
@@ -31,19 +82,38 @@ class _OnRanks:
 
     @property
     def version(self) -> int:
+        """Of the ranks."""
         return self._actor.version
 
     @property
     def goes_on(self) -> bool:
+        """Whether the ranks are those of an earlier start; else they began anew."""
         return self._actor.found is not None
 
     @property
     def has_snapshot(self) -> bool:
+        """Whether the ranks have changed nothing since they came to their version."""
         return self._actor.ranks.step.num_updates == 0
 
+    @abstractmethod
+    def enter(self, place: int, source: Source) -> None:
+        """The weights at a place are those of a source."""
 
-class WholeModel(_OnRanks):
-    """A `Host` of one model, all of whose parameters are trained."""
+    @abstractmethod
+    def score(self, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Any]]:
+        """By place, of rows by number, the log-probabilities."""
+
+    @abstractmethod
+    def step(self, steps: Mapping[int, StepWanted]) -> dict[int, dict[str, float]]:
+        """By place, the metrics of an update."""
+
+    @abstractmethod
+    def save(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
+        """Writes a folder, unless it is one of a model that rests and is there; or publishes."""
+
+
+class WholeModel(Host):
+    """One model, all of whose parameters are trained."""
 
     num_places = 1
     publishes = True
@@ -76,12 +146,9 @@ class WholeModel(_OnRanks):
         else:
             self._actor.save_hf(self._models / model.file_name / wanted.name)
 
-    def rest(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
-        raise AssertionError("there is one model, and it does not rest")
 
-
-class Adapters(_OnRanks):
-    """A `Host` of adapters, each of which has its own optimizer and steps."""
+class Adapters(Host):
+    """Adapters, each of which has its own optimizer and steps."""
 
     publishes = False
 
@@ -116,11 +183,8 @@ class Adapters(_OnRanks):
 
     def save(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         folder = self._models / model.file_name / wanted.name
-        self._actor.save_adapter(place, folder, with_optimizer=wanted.has_optimizer)
-
-    def rest(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
-        if not (self._models / model.file_name / wanted.name).is_dir():
-            self.save(place, model, wanted)
+        if not (wanted.name.startswith(RESTING) and folder.is_dir()):
+            self._actor.save_adapter(place, folder, with_optimizer=wanted.has_optimizer)
 
 
 def _told(metrics: Mapping[str, float], place: int, step: StepWanted) -> dict[str, float]:

@@ -26,6 +26,7 @@ from areal_sc.system.durable import append_or_undo, os_errors_as, own_file, repl
 
 logger = logging.getLogger(__name__)
 
+JSON: Final = "application/json"
 _HEAD_BYTES: Final = 8  # length and checksum of what follows
 
 
@@ -42,13 +43,18 @@ class KeptRequest(Struct, frozen=True, array_like=True, tag=True):
     request_id: str
 
 
-class WrittenReply(Struct, frozen=True, array_like=True, tag=True):
-    """The answer of a request, by its id."""
+class ApiAnswer(Struct, frozen=True, array_like=True, tag="WrittenReply"):
+    """What a client gets for a request, as it goes over the wire.
+
+    Attributes:
+        request_id: whose answer it is, or of one that only says that the work goes on, whose it
+            will be; "": nobody asks for it again.
+    """
 
     request_id: str
     body: bytes
-    content_type: str
-    is_failure: bool
+    content_type: str = JSON
+    is_failure: bool = False
 
 
 class Source(Struct, frozen=True, array_like=True):
@@ -150,7 +156,7 @@ class Known(Struct, frozen=True, array_like=True, tag=True):
 
 
 Turn = Entered | Left | Stepped | Published
-Record = Known | KeptRequest | WrittenReply | Turn | Failed
+Record = Known | KeptRequest | ApiAnswer | Turn | Failed
 
 _DECODER: Final = msgspec.msgpack.Decoder(Record)
 

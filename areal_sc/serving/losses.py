@@ -9,7 +9,7 @@ Source: https://tinker-docs.thinkingmachines.ai/losses
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -41,6 +41,12 @@ SETTINGS: Final[Mapping[str, Mapping[str, float]]] = {
     "dro": {"beta": 0.05},
 }
 """What `loss_fn_config` may set, and what it is otherwise; in the order of `LOW` and `HIGH`."""
+
+
+def by_token(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose loss and settings are one number each, with one a token, [T]."""
+    length = len(row["input_ids"])
+    return {**row, **{name: [row[name]] * length for name in (LOSS, LOW, HIGH)}}
 
 
 def token_losses(logprobs: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:

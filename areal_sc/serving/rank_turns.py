@@ -27,13 +27,19 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from msgspec.structs import replace
 
-from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.errors import ArealError
-from areal_sc.serving.given_rows import GivenRows
+from areal_sc.serving.hosts import (
+    RESTING,
+    Host,
+    LoadWanted,
+    SaveWanted,
+    ScoreWanted,
+    StepWanted,
+)
 from areal_sc.serving.journal import (
     Entered,
     Failed,
@@ -49,95 +55,13 @@ from areal_sc.serving.wire import RequestRefused
 
 _IDLE_TURNS: Final = 32
 """A model that has wished for nothing for so long leaves its place to any other."""
-RESTING: Final = "resting"
-"""Begins the names of folders of models that rest."""
-
-
-@dataclass(frozen=True)
-class ScoreWanted:
-    """The log-probabilities of rows: each row's, [T], nats."""
-
-    rows: Sequence[int]
-
-
-@dataclass(frozen=True)
-class StepWanted:
-    """An optimizer update on rows: its metrics."""
-
-    rows: Sequence[int]
-    optimizer: OptimizerConfig
-
-
-@dataclass(frozen=True)
-class SaveWanted:
-    """The weights as they are, in a folder of the model.
-
-    Attributes:
-        has_optimizer: with the optimizer's state.
-        is_shown: for samplers, from the next request of theirs on.
-    """
-
-    name: str
-    has_optimizer: bool = False
-    is_shown: bool = False
-
-
-@dataclass(frozen=True)
-class LoadWanted:
-    """Other weights in place of those of the model."""
-
-    source: Source
-
-
-Wanted = ScoreWanted | StepWanted | SaveWanted | LoadWanted
-
-
-class Host(Protocol):
-    """What trains the models. Its methods block.
-
-    Attributes:
-        num_places: models that are trained together.
-        publishes: weights for samplers are a version of the policy, and there is one model.
-        rows: of all models, by number.
-    """
-
-    num_places: int
-    publishes: bool
-    rows: GivenRows
-
-    @property
-    def version(self) -> int:
-        """Of the ranks."""
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the ranks are those of an earlier start; else they began anew."""
-
-    @property
-    def has_snapshot(self) -> bool:
-        """Whether the ranks have changed nothing since they came to their version."""
-
-    def enter(self, place: int, source: Source) -> None:
-        """The weights at a place are those of a source."""
-
-    def score(self, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Any]]:
-        """By place, of rows by number, the log-probabilities."""
-
-    def step(self, steps: Mapping[int, StepWanted]) -> dict[int, dict[str, float]]:
-        """By place, the metrics of an update."""
-
-    def save(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
-        """Writes a folder, or publishes."""
-
-    def rest(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
-        """Writes a folder, unless it is there."""
 
 
 @dataclass(eq=False)
 class _TurnWish:
     model: TrainedModel
     request_id: str
-    wanted: Wanted
+    wanted: Any
     num_tokens: int
     done: asyncio.Future[Any] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -155,12 +79,13 @@ class RankTurns:
 
     Args:
         past: turns of an earlier server, which come first, and numbers of those that failed.
-        model_of: the model of an id, also of one that is no more.
+        models: by their ids, also those that are no more.
 
     Attributes:
         busy_s: time of the ranks by tenant, which models that are computed together share by their
             tokens.
         num_rests: folders that were written for models to rest in, since the journal was.
+        is_repeated: the turns of the earlier server are made.
     """
 
     def __init__(
@@ -168,10 +93,11 @@ class RankTurns:
         host: Host,
         journal: ServeJournal,
         past: Iterable[Turn | Failed],
-        model_of: Callable[[str], TrainedModel],
+        models: Mapping[str, TrainedModel],
     ) -> None:
         self.busy_s = defaultdict[str, float](float)
         self.num_rests = 0
+        self.is_repeated = asyncio.Event()
         self._host = host
         self._journal = journal
         turns = list(past)
@@ -179,30 +105,39 @@ class RankTurns:
         self._past: list[Turn] = [
             turn for turn in turns if not isinstance(turn, Failed) and turn.number not in failed
         ]
-        self._model_of = model_of
+        self._models = models
         self._number = 1 + max((turn.number for turn in turns), default=-1)
-        self._wishes: list[_TurnWish] = []
+        self._asked: list[_TurnWish] = []
         self._placed: list[TrainedModel] = []  # who has waited longest for a turn first
         self._num_taken = 0  # turns in which ranks compute
         self._one_turn = asyncio.Lock()
         self._entered: dict[str, int] = {}  # by tenant, the last turn that gave it a place
         self._changed = asyncio.Event()
-        self._is_repeated = asyncio.Event()
         # the next one first
         self._kinds = deque[Any]([SaveWanted | LoadWanted, ScoreWanted, StepWanted])
 
     async def ask(
-        self, model: TrainedModel, request_id: str, wanted: Wanted, num_tokens: int = 0
+        self,
+        model: TrainedModel,
+        number: int,
+        wanted: ScoreWanted | StepWanted | SaveWanted | LoadWanted,
+        num_tokens: int = 0,
     ) -> Any:
-        """The result of what is wanted; see there. Raises: what the ranks raise."""
-        wish = _TurnWish(model, request_id, wanted, num_tokens)
-        self._wishes.append(wish)
+        """The result of what request `number` of a model wants; see there.
+
+        Raises: what the ranks raise.
+        """
+        wish = _TurnWish(model, f"{model.model_id}:{number}", wanted, num_tokens)
+        self._asked.append(wish)
         self._changed.set()
         try:
             return await wish.done
         finally:
-            if wish in self._wishes:
-                self._wishes.remove(wish)
+            self._asked.remove(wish)
+
+    @property
+    def _wishes(self) -> list[_TurnWish]:
+        return [wish for wish in self._asked if not wish.done.done()]
 
     @property
     def num_waiting(self) -> Counter[str]:
@@ -216,10 +151,6 @@ class RankTurns:
             self._drop_place(model)
             gone = RequestRefused("model_id: the model is no more")
             self._fail([wish for wish in self._wishes if wish.model is model], gone)
-
-    async def wait_until_repeated(self) -> None:
-        """Waits until the turns of the earlier server are made."""
-        await self._is_repeated.wait()
 
     def take_places(self, models: Sequence[tuple[TrainedModel, int]], version: int) -> int:
         """Models have the places that they had when the ranks were at a version.
@@ -245,12 +176,10 @@ class RankTurns:
                 await self._rest(model, _resting())
         self.num_rests = 0
 
-    async def _rest(self, model: TrainedModel, folder: str, *, is_there: bool = False) -> None:
-        place = model.place
-        assert place is not None, "a model that rests has rested already"
+    async def _rest(self, model: TrainedModel, folder: str) -> None:
+        assert model.place is not None, "a model that rests has rested already"
         rests = SaveWanted(folder, has_optimizer=True)
-        if not is_there:
-            await asyncio.to_thread(lambda: self._host.rest(place, model, rests))
+        await asyncio.to_thread(self._host.save, model.place, model, rests)
         rested = Source(f"{model.file_name}/{folder}", has_optimizer=True, rank=model.source.rank)
         self._take_source(model, rested)
         self.num_rests += 1
@@ -263,7 +192,7 @@ class RankTurns:
                 async with self._one_turn:
                     has_taken = await (self._repeat() if self._past else self._take())
             if not self._past:
-                self._is_repeated.set()
+                self.is_repeated.set()
             await self._changed.wait()
             self._changed.clear()
 
@@ -271,33 +200,31 @@ class RankTurns:
 
     async def _repeat(self) -> bool:
         """The next one of them; False: it waits for requests that are not at their turn yet."""
-        turn, is_last = self._past[0], len(self._past) == 1
+        turn = self._past[0]
         by_id = {wish.request_id: wish for wish in self._wishes}
+        match turn:
+            case Stepped():
+                ids = turn.request_ids
+            case Left():
+                ids = ()
+            case _:
+                ids = (turn.request_id,) if turn.request_id else ()
+        if any(it not in by_id for it in ids):
+            return False
+        self._past.pop(0)
+        wishes = [by_id[it] for it in ids]
         is_past = turn.version < self._host.version
         match turn:
             case Entered():
-                wish = by_id.get(turn.request_id)
-                if turn.request_id and wish is None:
-                    return False
-                self._past.pop(0)
                 # where versions are published, a new model begins at version 0 once more
-                if self._host.publishes and not is_last:
-                    is_past = True
-                await self._enter(turn, wish, is_past=is_past)
+                is_past = is_past or (self._host.publishes and bool(self._past))
+                await self._enter(turn, wishes, is_past=is_past)
             case Left():
-                self._past.pop(0)
-                await self._leave(turn, is_past=is_past)
+                await self._leave(turn)
             case Stepped():
-                if any(it not in by_id for it in turn.request_ids):
-                    return False
-                self._past.pop(0)
-                wishes = [by_id[it] for it in turn.request_ids]
                 await self._step(turn, wishes, is_past=is_past)
             case Published():
-                if turn.request_id not in by_id:
-                    return False
-                self._past.pop(0)
-                await self._save(by_id[turn.request_id], is_past=is_past)
+                await self._save(wishes[0], is_past=is_past)
         return True
 
     # Turns of this one
@@ -367,19 +294,17 @@ class RankTurns:
 
     async def _load(self, wish: _TurnWish, place: int) -> None:
         """A model gets its weights at a place; a wish for them ends with that."""
-        model_id, source = wish.model.model_id, wish.model.source
-        if isinstance(wish.wanted, LoadWanted):
-            source = wish.wanted.source
-            entered = Entered(*self._next, model_id, place, source, wish.request_id)
-            await self._enter(self._write(entered), wish)
-        else:
-            await self._enter(self._write(Entered(*self._next, model_id, place, source)))
+        model, is_its = wish.model, isinstance(wish.wanted, LoadWanted)
+        source, request_id = model.source, ""
+        if is_its:
+            source, request_id = wish.wanted.source, wish.request_id
+        entered = self._write(Entered(*self._next, model.model_id, place, source, request_id))
+        await self._enter(entered, [wish] if is_its else [])
 
     async def _serve_alone(self, wish: _TurnWish) -> None:
         if isinstance(wish.wanted, LoadWanted):
             await self._load(wish, wish.place)
             return
-        assert isinstance(wish.wanted, SaveWanted)
         if wish.wanted.is_shown and self._host.publishes:
             self._write(Published(*self._next, wish.request_id))
         await self._save(wish)
@@ -393,10 +318,9 @@ class RankTurns:
         self._number += 1
         return turn
 
-    def _stepped(self, wishes: Sequence[_TurnWish]) -> Stepped:
-        stepped = Stepped(*self._next, tuple(wish.request_id for wish in wishes))
-        self._write(stepped)
-        return stepped
+    def _stepped(self, wishes: Sequence[_TurnWish]) -> Any:
+        ids = tuple(wish.request_id for wish in wishes)
+        return self._write(Stepped(*self._next, ids))
 
     # What a turn does
 
@@ -408,23 +332,19 @@ class RankTurns:
     def _take_source(self, model: TrainedModel, source: Source) -> None:
         model.source, model.is_changed = source, False
 
-    def _note_turn(self, models: Iterable[TrainedModel]) -> None:
-        for model in models:
+    def _note_turn(self, wishes: Iterable[_TurnWish]) -> None:
+        for model in (wish.model for wish in wishes):
             model.last_turn, model.has_had_turn = self._num_taken, True
             if model in self._placed:
                 self._placed.remove(model)
                 self._placed.append(model)
 
     def _end(self, wish: _TurnWish, result: Any) -> None:
-        if wish in self._wishes:
-            self._wishes.remove(wish)
         if not wish.done.done():
             wish.done.set_result(result)
 
     def _fail(self, wishes: Iterable[_TurnWish], error: Exception) -> None:
         for wish in wishes:
-            if wish in self._wishes:
-                self._wishes.remove(wish)
             if not wish.done.done():
                 wish.done.set_exception(error)
 
@@ -440,10 +360,10 @@ class RankTurns:
                 self.busy_s[wish.model.tenant] += (time.monotonic() - began) * share
 
     async def _enter(
-        self, turn: Entered, wish: _TurnWish | None = None, *, is_past: bool = False
+        self, turn: Entered, wishes: Sequence[_TurnWish], *, is_past: bool = False
     ) -> None:
-        model, source = self._model_of(turn.model_id), turn.source
-        self._take_source(model, source)
+        model = self._models[turn.model_id]
+        self._take_source(model, turn.source)
         model.place = turn.place
         model.last_turn, model.has_had_turn = self._num_taken, False
         if model not in self._placed:
@@ -451,45 +371,39 @@ class RankTurns:
         asking = [it for it in self._wishes if it.model is model]
         try:
             if not is_past:
-                call = lambda: self._host.enter(turn.place, source)  # noqa: E731
-                await self._on_ranks(asking, call)
-        except (ArealError, RequestRefused) as error:
+                await self._on_ranks(asking, lambda: self._host.enter(turn.place, turn.source))
+        except ArealError as error:
             self._journal.write(Failed(turn.number))
             self._drop_place(model)
             self._fail(asking, error)
             return
-        if wish is not None:
+        for wish in wishes:
             self._end(wish, None)
 
-    async def _leave(self, turn: Left, *, is_past: bool = False) -> None:
-        """A folder that is there was written by the earlier server; the place may have another
-        model since."""
-        model = self._model_of(turn.model_id)
+    async def _leave(self, turn: Left) -> None:
+        """The place may have another model since; then the earlier server has written the
+        folder."""
+        model = self._models[turn.model_id]
         if turn.folder and model.place is not None:
-            await self._rest(model, turn.folder, is_there=is_past)
+            await self._rest(model, turn.folder)
         self._drop_place(model)
 
     async def _score(self, wishes: Sequence[_TurnWish]) -> None:
-        places = [wish.place for wish in wishes]
-        rows: dict[int, Any] = {
-            place: wish.wanted.rows  # type: ignore[union-attr]
-            for place, wish in zip(places, wishes, strict=True)
-        }
+        rows = {wish.place: wish.wanted.rows for wish in wishes}
         try:
             scores = await self._on_ranks(wishes, lambda: self._host.score(rows))
         except ArealError as error:
             self._fail(wishes, error)
             return
-        self._note_turn(wish.model for wish in wishes)
-        for place, wish in zip(places, wishes, strict=True):
-            self._end(wish, scores[place])
+        self._note_turn(wishes)
+        for wish in wishes:
+            self._end(wish, scores[wish.place])
 
     async def _step(
         self, turn: Stepped, wishes: Sequence[_TurnWish], *, is_past: bool = False
     ) -> None:
         """Where the ranks fail at what several models want, each gets a turn of its own."""
-        places = [wish.place for wish in wishes]
-        steps: dict[int, Any] = dict(zip(places, (wish.wanted for wish in wishes), strict=True))
+        steps = {wish.place: wish.wanted for wish in wishes}
         metrics: dict[int, dict[str, float]] = {}
         if not is_past:
             try:
@@ -502,21 +416,21 @@ class RankTurns:
                     for wish in wishes:
                         await self._step(self._stepped([wish]), [wish])
                 return
-        self._note_turn(wish.model for wish in wishes)
-        for place, wish in zip(places, wishes, strict=True):
+        self._note_turn(wishes)
+        for wish in wishes:
             wish.model.is_changed = True
-            self._end(wish, metrics.get(place, {"lr": steps[place].optimizer.lr}))
+            self._end(wish, metrics.get(wish.place, {"lr": wish.wanted.optimizer.lr}))
 
     async def _save(self, wish: _TurnWish, *, is_past: bool = False) -> None:
-        wanted: Any = wish.wanted
-        place = wish.place
         try:
             if not is_past:
-                await self._on_ranks([wish], lambda: self._host.save(place, wish.model, wanted))
-        except (ArealError, RequestRefused) as error:
+                await self._on_ranks(
+                    [wish], lambda: self._host.save(wish.place, wish.model, wish.wanted)
+                )
+        except ArealError as error:
             self._fail([wish], error)
         else:
-            self._note_turn([wish.model])
+            self._note_turn([wish])
             self._end(wish, None)
 
 

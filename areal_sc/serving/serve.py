@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Final, TextIO
@@ -19,6 +18,7 @@ from areal_sc.controller.starting import TakenOver
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import CommandError
+from areal_sc.hub import local_model
 from areal_sc.run.status_board import EVERY_S
 from areal_sc.serving.journal import KeptRequest, Known, Record, ServeJournal
 from areal_sc.serving.served_models import TinkerModels
@@ -39,53 +39,33 @@ class ServeRun(Run):
         self.display.note(str(taken))
 
 
-@dataclass(frozen=True)
-class Listening:
-    """Where a server listens, and for whom.
-
-    Attributes:
-        certificate: a PEM file with the chain and the private key, for TLS; None: plain HTTP.
-    """
-
-    host: str
-    port: int
-    tenants: Sequence[str]
-    certificate: Path | None = None
-
-    def tls(self) -> ssl.SSLContext | None:
-        """Raises: CommandError: the file is none, or other machines would read the keys."""
-        if self.certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            try:
-                context.load_cert_chain(self.certificate)
-            except OSError as error:  # of ssl, too
-                raise CommandError(f"--certificate {self.certificate}: {error}") from error
-            return context
-        if self.host not in LOOPBACK:
-            raise CommandError(
-                f"--host {self.host}: without --certificate keys go in the clear; expected one of "
-                f"{', '.join(LOOPBACK)}, or a certificate"
-            )
-        return None
-
-
-async def serve(config: GRPOConfig, listening: Listening, output: TextIO) -> None:
+async def serve(
+    config: GRPOConfig,
+    host: str,
+    port: int,
+    tenants: Sequence[str],
+    certificate: Path | None,
+    output: TextIO,
+) -> None:
     """Serves until it is cancelled.
 
-    Raises: CommandError: see `Listening.tls`, or it cannot listen there. WorkerError, StepsLost:
-        the run cannot go on; the same command does.
+    Args:
+        tenants: names of those who have a key each.
+        certificate: a PEM file with the chain and the private key, for TLS; None: plain HTTP.
+    Raises: CommandError: the certificate is none, other machines would read the keys, or it cannot
+        listen there. WorkerError, StepsLost: the run cannot go on; the same command does.
     """
-    tls = listening.tls()
+    tls = _tls(host, certificate)
     with ServeRun(config) as run:
         actor = TrainController(make_actor(run.config.actor), run.scheduler)
         rollout = RolloutController(make_generator(run.config.rollout), run.scheduler)
         with run.training(actor, rollout):
             folder = run.folder.serving
             (folder / KEYS).mkdir(parents=True, exist_ok=True)
-            keys = {tenant: key_of(folder / KEYS / tenant) for tenant in listening.tenants}
+            keys = {tenant: key_of(folder / KEYS / tenant) for tenant in tenants}
             journal = ServeJournal(folder / "journal")
             found = journal.records()
-            _check_tenants(found, listening.tenants, folder)
+            _check_tenants(found, tenants, folder)
             limits = limits_of(run.config)
             models = TinkerModels(actor, rollout, limits, run.folder, journal, found)
             server = TinkerServer(models, keys, journal, found)
@@ -95,13 +75,13 @@ async def serve(config: GRPOConfig, listening: Listening, output: TextIO) -> Non
             await runner.setup()
             try:
                 try:
-                    at = listening.host, listening.port
+                    at = host, port
                     await web.TCPSite(runner, *at, ssl_context=tls).start()
                 except OSError as error:
                     raise CommandError(f"cannot listen at {at}: {error.strerror}") from error
-                url = f"{'https' if tls else 'http'}://{listening.host}:{runner.addresses[0][1]}"
+                url = f"{'https' if tls else 'http'}://{host}:{runner.addresses[0][1]}"
                 print(
-                    f"serving {Path(models.name).name} at {url}; keys are in {folder / KEYS}",
+                    f"serving {models.name} at {url}; keys are in {folder / KEYS}",
                     file=output,
                     flush=True,
                 )
@@ -111,6 +91,22 @@ async def serve(config: GRPOConfig, listening: Listening, output: TextIO) -> Non
                 await runner.cleanup()
                 await server.close()
                 journal.close()
+
+
+def _tls(host: str, certificate: Path | None) -> ssl.SSLContext | None:
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(certificate)
+        except OSError as error:  # of ssl, too
+            raise CommandError(f"--certificate {certificate}: {error}") from error
+        return context
+    if host not in LOOPBACK:
+        raise CommandError(
+            f"--host {host}: without --certificate keys go in the clear; expected one of "
+            f"{', '.join(LOOPBACK)}, or a certificate"
+        )
+    return None
 
 
 def _check_tenants(found: Sequence[Record], tenants: Sequence[str], folder: Path) -> None:
@@ -133,6 +129,6 @@ async def _tell_tenants(run: Run, server: TinkerServer) -> None:
 
 def limits_of(config: GRPOConfig) -> RowLimits:
     """What the model and the settings allow."""
-    own = AutoConfig.from_pretrained(config.actor.path).get_text_config()
+    own = AutoConfig.from_pretrained(local_model(config.actor.path)).get_text_config()
     room = own.max_position_embeddings, config.rollout.max_context_tokens
     return RowLimits(own.vocab_size, min(*room, config.actor.max_tokens_per_micro_batch))

@@ -18,96 +18,71 @@ unblocked by them
 from __future__ import annotations
 
 import asyncio
-import math
-import os
-import re
-import secrets
 import shutil
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec.structs import replace
 from tinker import types
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
+from areal_sc.config.fields import check_ranges
 from areal_sc.config.optimizer_settings import OptimizerConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
-from areal_sc.engines.base import Completion
-from areal_sc.errors import ArealError, StepsLost
+from areal_sc.errors import ArealError, ConfigError, StepsLost
+from areal_sc.hub import is_hub_name
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import TenantStatus
 from areal_sc.serving.given_rows import GivenRows
-from areal_sc.serving.hosts import Adapters, WholeModel
-from areal_sc.serving.journal import Failed, Known, Record, ServeJournal, Source, Turn
-from areal_sc.serving.rank_turns import (
-    RESTING,
+from areal_sc.serving.hosts import (
+    Adapters,
     Host,
     LoadWanted,
-    RankTurns,
     SaveWanted,
     ScoreWanted,
     StepWanted,
+    WholeModel,
 )
-from areal_sc.serving.trained_model import TrainedModel, file_name_of
-from areal_sc.serving.wire import (
+from areal_sc.serving.journal import (
     ApiAnswer,
-    RequestRefused,
-    RowLimits,
-    json_of,
-    pass_of,
-    pass_output,
-    sample_output,
-    sampling_of,
+    Failed,
+    KeptRequest,
+    Known,
+    Record,
+    ServeJournal,
+    Source,
+    Turn,
 )
-from areal_sc.sizing.adapter_folder import stored_rank
+from areal_sc.serving.journal_anew import moved, write_anew
+from areal_sc.serving.rank_turns import RankTurns
+from areal_sc.serving.samplers import KEPT_SAMPLERS, Samplers
+from areal_sc.serving.saved_weights import SAMPLER, STATE, SavedWeights, check_name
+from areal_sc.serving.trained_model import ManyOrOne, TrainedModel
+from areal_sc.serving.wire import RequestRefused, RowLimits, json_of, pass_output, rows_of
 from areal_sc.sources.row_file import GROWING
-from areal_sc.system.durable import partial_of
 
 _LOOK_S: Final = 0.5
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_PATH: Final = re.compile(
-    r"tinker://([0-9a-f]{16}-[0-9a-f]{16}:train:\d+)/(weights|sampler_weights)/([^/]+)"
-)
 _TOLD: Final = ("grad_norm", "lr", "skipped")
-_KEPT_SAMPLERS: Final = 2
-"""Of a model, sets of weights for sampling that have no name; earlier ones end."""
-_STATE: Final = "state-"
-_SAMPLER: Final = "sampler-"
-_LOADED: Final = "loaded"
-"""Begin the names of folders of states and of weights for sampling, whose names are their
-clients'."""
+_ADAMS: Final = {"lr": "learning_rate", "max_grad_norm": "grad_clip_norm"}
+"""What the API calls settings of an optimizer."""
 MAX_MODELS: Final = 1024
 """That go on, of all keys."""
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """The weights that a client samples from.
-
-    Attributes:
-        adapter: its folder; "": the base model, or the whole model that is trained.
-        number: of the models that were begun, where all parameters are trained.
-        version: of the policy, there.
-    """
-
-    adapter: str = ""
-    number: int = 0
-    version: int = 0
 
 
 class TinkerModels:
     """One base model, and the models that clients train from it.
 
     Attributes:
-        name: of the base model.
+        path: of the base model: a folder, or its name on the hub.
+        name: the last part of that.
         limits: of rows and prompts.
         turns: of the ranks.
+        saved: folders that clients have saved.
+        samplers: what clients sample from.
     """
 
     def __init__(
@@ -119,139 +94,79 @@ class TinkerModels:
         journal: ServeJournal,
         found: Sequence[Record],
     ) -> None:
-        self.name = actor.config.path
+        path = actor.config.path
+        self.path = path.partition("@")[0] if is_hub_name(path) else path
+        self.name = Path(self.path).name
         self.limits = limits
         self._actor = actor
         self._rollout = rollout
         self._journal = journal
-        self._folder = folder.serving / "models"
-        self._sources = folder.sources
+        self._lora_rank = actor.config.lora.rank
+        self.saved = SavedWeights(folder.serving / "models", self._lora_rank)
         known = next((it for it in found if isinstance(it, Known)), None)
         name = f"{GROWING}served.jsonl" if known is None else known.rows
+        rows = GivenRows(folder.sources / name)
         self._host: Host
-        if self.lora_rank:
-            self._host = Adapters(actor, GivenRows(self._sources / name), self._folder)
+        if self._lora_rank:
+            self._host = Adapters(actor, rows, self.saved.folder)
         else:
-            rows = GivenRows(self._sources / name)
-            self._host = WholeModel(actor, rollout, rows, self._folder)
-        past = [it for it in found if isinstance(it, Turn | Failed)]
-        self.turns = RankTurns(self._host, journal, past, self._model)
+            self._host = WholeModel(actor, rollout, rows, self.saved.folder)
+        self.samplers = Samplers(rollout, self.saved, limits, publishes=self._host.publishes)
         self._models: dict[str, TrainedModel] = {}  # by id, also those that are no more
-        self._samplers: dict[str, Sampler] = {}  # by the id of a session, or a path
-        self._num_begun = 0  # models, where all parameters are trained
-        self._num_samples = 0  # that go on
+        past = [it for it in found if isinstance(it, Turn | Failed)]
+        self.turns = RankTurns(self._host, journal, past, self._models)
         self._one_writes = asyncio.Lock()  # rows to the file
-        self._changed = asyncio.Condition()
-        self._is_publishing = False
-        self._in_turn = set[str]()  # models, a request of which is at its turn
-        self._is_open = asyncio.Event()  # for further ones
-        self._is_open.set()
+        self._requests = ManyOrOne()  # at their turn
         if known is not None:
             self._restore(known, found)
 
-    @property
-    def lora_rank(self) -> int:
-        return self._actor.config.lora.rank
+    def _restore(self, known: Known, found: Sequence[Record]) -> None:
+        self._models |= {it.model_id: TrainedModel.of(it) for it in known.models}
+        self.samplers.by_name |= known.samplers
+        placed = [(self._models[it.model_id], it) for it in known.models]
+        places = [(model, it.place) for model, it in placed if it.place is not None]
+        if behind := self.turns.take_places(places, known.version):
+            self._journal.begin_anew(moved(record, behind) for record in found)
 
-    def _model(self, model_id: str) -> TrainedModel:
-        """Raises: RequestRefused: there is no such model, or no more."""
-        model = self._models.get(model_id)
-        if model is None:
-            raise RequestRefused(f"model_id: there is no model {model_id!r:.200}", 404)
-        return model
+    async def write_anew(self, kept: Callable[[], Iterable[Record]]) -> None:
+        """The journal, between two requests; of a whole model that is done where one begins."""
+        if not self._host.publishes:
+            async with self._requests.alone():
+                await write_anew(
+                    self._journal, self._host, self.turns, self._models, self.samplers, kept
+                )
 
     def ended_by(self, error: ArealError) -> ArealError | None:
         """Whether the run has ended with this error of a request; None: others can be served."""
         lost = self._actor.worker_lost or self._rollout.worker_lost
         return lost or (error if isinstance(error, StepsLost) else None)
 
-    # The journal, written anew
-
-    def _restore(self, known: Known, found: Sequence[Record]) -> None:
-        self._models = {it.model_id: TrainedModel.of(it) for it in known.models}
-        self._samplers = {name: Sampler(adapter) for name, adapter in known.samplers.items()}
-        placed = [(self._models[it.model_id], it) for it in known.models]
-        places = [(model, it.place) for model, it in placed if it.place is not None]
-        if behind := self.turns.take_places(places, known.version):
-            self._journal.begin_anew(_moved(record, behind) for record in found)
-
-    async def write_anew(self, kept: Callable[[], Iterable[Record]]) -> None:
-        """What models have come to takes the place of what made them so, between two requests.
-
-        Args: kept: of the journal, what counts beside that; is called at that moment.
-        """
-        if self._host.publishes or not self._is_open.is_set():
-            return
-        self._is_open.clear()
-        try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._in_turn)
-            if not self._host.has_snapshot:
-                return  # what a death would lose is in the journal alone: another time
-            await self.turns.rest_in_place()
-            before = self._host.rows
-            name = f"{GROWING}served-{secrets.token_hex(4)}.jsonl"
-            self._host.rows = rows = GivenRows(self._sources / name)
-            for model in list(self._models.values()):
-                asked = [before.given(number) for number in model.asked]
-                await asyncio.to_thread(rows.give, model.asked, asked)
-            samplers = {name: it.adapter for name, it in self._samplers.items()}
-            # with those that have begun meanwhile
-            live = [model for model in self._models.values() if not model.is_ended]
-            models = [model.known() for model in live]
-            known = Known(self._host.version, name, models, samplers)
-            # not beside requests that come: their records would go to the file before
-            self._journal.begin_anew([known, *kept()])
-            before.delete()
-            await asyncio.to_thread(self._delete_old_sources, live)
-        finally:
-            self._is_open.set()
-
-    def _delete_old_sources(self, live: Sequence[TrainedModel]) -> None:
-        needed = {self._folder / model.source.folder for model in live}
-        for model in live:
-            for kind in (RESTING, _LOADED):
-                for folder in (self._folder / model.file_name).glob(f"{kind}-*"):
-                    if folder not in needed:
-                        shutil.rmtree(folder, ignore_errors=True)
-
     # Which models there are
 
     def check_base(self, name: str | None) -> None:
         """Raises: RequestRefused: another model is wanted than the one that is served."""
-        if name not in (self.name, Path(self.name).name):
-            raise RequestRefused(
-                f"base_model: expected {Path(self.name).name}, got {name!r:.200}", 404
-            )
+        if name != self.path and Path(name or "").name != self.name:
+            raise RequestRefused(f"base_model: expected {self.name}, got {name!r:.200}", 404)
 
-    def check_id(self, model_id: str) -> None:
+    def live(self, model_id: str | None) -> TrainedModel:
         """Raises: RequestRefused: there is no such model, or no more."""
-        if self._model(model_id).is_ended:
-            raise RequestRefused(f"model_id: there is no model {model_id!r:.200} any more", 404)
-
-    def expect(self, model_id: str, number: int) -> None:
-        """Raises: RequestRefused: the number of a request is far beyond all others' of a model."""
-        self._model(model_id).order.expect(number)
+        model = self._models.get(model_id or "")
+        if model is None or model.is_ended:
+            raise RequestRefused(
+                f"model_id: there is no model {model_id!r:.200}, or not any more", 404
+            )
+        return model
 
     @property
-    def ids(self) -> list[str]:
-        """Of the models that are there."""
-        return [model_id for model_id, model in self._models.items() if not model.is_ended]
-
-    def tenant_of(self, model_id: str) -> str:
-        """Whose it is."""
-        return self._model(model_id).tenant
+    def all_live(self) -> list[TrainedModel]:
+        return [model for model in self._models.values() if not model.is_ended]
 
     def tenant_status(self, tenant: str, num_answered: int) -> TenantStatus:
         """How it is. Args: num_answered: requests of its, since the start."""
-        its = [it for it in self._models.values() if it.tenant == tenant and not it.is_ended]
+        its = [model for model in self.all_live if model.tenant == tenant]
         num_resting = sum(model.place is None for model in its)
         num_waiting, busy_s = self.turns.num_waiting[tenant], self.turns.busy_s[tenant]
         return TenantStatus(tenant, len(its), num_resting, num_waiting, num_answered, busy_s)
-
-    def rank_of(self, model_id: str) -> int:
-        """Of its adapter; 0: all parameters are trained."""
-        return self._model(model_id).source.rank
 
     def source_wanted(self, asked: types.CreateModelRequest, model_id: str) -> Source:
         """What a new model begins with.
@@ -259,11 +174,11 @@ class TinkerModels:
         Raises: RequestRefused: such a model is not trained here.
         """
         self.check_base(asked.base_model)
-        lora = asked.lora_config or types.LoraConfig(rank=0)
-        if not (1 <= lora.rank <= self.lora_rank or lora.rank == self.lora_rank == 0):
-            expected = f"1 to {self.lora_rank}" if self.lora_rank else "0, all parameters"
+        lora, most = asked.lora_config or types.LoraConfig(rank=0), self._lora_rank
+        if not (1 <= lora.rank <= most or lora.rank == most == 0):
+            expected = f"1 to {most}" if most else "0, all parameters"
             raise RequestRefused(f"lora_config.rank: expected {expected}, got {lora.rank}")
-        if self.lora_rank and not (lora.train_mlp and lora.train_attn):
+        if most and not (lora.train_mlp and lora.train_attn):
             raise RequestRefused(
                 "lora_config: which layers are trained is a setting of this server, "
                 "actor.lora.targets; expected train_mlp and train_attn to be true"
@@ -273,29 +188,6 @@ class TinkerModels:
         seed = zlib.crc32(model_id.encode()) if lora.seed is None else lora.seed
         return Source(seed=seed, rank=lora.rank)
 
-    def stored_source(self, path: str, *, has_optimizer: bool) -> Source:
-        """What a model that begins with saved weights does.
-
-        Args: path: of the Tinker API; the caller has checked whose it is.
-        Raises: RequestRefused: there are no such weights here.
-        """
-        folder = self._stored(path)
-        if not self.lora_rank:
-            raise RequestRefused("load_weights: a server of whole models loads none")
-        if has_optimizer and not path.partition("/weights/")[1]:
-            raise RequestRefused(f"optimizer: {path:.200} has no state of an optimizer")
-        return Source(folder, has_optimizer, rank=stored_rank(self._folder / folder))
-
-    def _stored(self, path: str) -> str:
-        """The folder, below that of all models. Raises: RequestRefused: there is none."""
-        parts = _PATH.fullmatch(path)
-        if parts is not None:
-            prefix = _STATE if parts[2] == "weights" else _SAMPLER
-            folder = f"{parts[1].replace(':', '-')}/{prefix}{_check_name(parts[3])}"
-            if (self._folder / folder).is_dir():
-                return folder
-        raise RequestRefused(f"path: there are no weights {path!r:.200}", 404)
-
     def begin(self, model_id: str, tenant: str, source: Source) -> None:
         """A model is there, whose requests can come; a repeat changes nothing.
 
@@ -303,80 +195,68 @@ class TinkerModels:
         """
         if model_id in self._models:
             return
-        if sum(not model.is_ended for model in self._models.values()) >= MAX_MODELS:
+        if len(self.all_live) >= MAX_MODELS:
             raise RequestRefused(f"this server has {MAX_MODELS} models: unload some", 429)
         self._models[model_id] = TrainedModel(model_id, tenant, source)
 
-    def loaded_source(
-        self, model_id: str, number: int, path: str, *, has_optimizer: bool
-    ) -> Source:
-        """Saved weights as they are when a model asks for them: a later server repeats that.
-
-        Args: number: of the model's request.
-        Raises: RequestRefused: see `stored_source`.
-        """
-        kept = f"{file_name_of(model_id)}/{_LOADED}-{number}"
-        whole = self._folder / kept
-        if not whole.is_dir():
-            stored = self._folder / self.stored_source(path, has_optimizer=has_optimizer).folder
-            part = partial_of(whole)
-            shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(stored, part, copy_function=os.link)
-            part.rename(whole)
-        return Source(kept, has_optimizer, rank=stored_rank(whole))
-
     async def create(
-        self, model_id: str, is_silent: Callable[[str], bool], begin_anew: Callable[[], None]
+        self,
+        model_id: str,
+        is_silent: Callable[[TrainedModel], bool],
+        kept: KeptRequest,
+        known: ApiAnswer | None,
     ) -> ApiAnswer:
         """A new model begins with the base model; where all parameters are trained, once the model
-        before it is given up, which is no more then.
+        before it is given up, which is no more then: the journal has nothing of it any more.
 
         Args:
-            is_silent: whether the client of the model of that id has not been heard for long.
-            begin_anew: the journal, without that model; it has the answer already, if there is one.
+            is_silent: whether the client of a model has not been heard for long.
+            kept: this request.
         """
+        model = self._models[model_id]
+        if known is not None and known.is_failure:
+            await self._end(model)
+            return known
         if self._host.publishes:
-            await self._begin_whole(self._model(model_id), is_silent, begin_anew)
+            before = await self._wait_for_place(model, is_silent)
+            for other in before:
+                await self._end(other)
+            if before and known is None:
+                self._journal.begin_anew([kept])
+            async with self.samplers.users.alone():
+                await self.turns.ask(model, 0, LoadWanted(model.source))
+            self.samplers.begin_model()
         return json_of(types.CreateModelResponse(model_id=model_id))
 
-    async def _begin_whole(
-        self,
-        model: TrainedModel,
-        is_silent: Callable[[str], bool],
-        begin_anew: Callable[[], None],
-    ) -> None:
+    async def _wait_for_place(
+        self, model: TrainedModel, is_silent: Callable[[TrainedModel], bool]
+    ) -> list[TrainedModel]:
+        """Models that came before a whole one, and are given up."""
         # a server that was killed begins all requests at once: some of these came later
         earlier = takewhile(lambda it: it is not model, self._models.values())
         before = [it for it in earlier if not it.is_ended]
 
         def is_in_use(other: TrainedModel) -> bool:
-            is_given_up = other.session == model.session or is_silent(other.model_id)
+            is_given_up = other.session == model.session or is_silent(other)
             return not (other.is_ended or is_given_up)
 
         while any(map(is_in_use, before)):
             await asyncio.sleep(_LOOK_S)
-            if is_silent(model.model_id):
+            if is_silent(model):
                 await self._end(model)
                 raise RequestRefused("the client has gone before it could get the model")
-        for other in before:
-            await self._end(other)
-        if before:
-            begin_anew()
-        async with self._publication():
-            await self.turns.ask(model, f"{model.model_id}:0", LoadWanted(model.source))
-        self._num_begun += 1
-        self._samplers.clear()
+        return before
 
     async def unload(self, model_id: str, _: ApiAnswer | None) -> ApiAnswer:
-        await self._end(self._model(model_id))
+        await self._end(self._models[model_id])
         return json_of(types.UnloadModelResponse(model_id=model_id, type="unload_model"))
 
     async def _end(self, model: TrainedModel) -> None:
         """What it has saved by a name stays."""
         await self.turns.forget(model)
-        folder = self._folder / model.file_name
+        folder = self.saved.folder / model.file_name
         for path in folder.glob("*") if folder.is_dir() else ():
-            if not path.name.startswith((_STATE, _SAMPLER)):
+            if not path.name.startswith((STATE, SAMPLER)):
                 await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
         with suppress(OSError):  # there is none, or something is in it
             folder.rmdir()
@@ -384,41 +264,29 @@ class TinkerModels:
     # What clients ask of a model
 
     @asynccontextmanager
-    async def _turn(self, model_id: str, number: int | None) -> AsyncIterator[TrainedModel]:
+    async def _turn(self, model_id: str | None, number: int | None) -> AsyncIterator[TrainedModel]:
         """The turn of a request among those of its model."""
-        model = self._model(model_id)
-        async with model.order.turn(number or 0), self._while_open(model_id):
+        model = self._models[model_id or ""]
+        async with model.order.turn(number or 0), self._requests.among_many():
             if model.is_ended:
                 raise RequestRefused("model_id: the model is no more")
             yield model
 
-    @asynccontextmanager
-    async def _while_open(self, model_id: str) -> AsyncIterator[None]:
-        while not self._is_open.is_set():
-            await self._is_open.wait()
-        self._in_turn.add(model_id)
-        try:
-            yield
-        finally:
-            self._in_turn.remove(model_id)
-            async with self._changed:
-                self._changed.notify_all()
-
-    async def run_pass(self, wanted: ForwardBackwardRequest, known: ApiAnswer | None) -> ApiAnswer:
+    async def run_pass(self, asked: ForwardBackwardRequest, known: ApiAnswer | None) -> ApiAnswer:
         """A forward pass; the next step trains on its rows, if it is also a backward one."""
-        async with self._turn(wanted.model_id, wanted.seq_id) as model:
-            asked = await asyncio.to_thread(pass_of, wanted, self.limits)
-            numbers = model.take_numbers(len(asked.rows))
+        async with self._turn(asked.model_id, asked.seq_id) as model:
+            rows = await asyncio.to_thread(rows_of, asked, self.limits)
+            num_tokens = sum(len(row["input_ids"]) for row in rows)
+            numbers = model.take_numbers(len(rows))
             async with self._one_writes:
-                await asyncio.to_thread(self._host.rows.give, numbers, asked.rows)
+                await asyncio.to_thread(self._host.rows.give, numbers, rows)
             if known is None:
-                name = f"{wanted.model_id}:{wanted.seq_id}"
                 score = ScoreWanted(numbers)
-                logprobs = await self.turns.ask(model, name, score, asked.num_tokens)
-                known = pass_output(asked, logprobs)
-            if asked.is_backward and not known.is_failure:
+                logprobs = await self.turns.ask(model, asked.seq_id, score, num_tokens)
+                known = pass_output(rows, logprobs)
+            if not asked.forward_only and not known.is_failure:
                 model.asked += numbers
-                model.num_asked_tokens += asked.num_tokens
+                model.num_asked_tokens += num_tokens
             return known
 
     async def take_step(self, asked: types.OptimStepRequest, known: ApiAnswer | None) -> ApiAnswer:
@@ -427,36 +295,36 @@ class TinkerModels:
             optimizer = _optimizer_of(asked.optim_params)
             if not model.asked:
                 raise RequestRefused("optim_step: no forward_backward came before it")
-            rows, num_tokens = model.asked, model.num_asked_tokens
+            wanted, num_tokens = StepWanted(model.asked, optimizer), model.num_asked_tokens
             model.asked, model.num_asked_tokens = [], 0
             if known is not None and known.is_failure:
                 return known
-            name = f"{asked.model_id}:{asked.seq_id}"
-            metrics = await self.turns.ask(model, name, StepWanted(rows, optimizer), num_tokens)
+            metrics = await self.turns.ask(model, asked.seq_id or 0, wanted, num_tokens)
             told = {name: it for name, it in metrics.items() if name in _TOLD}
             return json_of(types.OptimStepResponse(metrics=told))
 
     async def load(self, asked: types.LoadWeightsRequest, known: ApiAnswer | None) -> ApiAnswer:
         """Other weights in place of those of a model. Rows without a step wait for the next one."""
-        model_id = asked.model_id or ""
-        async with self._turn(model_id, asked.seq_id) as model:
+        number = asked.seq_id or 0
+        async with self._turn(asked.model_id, number) as model:
             if known is not None and known.is_failure:
                 return known
-            number, path = asked.seq_id or 0, asked.path
-            source = self.loaded_source(model_id, number, path, has_optimizer=asked.optimizer)
-            await self.turns.ask(model, f"{model_id}:{asked.seq_id}", LoadWanted(source))
-            return json_of(types.LoadWeightsResponse(path=asked.path, model_id=model_id))
+            source = self.saved.kept_source(
+                model.model_id, number, asked.path, has_optimizer=asked.optimizer
+            )
+            await self.turns.ask(model, number, LoadWanted(source))
+            return json_of(types.LoadWeightsResponse(path=asked.path, model_id=model.model_id))
 
     async def save(self, asked: types.SaveWeightsRequest, known: ApiAnswer | None) -> ApiAnswer:
         """Writes a folder: an adapter in peft's format, or a model that `transformers` loads."""
         async with self._turn(asked.model_id, asked.seq_id) as model:
-            name = _check_name(asked.path or f"step-{asked.seq_id}")
+            name = check_name(asked.path or f"step-{asked.seq_id}")
             if name in model.saved and not asked.overwrite:
                 raise RequestRefused(f"path: {name} was saved already; overwrite=True replaces it")
             model.saved.add(name)
             if known is None:
-                wanted = SaveWanted(f"{_STATE}{name}", has_optimizer=True)
-                await self.turns.ask(model, f"{asked.model_id}:{asked.seq_id}", wanted)
+                wanted = SaveWanted(f"{STATE}{name}", has_optimizer=True)
+                await self.turns.ask(model, asked.seq_id or 0, wanted)
             path = f"tinker://{asked.model_id}/weights/{name}"
             return json_of(types.SaveWeightsResponse(path=path, type="save_weights"))
 
@@ -466,161 +334,57 @@ class TinkerModels:
         """Weights that can be sampled from; see above."""
         async with self._turn(asked.model_id, asked.seq_id) as model:
             if asked.path is not None:
-                _check_name(asked.path)
+                check_name(asked.path)
             if known is not None and known.is_failure:
                 return known
-            request_id = f"{asked.model_id}:{asked.seq_id}"
-            name = f"{_SAMPLER}{asked.path}" if asked.path else f"unnamed-{asked.seq_id}"
+            number = asked.seq_id or 0
+            name = f"{SAMPLER}{asked.path}" if asked.path else f"unnamed-{number}"
             wanted = SaveWanted(name, is_shown=True)
             if self._host.publishes:
-                async with self._publication():
-                    await self.turns.ask(model, request_id, wanted)
-                sampler = Sampler("", self._num_begun, self._rollout.version)
-            else:
-                if known is None:
-                    await self.turns.ask(model, request_id, wanted)
-                sampler = Sampler(f"{model.file_name}/{name}")
+                async with self.samplers.users.alone():
+                    await self.turns.ask(model, number, wanted)
+            elif known is None:
+                await self.turns.ask(model, number, wanted)
+            folder = f"{model.file_name}/{name}"
             if asked.path is None:
                 session = f"{model.session}:sample:{asked.sampling_session_seq_id}"
-                self._samplers[session] = sampler
+                self.samplers.add(session, folder)
                 await self._drop_old_sampler(model, name)
                 answer = types.SaveWeightsForSamplerResponseInternal(sampling_session_id=session)
             else:
                 path = f"tinker://{asked.model_id}/sampler_weights/{asked.path}"
-                self._samplers[path] = sampler
+                self.samplers.add(path, folder)
                 answer = types.SaveWeightsForSamplerResponseInternal(path=path)
             return json_of(answer)
 
     async def _drop_old_sampler(self, model: TrainedModel, name: str) -> None:
         model.samplers.append(name)
-        while len(model.samplers) > _KEPT_SAMPLERS:
-            folder = self._folder / model.file_name / model.samplers.pop(0)
+        while len(model.samplers) > KEPT_SAMPLERS:
+            folder = self.saved.folder / model.file_name / model.samplers.pop(0)
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def refuse(self, model_id: str, seq_id: int, why: str, _: ApiAnswer | None) -> ApiAnswer:
+    async def refuse(self, why: RequestRefused, asked: Any, _: ApiAnswer | None) -> ApiAnswer:
         """What cannot be read has its turn, too."""
-        async with self._turn(model_id, seq_id):
-            raise RequestRefused(why)
-
-    # What clients sample
-
-    def open_sampler(self, session: str, asked: types.CreateSamplingSessionRequest) -> None:
-        """Raises: RequestRefused: there are no such weights."""
-        path = asked.model_path
-        if path is None:
-            self.check_base(asked.base_model)
-            sampler = Sampler("", self._num_begun, 0)
-        elif self._host.publishes and path in self._samplers:
-            sampler = self._samplers[path]
-        elif not self._host.publishes:
-            sampler = Sampler(self._stored(path))
-        else:
-            raise RequestRefused(f"model_path: there are no weights {path!r:.200}", 404)
-        self._check_present(sampler)
-        self._samplers[session] = sampler
-
-    def check_sampler(self, session: str) -> None:
-        """Raises: RequestRefused: there is no such session."""
-        if session not in self._samplers:
-            raise RequestRefused(f"there is no sampling session {session!r:.200}", 404)
-
-    async def sample(self, asked: types.SampleRequest, known: ApiAnswer | None) -> ApiAnswer:
-        """Raises: RequestRefused: what it asks for is not served."""
-        if known is not None:
-            return known
-        wanted = sampling_of(asked, self.limits, self._rollout.engine.config.generation)
-        sampler = self._samplers[asked.sampling_session_id or ""]
-        async with self._sampling():
-            self._check_present(sampler)
-            group = f"{asked.sampling_session_id}:{asked.seq_id}"
-            folder = str(self._folder / sampler.adapter) if sampler.adapter else ""
-            futures = [
-                self._rollout.begin_generate(
-                    wanted.prompt,
-                    wanted.sampling,
-                    prefix_group=group,
-                    adapter=folder,
-                    prompt_logprobs=wanted.prompt_logprobs and not number,
-                    top_k_logprobs=max(wanted.top_k, wanted.prompt_top_k),
-                )
-                for number in range(asked.num_samples)
-            ]
-            found: list[Completion] = await asyncio.gather(*map(asyncio.wrap_future, futures))
-            return sample_output(wanted, found)
-
-    def _check_present(self, sampler: Sampler) -> None:
-        gone = "these weights are served no more: "
-        if self._host.publishes:
-            if sampler != Sampler("", self._num_begun, self._rollout.version):
-                raise RequestRefused(
-                    f"{gone}newer ones were saved for sampling, or another model was begun; a "
-                    "server of whole models has one set of weights for sampling"
-                )
-        elif sampler.adapter and not (self._folder / sampler.adapter).is_dir():
-            raise RequestRefused(
-                f"{gone}a model has its {_KEPT_SAMPLERS} newest sets without a name; "
-                "save_weights_for_sampler(name) keeps others"
-            )
-
-    @asynccontextmanager
-    async def _sampling(self) -> AsyncIterator[None]:
-        """A whole model's weights do not change meanwhile."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_publishing)
-            self._num_samples += 1
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._num_samples -= 1
-                self._changed.notify_all()
-
-    @asynccontextmanager
-    async def _publication(self) -> AsyncIterator[None]:
-        """No sample goes on meanwhile."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_publishing)
-            self._is_publishing = True
-            await self._changed.wait_for(lambda: self._num_samples == 0)
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._is_publishing = False
-                self._changed.notify_all()
-
-
-def _moved(record: Record, behind: int) -> Record:
-    """A record of turns by versions that are so many lower."""
-    if isinstance(record, Turn | Known):
-        return replace(record, version=record.version - behind)
-    return record
-
-
-def _check_name(name: str) -> str:
-    """Raises: RequestRefused: it is no plain name."""
-    if _NAME.fullmatch(name) is None:
-        raise RequestRefused(
-            f"path: expected a name of letters, digits, '.', '_', '-', got {name!r:.120}"
-        )
-    return name
+        async with self._turn(asked.model_id, asked.seq_id):
+            raise why
 
 
 def _optimizer_of(asked: Any) -> OptimizerConfig:
     """Raises: RequestRefused: it is no AdamW, or a number is out of its range."""
     if not isinstance(asked, types.AdamParams):
         raise RequestRefused("optim_params: expected adamw")
-    its = asked.model_dump()
-    low = {"learning_rate": 0, "beta1": 0, "beta2": 0, "weight_decay": 0, "grad_clip_norm": 0}
-    for name, value in its.items():
-        is_below = value < low[name] if name in low else value <= 0
-        if not math.isfinite(value) or is_below or (name in ("beta1", "beta2") and value >= 1):
-            raise RequestRefused(f"adam_params.{name}: got {value}")
-    return OptimizerConfig(
+    optimizer = OptimizerConfig(
         lr=asked.learning_rate,
         beta1=asked.beta1,
         beta2=asked.beta2,
         eps=asked.eps,
         weight_decay=asked.weight_decay,
         max_grad_norm=asked.grad_clip_norm,
+        total_steps=1,  # of a schedule, which there is none of
     )
+    try:
+        check_ranges(optimizer)
+    except ConfigError as error:
+        name, _, wrong = str(error).partition(":")
+        raise RequestRefused(f"adam_params.{_ADAMS.get(name, name)}:{wrong}") from error
+    return optimizer

@@ -18,23 +18,24 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import pydantic
 from aiohttp import web
+from msgspec.structs import replace
 from tinker import types
 from tinker.types.try_again_response import TryAgainResponse
 
 from areal_sc.run.run_status import TenantStatus
 from areal_sc.serving.answers import Answers, Work
-from areal_sc.serving.journal import KeptRequest, Record, ServeJournal, WrittenReply
+from areal_sc.serving.journal import ApiAnswer, KeptRequest, Record, ServeJournal, Source
 from areal_sc.serving.served_models import TinkerModels
+from areal_sc.serving.trained_model import TrainedModel
 from areal_sc.serving.wire import (
     MAX_BODY_BYTES,
-    ApiAnswer,
+    MAX_SAMPLES,
     RequestRefused,
     cut_pass,
     head_of_pass,
@@ -43,8 +44,6 @@ from areal_sc.serving.wire import (
     read_pass,
 )
 from areal_sc.system.durable import replace_file
-
-B = TypeVar("B", bound=pydantic.BaseModel)
 
 KEY_PREFIX: Final = "tml-"
 """Which the official client expects of a key."""
@@ -63,14 +62,13 @@ KEPT_BYTES: Final = 32 << 20
 _API: Final = "/api/v1"
 _SESSION: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 _MAX_ROWS_A_PASS: Final = 1024
-_OF_MODELS: Final = (
-    *("create_model", "load_weights", "forward_backward", "optim_step", "save_weights"),
-    "save_weights_for_sampler",
-)
-"""Requests that a server which was killed had to begin before its turns of the ranks."""
+_AFTER_TURNS: Final = ("unload_model", "create_sampling_session", "asample")
+"""Requests that a server which was killed begins once its turns of the ranks are repeated."""
 
 Serve = Callable[[bytes, str], ApiAnswer]
 """Serves a body of a tenant."""
+Train = Callable[[Any, ApiAnswer | None], Awaitable[ApiAnswer]]
+"""Does what a request of a model asks for; see `Work`."""
 Look = Callable[[web.Request, str], Awaitable[ApiAnswer]]
 """Serves a request of a tenant."""
 
@@ -116,34 +114,30 @@ class TinkerServer:
         self._keys = {tenant: key.encode() for tenant, key in keys.items()}
         self._journal = journal
         self._found = found
-        answered = (it for it in found if isinstance(it, WrittenReply))
-        known = {
-            it.request_id: ApiAnswer(it.body, it.content_type, it.is_failure) for it in answered
-        }
+        known = {it.request_id: it for it in found if isinstance(it, ApiAnswer)}
         self._answers = Answers(journal, known, models.ended_by)
         self.failed = self._answers.failed
         self._heard_s: dict[str, float] = {}  # of each session
         self._turns: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None  # of the journal, anew
         self._plain: dict[str, Serve] = {
-            "client/config": self._config,
+            "client/config": _config,
             "client/dynamic_config": lambda *_: json_of(types.ClientDynamicConfigResponse()),
             "telemetry": lambda *_: json_of(types.TelemetryResponse(status="accepted")),  # dropped
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "get_info": self._info,
             "weights_info": self._weights_info,
-            "cancel_future": self._cancel,
         }
         self._kept: dict[str, Serve] = {
             "create_model": self._create_model,
             "load_weights": self._load,
             "unload_model": self._unload,
-            "forward_backward": self._pass,
-            "optim_step": partial(self._train, types.OptimStepRequest, models.take_step),
-            "save_weights": partial(self._train, types.SaveWeightsRequest, models.save),
-            "save_weights_for_sampler": partial(
-                self._train, types.SaveWeightsForSamplerRequest, models.save_for_sampler
+            "forward_backward": partial(self._train, read_pass, head_of_pass, models.run_pass),
+            "optim_step": self._training(types.OptimStepRequest, models.take_step),
+            "save_weights": self._training(types.SaveWeightsRequest, models.save),
+            "save_weights_for_sampler": self._training(
+                types.SaveWeightsForSamplerRequest, models.save_for_sampler
             ),
             "create_sampling_session": self._create_sampler,
             "asample": self._sample,
@@ -156,23 +150,19 @@ class TinkerServer:
         self._turns.add_done_callback(self._note_end)
         requests = [it for it in self._found if isinstance(it, KeptRequest)]
         self._found.clear()
-        for is_first in (True, False):
+        for is_last in (False, True):
             for it in requests:
-                if (it.name in _OF_MODELS) is is_first:
+                if (it.name in _AFTER_TURNS) is is_last:
                     with suppress(RequestRefused):  # of a sampler, say, whose weights are gone
                         self._kept[it.name](it.body, it.tenant)
-            repeated = asyncio.create_task(self._models.turns.wait_until_repeated())
+            repeated = asyncio.create_task(self._models.turns.is_repeated.wait())
             ends: list[asyncio.Future[Any]] = [repeated, self.failed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             repeated.cancel()
 
-    def _note_failure(self, writing: asyncio.Task[None]) -> None:
-        if not writing.cancelled() and (error := writing.exception()) and not self.failed.done():
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) and not self.failed.done():
             self.failed.set_result(error)
-
-    def _note_end(self, turns: asyncio.Task[None]) -> None:
-        if not turns.cancelled() and not self.failed.done():
-            self.failed.set_result(turns.exception() or AssertionError("turns do not end"))
 
     def application(self) -> web.Application:
         """All that is served."""
@@ -230,19 +220,16 @@ class TinkerServer:
         is_large = self._journal.size > JOURNAL_BYTES or self._models.turns.num_rests > MOST_RESTS
         if is_large and (self._writing is None or self._writing.done()):
             self._writing = asyncio.create_task(self._models.write_anew(self._kept_records))
-            self._writing.add_done_callback(self._note_failure)
+            self._writing.add_done_callback(self._note_end)
         return answer
 
     def _kept_records(self) -> list[Record]:
         """The newest answers, and requests that have none yet."""
-        replies = self._answers.replies(KEPT_BYTES)
         records = self._journal.records()
-        answered = {it.request_id for it in records if isinstance(it, WrittenReply)}
+        done = {"", *(it.request_id for it in records if isinstance(it, ApiAnswer))}
         requests = (it for it in records if isinstance(it, KeptRequest))
-        return [
-            *replies,
-            *(it for it in requests if it.request_id and it.request_id not in answered),
-        ]
+        open_ones = [it for it in requests if it.request_id not in done]
+        return [*self._answers.newest(KEPT_BYTES), *open_ones]
 
     async def _retrieve(self, request: web.Request, tenant: str) -> ApiAnswer:
         asked = read_json(await request.read(), types.FutureRetrieveRequest)
@@ -251,13 +238,6 @@ class TinkerServer:
         if answer is None:
             return json_of(TryAgainResponse(request_id=asked.request_id, queue_state="active"))
         return answer
-
-    def _cancel(self, body: bytes, tenant: str) -> ApiAnswer:
-        asked = read_json(body, Cancelled)
-        self._check_owner(asked.request_id, tenant)
-        if ":sample:" in asked.request_id:  # all others change something
-            self._answers.cancel(asked.request_id)
-        return json_of(types.TelemetryResponse(status="accepted"))
 
     def _begun(
         self,
@@ -273,16 +253,9 @@ class TinkerServer:
         )
         return replace(json_of(future), request_id=request_id)
 
-    def _config(self, *_: object) -> ApiAnswer:
-        return json_of(
-            types.ClientConfigResponse(
-                fwdbwd_max_chunk_len=_MAX_ROWS_A_PASS, use_pyqwest_transport=False
-            )
-        )
-
     async def _capabilities(self, _: web.Request, __: str) -> ApiAnswer:
         served = types.SupportedModel(
-            model_name=Path(self._models.name).name,
+            model_name=self._models.name,
             max_context_length=self._models.limits.max_tokens,
             trainable=True,
             sampleable=True,
@@ -320,100 +293,84 @@ class TinkerServer:
             raise RequestRefused(f"there is no session {session!r:.200}", 404)
         self._heard_s[session] = time.monotonic()
 
-    def _is_silent(self, model_id: str, limit_s: float) -> bool:
-        session = model_id.partition(":")[0]
+    def _is_silent(self, model: TrainedModel, limit_s: float = SILENT_S) -> bool:
         now = time.monotonic()
-        return now > self._heard_s.setdefault(session, now) + limit_s
+        return now > self._heard_s.setdefault(model.session, now) + limit_s
 
     # Models
 
     def _create_model(self, body: bytes, tenant: str) -> ApiAnswer:
         asked = read_json(body, types.CreateModelRequest)
-        self._hear(asked.session_id, tenant)
-        model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
-        self._end_those_gone()
+        model_id = self._new_id(asked, tenant)
+        for model in self._models.all_live:
+            if self._is_silent(model, GONE_S):
+                self._end_gone(model)
         kept = KeptRequest("create_model", body, tenant, f"{model_id}:0")
-
-        async def create(known: ApiAnswer | None) -> ApiAnswer:
-            if why is not None:
-                raise why
-            if known is not None and known.is_failure:
-                await self._models.unload(model_id, known)
-                return known
-            return await self._models.create(
-                model_id,
-                lambda other: self._is_silent(other, SILENT_S),
-                lambda: None if known else self._journal.begin_anew([kept]),
-            )
-
-        why = self._refusal(
-            lambda: self._models.begin(
-                model_id, tenant, self._models.source_wanted(asked, model_id)
-            )
+        return self._begin_model(
+            model_id,
+            tenant,
+            lambda: self._models.source_wanted(asked, model_id),
+            partial(self._models.create, model_id, self._is_silent, kept),
         )
-        return self._begun(tenant, f"{model_id}:0", create, model_id)
 
     def _load(self, body: bytes, tenant: str) -> ApiAnswer:
         """Into a model, or as the first request of a new one."""
         asked = read_json(body, types.LoadWeightsRequest)
         if asked.session_id is None:
-            try:
+
+            def read(_: bytes) -> types.LoadWeightsRequest:
                 self._check_owner(asked.path, tenant)
-            except RequestRefused as refused:
-                return self._refused(asked, refused, tenant)
-            return self._in_order(asked, partial(self._models.load, asked), tenant)
+                return asked
+
+            return self._train(read, lambda _: asked, self._models.load, body, tenant)
         self._check_owner(asked.path, tenant)
-        self._hear(asked.session_id, tenant)
-        model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
+        model_id = self._new_id(asked, tenant)
 
-        async def load(_: ApiAnswer | None) -> ApiAnswer:
-            if why is not None:
-                raise why
-            return json_of(types.LoadWeightsResponse(path=asked.path, model_id=model_id))
-
-        def begin() -> None:
+        def source() -> Source:
             self._models.check_base(asked.base_model or self._models.name)
-            source = self._models.loaded_source(
+            return self._models.saved.kept_source(
                 model_id, 0, asked.path, has_optimizer=asked.optimizer
             )
-            self._models.begin(model_id, tenant, source)
 
-        why = self._refusal(begin)
-        return self._begun(tenant, f"{model_id}:0", load, model_id)
+        async def load(_: ApiAnswer | None) -> ApiAnswer:
+            return json_of(types.LoadWeightsResponse(path=asked.path, model_id=model_id))
 
-    def _refusal(self, begin: Callable[[], None]) -> RequestRefused | None:
-        """Why a model does not begin, which its request is answered with."""
+        return self._begin_model(model_id, tenant, source, load)
+
+    def _new_id(self, asked: Any, tenant: str) -> str:
+        self._hear(asked.session_id, tenant)
+        return f"{asked.session_id}:train:{asked.model_seq_id}"
+
+    def _begin_model(
+        self, model_id: str, tenant: str, source: Callable[[], Source], work: Work
+    ) -> ApiAnswer:
+        """Why a model does not begin is what its request is answered with."""
         try:
-            begin()
+            self._models.begin(model_id, tenant, source())
         except RequestRefused as refused:
-            return refused
-        return None
+            work = partial(_refuse_begin, refused)
+        return self._begun(tenant, f"{model_id}:0", work, model_id)
 
-    def _end_those_gone(self) -> None:
-        for model_id in self._models.ids:
-            if self._is_silent(model_id, GONE_S):
-                body = types.UnloadModelRequest(model_id=model_id).model_dump_json().encode()
-                tenant = self._models.tenant_of(model_id)
-                self._unload(body, tenant)
-                kept = KeptRequest("unload_model", body, tenant, f"{model_id}:unload")
-                self._journal.write(kept)
+    def _end_gone(self, model: TrainedModel) -> None:
+        body = types.UnloadModelRequest(model_id=model.model_id).model_dump_json().encode()
+        answer = self._unload(body, model.tenant)
+        self._journal.write(KeptRequest("unload_model", body, model.tenant, answer.request_id))
 
     def _unload(self, body: bytes, tenant: str) -> ApiAnswer:
         asked = read_json(body, types.UnloadModelRequest)
         self._check_owner(asked.model_id, tenant)
-        self._models.check_id(asked.model_id)
+        self._models.live(asked.model_id)
         unload = partial(self._models.unload, asked.model_id)
         return self._begun(tenant, f"{asked.model_id}:unload", unload, asked.model_id)
 
     def _info(self, body: bytes, tenant: str) -> ApiAnswer:
         asked = read_json(body, types.GetInfoRequest)
         self._check_owner(asked.model_id, tenant)
-        self._models.check_id(asked.model_id)
-        rank, name = self._models.rank_of(asked.model_id), Path(self._models.name).name
+        rank, name = self._models.live(asked.model_id).source.rank, self._models.name
         return json_of(
             types.GetInfoResponse(
                 model_id=asked.model_id,
-                model_data=types.ModelData(model_name=name, tokenizer_id=self._models.name),
+                model_data=types.ModelData(model_name=name, tokenizer_id=self._models.path),
                 model_name=name,
                 is_lora=rank > 0,
                 lora_rank=rank or None,
@@ -423,42 +380,36 @@ class TinkerServer:
     def _weights_info(self, body: bytes, tenant: str) -> ApiAnswer:
         path = read_json(body, AskedWeights).tinker_path
         self._check_owner(path, tenant)
-        rank = self._models.stored_source(path, has_optimizer=False).rank
-        name = Path(self._models.name).name
-        return json_of(types.WeightsInfoResponse(base_model=name, is_lora=True, lora_rank=rank))
+        rank = self._models.saved.source(path, has_optimizer=False).rank
+        return json_of(
+            types.WeightsInfoResponse(base_model=self._models.name, is_lora=True, lora_rank=rank)
+        )
 
-    def _pass(self, body: bytes, tenant: str) -> ApiAnswer:
-        try:
-            asked = read_pass(body)
-        except RequestRefused as refused:
-            return self._refused(head_of_pass(body), refused, tenant)
-        return self._in_order(asked, partial(self._models.run_pass, asked), tenant)
+    def _training(self, kind: type[pydantic.BaseModel], work: Train) -> Serve:
+        read = partial(read_json, kind=kind)
+        return partial(self._train, read, partial(read_json, kind=Numbered), work)
 
     def _train(
         self,
-        kind: type[B],
-        work: Callable[[Any, ApiAnswer | None], Awaitable[ApiAnswer]],
+        read: Callable[[bytes], Any],
+        read_head: Callable[[bytes], Any],
+        work: Train,
         body: bytes,
         tenant: str,
     ) -> ApiAnswer:
+        """A request of a model. One that cannot be read is refused at its turn: those behind it
+        wait for its number."""
         try:
-            asked = read_json(body, kind)
+            asked = read(body)
         except RequestRefused as refused:
-            return self._refused(read_json(body, Numbered), refused, tenant)
-        return self._in_order(asked, partial(work, asked), tenant)
-
-    def _refused(self, asked: Any, why: RequestRefused, tenant: str) -> ApiAnswer:
-        """At its turn: the requests behind it wait for its number."""
-        refuse = partial(self._models.refuse, asked.model_id, asked.seq_id, str(why))
-        return self._in_order(asked, refuse, tenant)
-
-    def _in_order(self, asked: Any, work: Work, tenant: str) -> ApiAnswer:
+            asked, work = read_head(body), partial(self._models.refuse, refused)
         self._check_owner(asked.model_id or "", tenant)
-        self._models.check_id(asked.model_id)
+        model = self._models.live(asked.model_id)
         if not asked.seq_id:
             raise RequestRefused("seq_id: expected a number above 0")
-        self._models.expect(asked.model_id, asked.seq_id)
-        return self._begun(tenant, f"{asked.model_id}:{asked.seq_id}", work, asked.model_id)
+        model.order.expect(asked.seq_id)
+        request_id = f"{model.model_id}:{asked.seq_id}"
+        return self._begun(tenant, request_id, partial(work, asked), model.model_id)
 
     # Samplers
 
@@ -467,16 +418,18 @@ class TinkerServer:
         self._hear(asked.session_id, tenant)
         if asked.model_path is not None:
             self._check_owner(asked.model_path, tenant)
+        else:
+            self._models.check_base(asked.base_model)
         session = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-        self._models.open_sampler(session, asked)
+        self._models.samplers.open(session, asked.model_path)
         return json_of(types.CreateSamplingSessionResponse(sampling_session_id=session))
 
     async def _sampler(self, request: web.Request, tenant: str) -> ApiAnswer:
         session = request.match_info["sampler"]
         self._check_owner(session, tenant)
-        self._models.check_sampler(session)
-        base = Path(self._models.name).name
-        return json_of(types.GetSamplerResponse(sampler_id=session, base_model=base))
+        self._models.samplers.check(session)
+        path = self._models.path  # its client loads the tokenizer by it
+        return json_of(types.GetSamplerResponse(sampler_id=session, base_model=path))
 
     def _sample(self, body: bytes, tenant: str) -> ApiAnswer:
         asked = read_json(body, types.SampleRequest)
@@ -486,9 +439,11 @@ class TinkerServer:
         self._check_owner(session, tenant)
         request_id = f"{session}:{asked.seq_id}"
         if not self._answers.knows(request_id):
-            self._models.check_sampler(session)
-        ids = [f"{request_id}:{number}" for number in range(min(asked.num_samples, 1024))]
-        return self._begun(tenant, request_id, partial(self._models.sample, asked), ids=ids)
+            self._models.samplers.check(session)
+        ids = [f"{request_id}:{number}" for number in range(min(asked.num_samples, MAX_SAMPLES))]
+        return self._begun(
+            tenant, request_id, partial(self._models.samplers.sample, asked), ids=ids
+        )
 
 
 async def _head_of(request: web.Request) -> bytes:
@@ -501,20 +456,25 @@ async def _head_of(request: web.Request) -> bytes:
     return bytes(body) if len(body) <= MAX_BODY_BYTES else cut_pass(body)
 
 
-class Cancelled(pydantic.BaseModel):
-    """Body of a request to give another one up."""
-
-    request_id: str
-
-
 class AskedWeights(pydantic.BaseModel):
     """Body of a question about saved weights."""
 
     tinker_path: str
 
 
+async def _refuse_begin(why: RequestRefused, _: ApiAnswer | None) -> ApiAnswer:
+    raise why
+
+
 async def _of_body(serve: Serve, request: web.Request, tenant: str) -> ApiAnswer:
     return serve(await request.read(), tenant)
+
+
+def _config(*_: object) -> ApiAnswer:
+    told = types.ClientConfigResponse(
+        fwdbwd_max_chunk_len=_MAX_ROWS_A_PASS, use_pyqwest_transport=False
+    )
+    return json_of(told)
 
 
 async def _health(_: web.Request, __: str) -> ApiAnswer:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
+from msgspec import convert
+
 from areal_sc.serving.journal import KnownModel, Source
 from areal_sc.serving.wire import RequestRefused
 
@@ -56,6 +58,41 @@ class InOrder:
             self.next += 1
             if (following := self._begins.pop(self.next, None)) is not None:
                 following.set()
+
+
+class ManyOrOne:
+    """Many go on at the same time, or one alone, which waits for them and lets none begin."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._is_alone = False
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def among_many(self) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_alone)
+            self._num += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._num -= 1
+                self._changed.notify_all()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_alone)
+            self._is_alone = True
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._num == 0)
+            yield
+        finally:
+            async with self._changed:
+                self._is_alone = False
+                self._changed.notify_all()
 
 
 class TrainedModel:
@@ -116,18 +153,12 @@ class TrainedModel:
 
     def known(self) -> KnownModel:
         """What a later server has to know, where no request of its is at its turn."""
-        return KnownModel(
-            self.model_id,
-            self.tenant,
-            self.source,
-            self.place,
-            self.num_rows,
-            list(self.asked),
-            self.num_asked_tokens,
-            self.order.next,
-            sorted(self.saved),
-            list(self.samplers),
-        )
+        return convert(self, KnownModel, from_attributes=True)
+
+    @property
+    def next_number(self) -> int:
+        """Of its requests."""
+        return self.order.next
 
     def take_numbers(self, count: int) -> range:
         """Numbers of so many further rows."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import pydantic
 import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, TopTokens
+from areal_sc.serving.journal import ApiAnswer
 from areal_sc.serving.losses import (
     FIELDS,
     GAINS,
@@ -26,13 +28,13 @@ from areal_sc.serving.losses import (
     LOW,
     SAMPLED,
     SETTINGS,
+    by_token,
     token_losses,
 )
 
 B = TypeVar("B", bound=pydantic.BaseModel)
 
 PROTOBUF: Final = "application/x-protobuf"
-JSON: Final = "application/json"
 MAX_BODY_BYTES: Final = 64 << 20
 _HEAD_BYTES: Final = 1024
 _DTYPES: Final = {
@@ -55,20 +57,6 @@ class RequestRefused(Exception):
 
 
 @dataclass(frozen=True)
-class ApiAnswer:
-    """What a client gets for a request, as it goes over the wire.
-
-    Attributes:
-        request_id: of the answer that it waits for; "": this is it.
-    """
-
-    body: bytes
-    content_type: str = JSON
-    is_failure: bool = False
-    request_id: str = ""
-
-
-@dataclass(frozen=True)
 class RowLimits:
     """What rows and prompts may be.
 
@@ -79,23 +67,6 @@ class RowLimits:
 
     vocab_size: int
     max_tokens: int
-
-
-@dataclass(frozen=True)
-class WantedPass:
-    """A forward pass that was asked for, or a forward and backward one.
-
-    Attributes:
-        rows: `input_ids` and `loss_mask`, each [T], [T] each what the client gives for the loss,
-            and the loss and its settings; each token is trained that is the client's target.
-    """
-
-    rows: list[dict[str, Any]]
-    is_backward: bool
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(row["input_ids"]) for row in self.rows)
 
 
 def read_json(body: bytes, kind: type[B]) -> B:
@@ -138,8 +109,12 @@ def head_of_pass(body: bytes) -> pb.ForwardBackwardRequest:
     raise RequestRefused("the body is no ForwardBackwardRequest", 422)
 
 
-def pass_of(asked: pb.ForwardBackwardRequest, limits: RowLimits) -> WantedPass:
-    """Raises: RequestRefused: what it asks for is not served."""
+def rows_of(asked: pb.ForwardBackwardRequest, limits: RowLimits) -> list[dict[str, Any]]:
+    """`input_ids` and `loss_mask`, each [T], [T] each what the client gives for the loss, and the
+    loss and its settings; each token is trained that is the client's target.
+
+    Raises: RequestRefused: what it asks for is not served.
+    """
     if asked.loss_fn not in LOSSES:
         raise RequestRefused(
             f"loss_fn: expected one of {', '.join(LOSSES)}, got {asked.loss_fn!r:.80}"
@@ -162,7 +137,7 @@ def pass_of(asked: pb.ForwardBackwardRequest, limits: RowLimits) -> WantedPass:
             rows.append(_row_of(datum, asked.loss_fn, limits) | own)
         except RequestRefused as error:
             raise RequestRefused(f"data[{number}]: {error}") from error
-    return WantedPass(rows, is_backward=not asked.forward_only)
+    return rows
 
 
 def _row_of(datum: Any, loss: str, limits: RowLimits) -> dict[str, Any]:
@@ -230,14 +205,15 @@ def _tensor_of(datum: Any, name: str, length: int) -> NDArray[Any]:
     return np.frombuffer(tensor.dense, dtype)
 
 
-def pass_output(asked: WantedPass, logprobs: Sequence[Sequence[float]]) -> ApiAnswer:
+def pass_output(
+    rows: Sequence[Mapping[str, Any]], logprobs: Sequence[Sequence[float]]
+) -> ApiAnswer:
     """Args: logprobs: [T] of each row, nats; the first one stands for no token."""
     of_rows = [np.asarray(row[1:], np.float32) for row in logprobs]
     losses = 0.0
-    for row, known in zip(asked.rows, of_rows, strict=True):
-        constant = {name: [row[name]] * len(known) for name in (LOSS, LOW, HIGH)}
-        each = constant | {name: row[name][1:] for name in (GAINS, SAMPLED)}
-        fields = {name: torch.tensor(each[name], dtype=torch.float64) for name in FIELDS}
+    for row, known in zip(rows, of_rows, strict=True):
+        each = by_token(row)
+        fields = {name: torch.tensor(each[name][1:], dtype=torch.float64) for name in FIELDS}
         losses += float(token_losses(torch.from_numpy(known).double(), fields).sum())
     offsets = np.cumsum([0, *(row.nbytes for row in of_rows)], dtype=np.int64)
     tensor = pb.BatchedTensor(
@@ -250,7 +226,7 @@ def pass_output(asked: WantedPass, logprobs: Sequence[Sequence[float]]) -> ApiAn
     output = pb.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics={"loss:sum": losses}
     )
-    return ApiAnswer(output.SerializeToString(), PROTOBUF)
+    return ApiAnswer("", output.SerializeToString(), PROTOBUF)
 
 
 _UNSERVED: Final = (
@@ -259,27 +235,12 @@ _UNSERVED: Final = (
 )
 
 _MOST_TOP_K: Final = 128
-
-
-@dataclass(frozen=True)
-class WantedSample:
-    """Completions that were asked for, each of them.
-
-    Attributes:
-        prompt_logprobs: those of the prompt are, too.
-        top_k, prompt_top_k: most probable tokens of each sampled token, and of the prompt.
-    """
-
-    prompt: list[int]
-    sampling: GenerationConfig
-    prompt_logprobs: bool
-    top_k: int
-    prompt_top_k: int
+MAX_SAMPLES: Final = 1024
 
 
 def sampling_of(
     asked: types.SampleRequest, limits: RowLimits, own: GenerationConfig
-) -> WantedSample:
+) -> tuple[list[int], GenerationConfig]:
     """The tokens of a prompt, and how completions of it are sampled.
 
     Args: own: the settings of the server, whose `max_new_tokens` counts where nothing is asked for.
@@ -288,12 +249,11 @@ def sampling_of(
     for name in _UNSERVED:
         if getattr(asked, name):
             raise RequestRefused(f"{name} is not served")
-    top_ks = {
-        name: getattr(asked, name) for name in ("topk_sample_logprobs", "topk_prompt_logprobs")
-    }
-    for name, number in {"num_samples": asked.num_samples - 1, **top_ks}.items():
-        most = 1023 if name == "num_samples" else min(_MOST_TOP_K, limits.vocab_size)
-        if not 0 <= number <= most:
+    if not 1 <= asked.num_samples <= MAX_SAMPLES:
+        raise RequestRefused(f"num_samples: expected 1 to {MAX_SAMPLES}, got {asked.num_samples}")
+    most = min(_MOST_TOP_K, limits.vocab_size)
+    for name in ("topk_sample_logprobs", "topk_prompt_logprobs"):
+        if not 0 <= getattr(asked, name) <= most:
             raise RequestRefused(f"{name}: expected at most {most}, got {getattr(asked, name)}")
     try:
         tokens = asked.prompt.to_ints()
@@ -324,16 +284,15 @@ def sampling_of(
         stop=[it for it in stop if isinstance(it, str)],
         stop_token_ids=[it for it in stop if isinstance(it, int)],
     )
-    return WantedSample(
-        tokens,
-        sampling,
-        bool(asked.prompt_logprobs) or asked.topk_prompt_logprobs > 0,
-        asked.topk_sample_logprobs,
-        asked.topk_prompt_logprobs,
-    )
+    return tokens, sampling
 
 
-def sample_output(wanted: WantedSample, completions: Sequence[Completion]) -> ApiAnswer:
+def wants_prompt(asked: types.SampleRequest) -> bool:
+    """Whether the log-probabilities of the prompt are asked for, too."""
+    return bool(asked.prompt_logprobs) or asked.topk_prompt_logprobs > 0
+
+
+def sample_output(asked: types.SampleRequest, completions: Sequence[Completion]) -> ApiAnswer:
     """What was sampled; a completion that its context cut has the reason `length`."""
     answer = pb.SampleResponse()
     for it in completions:
@@ -344,15 +303,15 @@ def sample_output(wanted: WantedSample, completions: Sequence[Completion]) -> Ap
             tokens=np.asarray(it.token_ids, np.int32).tobytes(),
             logprobs=np.asarray(it.logprobs, np.float32).tobytes(),
         )
-        if wanted.top_k:
-            sequence.topk_sampled_logprobs.CopyFrom(_top_of(it.top, wanted.top_k))
+        if asked.topk_sample_logprobs:
+            sequence.topk_sampled_logprobs.CopyFrom(_top_of(it.top, asked.topk_sample_logprobs))
         answer.sequences.append(sequence)
     first = completions[0]
-    if wanted.prompt_logprobs:
+    if wants_prompt(asked):
         answer.prompt_logprobs = np.asarray(first.prompt_logprobs, np.float32).tobytes()
-    if wanted.prompt_top_k:
-        answer.topk_prompt_logprobs.CopyFrom(_top_of(first.prompt_top, wanted.prompt_top_k))
-    return ApiAnswer(answer.SerializeToString(), PROTOBUF)
+    if top_k := asked.topk_prompt_logprobs:
+        answer.topk_prompt_logprobs.CopyFrom(_top_of(first.prompt_top, top_k))
+    return ApiAnswer("", answer.SerializeToString(), PROTOBUF)
 
 
 def _top_of(places: Sequence[TopTokens], top_k: int) -> pb.TopkLogprobs:
@@ -368,7 +327,7 @@ def _top_of(places: Sequence[TopTokens], top_k: int) -> pb.TopkLogprobs:
 
 
 def json_of(body: pydantic.BaseModel) -> ApiAnswer:
-    return ApiAnswer(body.model_dump_json().encode())
+    return ApiAnswer("", body.model_dump_json().encode())
 
 
 def failure_of(why: str, *, is_users: bool) -> ApiAnswer:

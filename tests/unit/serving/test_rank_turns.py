@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from areal_sc.config.optimizer_settings import OptimizerConfig
+from areal_sc.serving.hosts import Host, SaveWanted, ScoreWanted, StepWanted
 from areal_sc.serving.journal import ServeJournal, Source
-from areal_sc.serving.rank_turns import RankTurns, SaveWanted, ScoreWanted, StepWanted
+from areal_sc.serving.rank_turns import RankTurns
 from areal_sc.serving.trained_model import InOrder, TrainedModel
 from areal_sc.serving.wire import RequestRefused
 
 LIMIT_S = 60.0
 
 
-class Ranks:
+class Ranks(Host):
     """A host that computes nothing.
 
     Attributes:
@@ -30,7 +31,6 @@ class Ranks:
 
     num_places = 2
     publishes = False
-    version = 0
 
     def __init__(self) -> None:
         self.num_scores = 0
@@ -38,6 +38,10 @@ class Ranks:
         self.is_scoring = threading.Event()
         self.may_go_on = threading.Event()
         self.may_go_on.set()
+
+    @property
+    def version(self) -> int:
+        return 0
 
     def enter(self, place: int, source: Source) -> None:
         self.num_changes += 1
@@ -52,9 +56,6 @@ class Ranks:
         return {place: {} for place in steps}
 
     def save(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
-        raise AssertionError("nobody saves")
-
-    def rest(self, place: int, model: TrainedModel, wanted: SaveWanted) -> None:
         self.num_changes += 1
 
 
@@ -66,7 +67,7 @@ def played(folder: Path, models: Sequence[TrainedModel], play: Play) -> None:
 
     async def run() -> None:
         ranks = Ranks()
-        turns = RankTurns(ranks, ServeJournal(folder / "journal"), [], by_id.__getitem__)
+        turns = RankTurns(ranks, ServeJournal(folder / "journal"), [], by_id)
         running = asyncio.create_task(turns.run())
         await asyncio.wait_for(play(turns, ranks), LIMIT_S)
         assert not running.done()
@@ -81,9 +82,7 @@ def models_of(tenant: str, count: int) -> list[TrainedModel]:
 
 async def score(turns: RankTurns, model: TrainedModel, times: int) -> None:
     for number in range(times):
-        assert await turns.ask(model, f"{model.model_id}:{number}", ScoreWanted([number])) == [
-            number
-        ]
+        assert await turns.ask(model, number, ScoreWanted([number])) == [number]
 
 
 def test_more_models_than_places_all_have_their_turns(tmp_path: Path) -> None:
@@ -105,9 +104,9 @@ def test_many_models_of_one_tenant_do_not_take_the_place_of_another(tmp_path: Pa
         waits = []
         for number in range(20):
             before = ranks.num_scores
-            await turns.ask(own, f"bob:{number}", ScoreWanted([0]))
+            await turns.ask(own, 2 * number, ScoreWanted([0]))
             waits.append(ranks.num_scores - before)
-            await turns.ask(own, f"bob:step-{number}", StepWanted([0], OptimizerConfig()))
+            await turns.ask(own, 2 * number + 1, StepWanted([0], OptimizerConfig()))
         assert max(waits[1:]) <= 2  # the turn that went on, and its own
         await others
 
@@ -121,7 +120,7 @@ def test_a_model_ends_behind_the_turn_that_it_is_in(tmp_path: Path) -> None:
         ranks.may_go_on.clear()
         under_way = asyncio.create_task(score(turns, ended, 1))
         await asyncio.to_thread(ranks.is_scoring.wait, LIMIT_S)
-        waiting = asyncio.create_task(turns.ask(ended, "later", ScoreWanted([1])))
+        waiting = asyncio.create_task(turns.ask(ended, 1, ScoreWanted([1])))
         ending = asyncio.create_task(turns.forget(ended))
         await asyncio.sleep(0)
         assert not ending.done()
