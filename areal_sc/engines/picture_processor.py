@@ -103,6 +103,7 @@ class PictureProcessor:
     Attributes:
         token_id: of the token at each place of a picture.
         marker: stands for a picture in a prompt, as the model's chat template writes it.
+        model_type: of the model's config.
     Raises: ModelError: the folder has none that can be used.
     """
 
@@ -121,6 +122,7 @@ class PictureProcessor:
         if isinstance(tokenizer.chat_template, str) and not _reads_texts(tokenizer):
             tokenizer.chat_template = _TEXTS_AS_PARTS + tokenizer.chat_template
         self._config = config
+        self.model_type = str(config.model_type)
         self._kept = KeptPictures[ProcessedPicture]()
         self.token_id: int = config.image_token_id
         self._token = str(tokenizer.convert_ids_to_tokens(self.token_id))

@@ -80,14 +80,11 @@ def reads_pictures(folder: str | Path) -> bool:
     return config.get("model_type") in PICTURE_FAMILIES and "vision_config" in config
 
 
-def check_model_folder(
-    path: str | Path, *, needs_weights: bool = True, is_text: bool = False
-) -> None:
+def check_model_folder(path: str | Path, *, needs_weights: bool = True) -> None:
     """Checks, in milliseconds, that a folder holds a model: to be called before workers start.
 
     Args:
         needs_weights: False: `config.json` alone describes a model whose weights are drawn.
-        is_text: who will load it knows no pictures.
     Raises: ModelError: no folder, no config.json, no weights, or weights that are truncated or
         lack a file; names what is missing. Or a model of more than text and pictures, with an
         encoder, or with an adapter beside it.
@@ -106,17 +103,13 @@ def check_model_folder(
     if config is None:
         raise ModelError(f"model folder {path}: it has no config.json")
     for name, value in config.items():
-        is_known = name == "vision_config" and reads_pictures(folder) and not is_text
+        is_known = name == "vision_config" and reads_pictures(folder)
         if isinstance(value, dict) and name.startswith(_OTHER_THAN_TEXT) and not is_known:
             raise ModelError(
                 f"model folder {path}: the model is multimodal (its config.json has {name}), and "
-                + (
-                    "servers are"
-                    if is_text
-                    else f"pictures are those of {', '.join(PICTURE_FAMILIES)}; others are"
-                )
-                + " trained and served with text alone: save its language model in a folder of its "
-                "own, as docs/models.md shows"
+                f"pictures are those of {', '.join(PICTURE_FAMILIES)}; others are trained and "
+                "served with text alone: save its language model in a folder of its own, as "
+                "docs/models.md shows"
             )
     if config.get("is_encoder_decoder"):
         raise ModelError(

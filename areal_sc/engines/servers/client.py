@@ -203,7 +203,9 @@ class ServerClient:
                 tokens that a truncated one may have, and log-probabilities are those under it.
         """
         body, adapter = self._body_of(request, max_support), self.adapter
-        part = self._read_answer(await self.request("POST", self.answers_at, body, None), request)
+        answer = await self.request("POST", self.answers_at, body, None)
+        part = self._read_answer(answer, request)
+        request.check_read(answer, part)
         return part if adapter is None else adapter.note_in(part)
 
     async def stream_answer(
@@ -222,6 +224,8 @@ class ServerClient:
             async for answer in answers:
                 if (part := read(answer, num_known)) is None:
                     continue
+                if not num_known:
+                    request.check_read(answer, part)
                 if part.finish and adapter is not None:
                     part = adapter.note_in(part, num_known)
                 num_known += len(part.token_ids)

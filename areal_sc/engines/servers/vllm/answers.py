@@ -111,11 +111,15 @@ def request_body(request: CompletionRequest) -> dict[str, Any]:
         parameters["prompt_logprobs"] = request.num_top
     if request.is_truncated:
         parameters |= {"top_p": sampling.top_p, "top_k": sampling.top_k or -1}
-    return {
+    body = {
         "request_id": request.request_id,
-        "token_ids": [*request.prompt, *request.token_ids],
+        "token_ids": request.sent_ids,
         "sampling_params": parameters,
     }
+    if request.pictures is not None:
+        parts = [{"type": "image_url", "url": url} for url in request.pictures.urls]
+        body |= {"content_parts": parts, "return_token_ids": True}
+    return body
 
 
 def read_answer(answer: dict[str, Any]) -> AnswerPart:

@@ -10,7 +10,7 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
 from areal_sc.engines.servers.handle import LOOPBACK, ServerInstance
 from areal_sc.errors import ConfigError, ModelError
-from areal_sc.sizing.model_folder import read_model_shape
+from areal_sc.sizing.model_folder import read_model_shape, reads_pictures
 from areal_sc.sizing.worker_plan import DTYPE_BYTES
 
 OLDEST_VERSION = (0, 32, 0)
@@ -67,7 +67,8 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
     slots = config.max_running_sequences
     arguments: dict[str, Any] = {
         "model": config.path,
-        "skip_tokenizer_init": True,  # token ids go in and come out
+        # token ids go in and come out; the image processor alone needs a tokenizer
+        "skip_tokenizer_init": not reads_pictures(config.path),
         "tokens_only": True,
         "enable_scale_out": True,  # the route for them
         "generation_config": "vllm",  # none of the folder's: requests say all
