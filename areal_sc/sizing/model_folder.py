@@ -76,7 +76,7 @@ def reads_pictures(folder: str | Path) -> bool:
 
     Raises: ModelError: `config.json` is broken.
     """
-    config = _read_whole_config(Path(folder)) or {}
+    config = read_whole_config(Path(folder)) or {}
     return config.get("model_type") in PICTURE_FAMILIES and "vision_config" in config
 
 
@@ -99,7 +99,7 @@ def check_model_folder(path: str | Path, *, needs_weights: bool = True) -> None:
             "or save the merged model in a folder of its own (peft: merge_and_unload, "
             "save_pretrained), or remove the adapter's files to use the model without it"
         )
-    config = _read_whole_config(folder)
+    config = read_whole_config(folder)
     if config is None:
         raise ModelError(f"model folder {path}: it has no config.json")
     for name, value in config.items():
@@ -168,13 +168,17 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
 
     Raises: ModelError: the file is not a JSON object.
     """
-    content = _read_whole_config(folder)
+    content = read_whole_config(folder)
     # multimodal models keep the decoder's settings in a section of their own
     decoder = None if content is None else content.get("text_config", content)
     return decoder if isinstance(decoder, dict) else content
 
 
-def _read_whole_config(folder: Path) -> dict[str, Any] | None:
+def read_whole_config(folder: Path) -> dict[str, Any] | None:
+    """`config.json`, or None when there is no such file.
+
+    Raises: ModelError: it is not a JSON object.
+    """
     path = folder / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

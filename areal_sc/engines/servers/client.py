@@ -33,7 +33,7 @@ from areal_sc.errors import (
     RpcTimeout,
     ServerBusy,
 )
-from areal_sc.sizing.model_folder import read_model_config
+from areal_sc.sizing.model_folder import read_whole_config
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ class ServerAbilities:
 
         Raises: ModelError: it serves another model. ConfigError: its context is too short.
         """
-        expected = read_model_config(Path(model_folder)) or {}
+        expected = read_whole_config(Path(model_folder)) or {}
         for name, found in (
             ("model_type", self.model_type),
             ("architectures", list(self.architectures)),

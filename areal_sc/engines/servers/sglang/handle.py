@@ -50,6 +50,8 @@ class SGLangEngine(ServersHandle):
         environment = {
             "PYTHONPATH": with_path(Path(__file__).with_name("in_server")),
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            # What a tower makes of pictures is kept across weight updates, and whatever they bring.
+            "SGLANG_VLM_CACHE_SIZE_MB": "0",
         }
         if not instance.is_cuda:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
