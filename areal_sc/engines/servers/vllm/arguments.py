@@ -64,12 +64,12 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
     """
     servers = config.servers
     given = given_arguments(config.vllm.args, SETTINGS_OF, "vllm")
-    slots = config.max_running_sequences
+    slots, is_text = config.max_running_sequences, not reads_pictures(config.path)
     arguments: dict[str, Any] = {
         "model": config.path,
         # token ids go in and come out; the image processor alone needs a tokenizer
-        "skip_tokenizer_init": not reads_pictures(config.path),
-        "tokens_only": True,
+        "skip_tokenizer_init": is_text,
+        "tokens_only": is_text,
         "enable_scale_out": True,  # the route for them
         "generation_config": "vllm",  # none of the folder's: requests say all
         "dtype": str(config.dtype),
