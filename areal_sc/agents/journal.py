@@ -1,11 +1,11 @@
 """What is written down of a session of an agent outside, so that it outlives its worker. No torch.
 
     claimed ──► confirmed ──► each answer, before its last byte is sent ──► rewarded or rejected
-                              (before it, the pictures that come first with it)
 
 A journal is a file in the memory of the node. Each record is a line of JSON behind its checksum, so
-one that a death has cut short is cut off. The next life of the worker reads the journal and plays
-the calls again, with the answers that were sampled: see `Session.restore`.
+one that a death has cut short is cut off. A picture is written once, before the first answer to it.
+The next life of the worker reads the journal and plays the calls again, with the answers that were
+sampled: see `Session.restore`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What SGLang names but never uses when it serves a text model on a CPU.
+"""What SGLang names but never uses when it serves text and pictures on a CPU.
 
-SGLang imports packages for GPUs, images and constrained output at the top of its files, some of
+SGLang imports packages for GPUs, videos and constrained output at the top of its files, some of
 them gigabytes large. Here an import of one that is not installed gives a stand-in: it can be
 imported to any depth, named, subclassed and used as a decorator. Whatever would *run* raises
 NotImplementedError, so nothing is computed wrongly in silence.
