@@ -174,7 +174,7 @@ class WorkerEpisodeEngine:
             its = ()  # it is a request of text alone
         with_pictures: dict[str, Any] = {"pictures": its} if its else {}
         if pictures:  # requests whose tokens are equal may have others
-            group += blake2b(packed(pictures), digest_size=16).hexdigest()
+            group += blake2b(packed(pictures).tobytes(), digest_size=16).hexdigest()
         try:
             with self._waiting("generation") as wait:
                 answer = await self._engine.generate(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from areal_sc.engines.picture_processor import KeptPictures, PictureProcessor
@@ -77,7 +78,7 @@ class PictureSender:
                 )
             found += [*prompt[place:start], marker]
             place = start + len(own)
-        urls = [self._urls.get(it, lambda it=it: _data_url(it), len) for it in pictures]
+        urls = [self._urls.get(it, partial(_data_url, it), len) for it in pictures]
         return SentPictures([*found, *prompt[place:]], marker, urls)
 
 
