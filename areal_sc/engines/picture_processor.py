@@ -148,6 +148,18 @@ class PictureProcessor:
         """Raises: WorkflowError: the picture is damaged, or of a shape that the model refuses."""
         return self._kept.get(picture, partial(self._process, picture), lambda made: made.num_bytes)
 
+    def resized(self, picture: bytes) -> Any:
+        """The picture, decoded; of Qwen's families in the size that the model sees.
+
+        Processed again, also by another program, it is not resized once more.
+        """
+        image = decoded(picture)
+        grid = self.processed(picture).pixels.get("image_grid_thw")
+        if grid is None:
+            return image
+        height, width = (int(size) * self._images.patch_size for size in grid[0, 1:])
+        return image.resize((width, height), resample=self._images.resample)
+
     def count_places(self, num_tokens: int, pictures: Sequence[bytes]) -> int:
         """How many of the tokens of this kind that a row has are those of its pictures.
 

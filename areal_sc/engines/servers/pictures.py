@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from areal_sc.engines.picture_processor import KeptPictures, PictureProcessor
 from areal_sc.errors import NeverWorks, WorkflowError
-from areal_sc.sources.pictures import decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,16 +77,15 @@ class PictureSender:
                 )
             found += [*prompt[place:start], marker]
             place = start + len(own)
-        urls = [self._urls.get(it, partial(_data_url, it), len) for it in pictures]
+        urls = [self._urls.get(it, partial(self._data_url, it), len) for it in pictures]
         return SentPictures([*found, *prompt[place:]], marker, urls)
 
-
-def _data_url(picture: bytes) -> str:
-    """A PNG of the pixels that the trainer sees: programs decode JPEG, and drop transparency and
-    turn pictures, each in its own way."""
-    content = io.BytesIO()
-    decoded(picture).save(content, format="PNG", compress_level=1)
-    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+    def _data_url(self, picture: bytes) -> str:
+        """A PNG of the pixels that the trainer sees: programs decode JPEG, turn and resize
+        pictures, and drop transparency, each in its own way."""
+        content = io.BytesIO()
+        self._processor.resized(picture).save(content, format="PNG", compress_level=1)
+        return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
 def check_read(told: Any, expected: Sequence[int]) -> None:

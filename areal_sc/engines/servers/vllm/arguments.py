@@ -87,6 +87,9 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "middleware": "areal_sc_in_vllm.key.DemandKey",
         "worker_extension_cls": "areal_sc_in_vllm.weights.WeightLoader",
     }
+    if not is_text:
+        # its two ends forget pictures at different times, and requests fail then
+        arguments |= {"mm_processor_cache_gb": 0}
     if config.placement is Placement.turns:
         arguments |= {"enable_sleep_mode": True}
     rank = next((rank for rank in LORA_RANKS if rank >= config.lora.rank), config.lora.rank)
