@@ -3,6 +3,7 @@ model folder has."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 TEXT = {
@@ -147,10 +149,14 @@ TEMPLATE = (
 )
 
 
-def save_picture_model(folder: Path, family: str, seed: int = 0, **text: Any) -> Path:
+def save_picture_model(
+    folder: Path, family: str, seed: int = 0, patch: int = 0, **text: Any
+) -> Path:
     """Writes the folder of a model; its tokens are characters.
 
-    Args: text: further settings of the decoder.
+    Args:
+        patch: pixels along a side of a patch, where the family is one of Qwen's.
+        text: further settings of the decoder.
     """
     its = FAMILIES[family]
     characters = [*map(chr, range(32, 127)), "\n"]
@@ -170,8 +176,12 @@ def save_picture_model(folder: Path, family: str, seed: int = 0, **text: Any) ->
     marker = f"{its.special[0]}{its.marker}{its.special[1]}" if "qwen" in family else its.marker
     fast.chat_template = TEMPLATE.replace("MARKER", marker)
     fast.save_pretrained(folder)
-    its.images().save_pretrained(folder)
-    config = its.config(lambda token: numbers[token], len(numbers))
+    images, config = its.images(), its.config(lambda token: numbers[token], len(numbers))
+    if patch:
+        config.vision_config.patch_size = images.patch_size = patch
+        config.vision_config.window_size = 4 * patch
+        images.size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": (8 * patch) ** 2}
+    images.save_pretrained(folder)
     for name, value in text.items():
         setattr(config.text_config, name, value)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -181,3 +191,24 @@ def save_picture_model(folder: Path, family: str, seed: int = 0, **text: Any) ->
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder)
     return folder
+
+
+def own_logprobs(model: Any, folder: Path, ids: torch.Tensor, pictures: Sequence[bytes]) -> Any:
+    """[T] by the model's own forward of one row, all of whose pictures are processed at once."""
+    family = model.config.model_type
+    place = hf.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(FAMILIES[family].place)
+    inputs: dict[str, Any] = {"input_ids": ids[None]}
+    if pictures:
+        images = [Image.open(io.BytesIO(it)) for it in pictures]
+        process = hf.AutoImageProcessor.from_pretrained(folder, backend="pil")
+        is_split = family in ("idefics3", "smolvlm")
+        made = process(images=[images] if is_split else images, return_tensors="pt")
+        inputs |= {name: it for name, it in made.items() if name != "num_crops"}
+        inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+        kinds = (inputs["input_ids"] == place).int()
+        name = {"qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
+        name["gemma3"] = "token_type_ids"
+        inputs |= {name[family]: kinds} if family in name else {}
+    logprobs = model(**inputs, use_cache=False).logits[0].log_softmax(-1)
+    found = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
+    return torch.cat([found.new_zeros(1), found])

@@ -3,8 +3,9 @@
     claimed ──► confirmed ──► each answer, before its last byte is sent ──► rewarded or rejected
 
 A journal is a file in the memory of the node. Each record is a line of JSON behind its checksum, so
-one that a death has cut short is cut off. The next life of the worker reads the journal and plays
-the calls again, with the answers that were sampled: see `Session.restore`.
+one that a death has cut short is cut off. A picture is written once, before the first answer to it.
+The next life of the worker reads the journal and plays the calls again, with the answers that were
+sampled: see `Session.restore`.
 """
 
 from __future__ import annotations
@@ -67,6 +68,17 @@ class WrittenAnswer(Struct, frozen=True, array_like=True, tag=True):
     completion: Completion
 
 
+class WrittenPicture(Struct, frozen=True, array_like=True, tag=True):
+    """A message has a picture that none had before.
+
+    Attributes:
+        name: that messages have in its place.
+    """
+
+    name: str
+    picture: bytes
+
+
 class EpisodeEnd(Struct, frozen=True, array_like=True, tag=True):
     """The agent has rewarded the episode, or, where `reward` is None, rejected it."""
 
@@ -74,7 +86,7 @@ class EpisodeEnd(Struct, frozen=True, array_like=True, tag=True):
     reason: str = ""
 
 
-Record = Claimed | WrittenAnswer | EpisodeEnd
+Record = Claimed | WrittenAnswer | WrittenPicture | EpisodeEnd
 
 
 class SessionJournal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Final
 
@@ -109,5 +110,6 @@ def rows_of(
             trained = [path[place] for place in places[first : first + most]]
             row = transcript_of(path[: places[first : first + most][-1] + 1], trained)
             its = [returns[node] for node in trained]
-            rows.append(row.trajectory(its[-1] if are_equal or len(its) == 1 else its, metrics))
+            made = row.trajectory(its[-1] if are_equal or len(its) == 1 else its, metrics)
+            rows.append(replace(made, pictures=row.pictures))
     return rows

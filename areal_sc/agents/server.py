@@ -49,8 +49,9 @@ from areal_sc.agents.http import (
     though_client_goes,
     wait_for_last_byte,
 )
-from areal_sc.agents.journal import Record, SessionJournal, WrittenAnswer
+from areal_sc.agents.journal import Record, SessionJournal
 from areal_sc.agents.keys import SessionKeys, SessionName
+from areal_sc.agents.pictures import PictureEngine
 from areal_sc.agents.routes import AgentsAt
 from areal_sc.agents.rows import Rewards
 from areal_sc.agents.session import (
@@ -65,11 +66,11 @@ from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkerError
 from areal_sc.transport.sockets.interface import Interface, bracketed, family_of
 from areal_sc.user_code import EpisodeClock
-from areal_sc.workflows.chat_turn import TokenEngine
 
 if TYPE_CHECKING:
     from areal_sc.config.agent_settings import AgentsConfig
     from areal_sc.config.schema import GenerationConfig
+    from areal_sc.engines.picture_processor import PictureProcessor
 
 T = TypeVar("T")
 
@@ -133,7 +134,7 @@ class AgentServer:
     @asynccontextmanager
     async def open(
         self,
-        engine: TokenEngine,
+        engine: PictureEngine,
         sampling: GenerationConfig,
         settings: SessionSettings,
         journal: SessionJournal | None = None,
@@ -150,8 +151,7 @@ class AgentServer:
         session = Session(_EngineOnItsLoop(engine), sampling, settings, journal)
         if path := session.journal.path:
             written = await asyncio.to_thread(session.journal.read)
-            answers = [it for it in written if isinstance(it, WrittenAnswer)]
-            await self._on_thread(session.restore(answers))
+            await self._on_thread(session.restore(written))
             name = named_by(path.name)
             self._returning[name] = session, written
         else:
@@ -430,12 +430,16 @@ class AgentServer:
 class _EngineOnItsLoop:
     """An engine that is asked from the loop of another thread."""
 
-    def __init__(self, engine: TokenEngine) -> None:
+    def __init__(self, engine: PictureEngine) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
         self.end_token_ids = engine.end_token_ids
         self._engine = engine
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def processor(self) -> PictureProcessor | None:
+        return self._engine.processor
 
     async def generate(
         self,
@@ -443,6 +447,7 @@ class _EngineOnItsLoop:
         sampling: GenerationConfig | None = None,
         *,
         on_tokens: OnTokens | None = None,
+        pictures: Sequence[bytes] | None = None,
     ) -> Completion:
         loop = asyncio.get_running_loop()
 
@@ -450,8 +455,9 @@ class _EngineOnItsLoop:
             assert on_tokens is not None
             loop.call_soon_threadsafe(on_tokens, list(token_ids))
 
+        with_pictures: dict[str, Any] = {"pictures": pictures} if pictures else {}
         asked = self._engine.generate(
-            input_ids, sampling, on_tokens=None if on_tokens is None else tell
+            input_ids, sampling, on_tokens=None if on_tokens is None else tell, **with_pictures
         )
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
 

@@ -30,7 +30,8 @@ from areal_sc.agents.calls import (
     anew,
 )
 from areal_sc.agents.history import CallHistory, CallPlace
-from areal_sc.agents.journal import SessionJournal, WrittenAnswer
+from areal_sc.agents.journal import Record, SessionJournal, WrittenAnswer, WrittenPicture
+from areal_sc.agents.pictures import PictureEngine, SessionPictures
 from areal_sc.agents.rows import AgentRows, Rewards, returns_of, rows_of
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
@@ -44,7 +45,6 @@ from areal_sc.workflows.chat_turn import (
     OTHER_TOOLS,
     NextTurn,
     PastTurns,
-    TokenEngine,
     TurnNode,
     check_tools,
 )
@@ -117,7 +117,7 @@ class Session:
 
     def __init__(
         self,
-        engine: TokenEngine,
+        engine: PictureEngine,
         sampling: GenerationConfig,
         settings: SessionSettings | None = None,
         journal: SessionJournal | None = None,
@@ -130,6 +130,7 @@ class Session:
         self._run_sampling = sampling
         self._settings = settings or SessionSettings()
         self._history = CallHistory()
+        self._pictures = SessionPictures(engine, self.journal)
         self._calls = list[SessionCall]()  # in the order in which they began
         self._same = dict[str, list[SessionCall]]()  # by their key, or by their digest
         self._sent_away = Counter[tuple[str, int]]()  # by digest and attempt
@@ -188,7 +189,7 @@ class Session:
         task.add_done_callback(self._note_done)
         return begun
 
-    async def restore(self, written: Sequence[WrittenAnswer]) -> None:
+    async def restore(self, written: Sequence[Record]) -> None:
         """Plays the calls of an earlier life of the worker again, with their answers.
 
         Between two of them others have their turn.
@@ -197,6 +198,10 @@ class Session:
         """
         played = dict[str, tuple[ModelCall, SessionCall]]()
         for it in written:
+            if isinstance(it, WrittenPicture):
+                self._pictures.restore(it)
+            if not isinstance(it, WrittenAnswer):
+                continue
             call, after = replace(it.call, messages=tuple(json.loads(it.messages))), None
             if it.after:
                 past, after = played[it.after]
@@ -381,7 +386,9 @@ class Session:
             earlier.note_delivered()  # how else would the client know its id
         past, first = earlier.conversation if earlier else [], call.num_instructions
         whole = *call.messages[:first], *past, *call.messages[first:]
-        messages = [checked_message(it, number) for number, it in enumerate(whole)]
+        messages = [
+            self._pictures.named(checked_message(it, number)) for number, it in enumerate(whole)
+        ]
         if not messages or messages[-1]["role"] == "assistant":
             raise WorkflowError(
                 "messages: expected a last one that the assistant answers to, got "
@@ -400,16 +407,21 @@ class Session:
             history=PastTurns(self._settings.history),
             arguments=self._settings.chat_template_arguments or {},
             model=call.model,
+            reader=self._pictures,
         )
+        self._pictures.check_row(turn.prompt, turn.pictures)
         if turn.new_row:
             self.counts["other_tools" if turn.new_row == OTHER_TOOLS else "template_rewrites"] += 1
         most, num_prompt_tokens = self._engine.max_context_tokens, len(turn.prompt)
         if num_prompt_tokens >= most:
             raise ContextOverflow(num_prompt_tokens, most)
         on_tokens = turn.text_stream(begun.add_text) if call.is_streamed else None
+        with_pictures: dict[str, Any] = {"pictures": turn.pictures} if turn.pictures else {}
         is_new = completion is None
         if completion is None:
-            completion = await self._engine.generate(turn.prompt, sampling, on_tokens=on_tokens)
+            completion = await self._engine.generate(
+                turn.prompt, sampling, on_tokens=on_tokens, **with_pictures
+            )
         node = turn.node(completion, self._num_tool_calls)
         self._num_tool_calls += len(node.turn.tool_calls)
         begun.node = node

@@ -46,6 +46,8 @@ class SessionWorkflow(Workflow):
     Raises: WorkflowError: an argument is none of those.
     """
 
+    pictures_of_rows = True
+
     def __init__(
         self,
         discount: float = 1.0,

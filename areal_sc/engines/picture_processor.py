@@ -103,6 +103,7 @@ class PictureProcessor:
     Attributes:
         token_id: of the token at each place of a picture.
         marker: stands for a picture in a prompt, as the model's chat template writes it.
+        model_type: of the model's config.
     Raises: ModelError: the folder has none that can be used.
     """
 
@@ -121,6 +122,7 @@ class PictureProcessor:
         if isinstance(tokenizer.chat_template, str) and not _reads_texts(tokenizer):
             tokenizer.chat_template = _TEXTS_AS_PARTS + tokenizer.chat_template
         self._config = config
+        self.model_type = str(config.model_type)
         self._kept = KeptPictures[ProcessedPicture]()
         self.token_id: int = config.image_token_id
         self._token = str(tokenizer.convert_ids_to_tokens(self.token_id))
@@ -145,6 +147,18 @@ class PictureProcessor:
     def processed(self, picture: bytes) -> ProcessedPicture:
         """Raises: WorkflowError: the picture is damaged, or of a shape that the model refuses."""
         return self._kept.get(picture, partial(self._process, picture), lambda made: made.num_bytes)
+
+    def resized(self, picture: bytes) -> Any:
+        """The picture, decoded; of Qwen's families in the size that the model sees.
+
+        Processed again, also by another program, it is not resized once more.
+        """
+        image = decoded(picture)
+        grid = self.processed(picture).pixels.get("image_grid_thw")
+        if grid is None:
+            return image
+        height, width = (int(size) * self._images.patch_size for size in grid[0, 1:])
+        return image.resize((width, height), resample=self._images.resample)
 
     def count_places(self, num_tokens: int, pictures: Sequence[bytes]) -> int:
         """How many of the tokens of this kind that a row has are those of its pictures.

@@ -76,18 +76,15 @@ def reads_pictures(folder: str | Path) -> bool:
 
     Raises: ModelError: `config.json` is broken.
     """
-    config = _read_whole_config(Path(folder)) or {}
+    config = read_whole_config(Path(folder)) or {}
     return config.get("model_type") in PICTURE_FAMILIES and "vision_config" in config
 
 
-def check_model_folder(
-    path: str | Path, *, needs_weights: bool = True, is_text: bool = False
-) -> None:
+def check_model_folder(path: str | Path, *, needs_weights: bool = True) -> None:
     """Checks, in milliseconds, that a folder holds a model: to be called before workers start.
 
     Args:
         needs_weights: False: `config.json` alone describes a model whose weights are drawn.
-        is_text: who will load it knows no pictures.
     Raises: ModelError: no folder, no config.json, no weights, or weights that are truncated or
         lack a file; names what is missing. Or a model of more than text and pictures, with an
         encoder, or with an adapter beside it.
@@ -102,21 +99,17 @@ def check_model_folder(
             "or save the merged model in a folder of its own (peft: merge_and_unload, "
             "save_pretrained), or remove the adapter's files to use the model without it"
         )
-    config = _read_whole_config(folder)
+    config = read_whole_config(folder)
     if config is None:
         raise ModelError(f"model folder {path}: it has no config.json")
     for name, value in config.items():
-        is_known = name == "vision_config" and reads_pictures(folder) and not is_text
+        is_known = name == "vision_config" and reads_pictures(folder)
         if isinstance(value, dict) and name.startswith(_OTHER_THAN_TEXT) and not is_known:
             raise ModelError(
                 f"model folder {path}: the model is multimodal (its config.json has {name}), and "
-                + (
-                    "servers are"
-                    if is_text
-                    else f"pictures are those of {', '.join(PICTURE_FAMILIES)}; others are"
-                )
-                + " trained and served with text alone: save its language model in a folder of its "
-                "own, as docs/models.md shows"
+                f"pictures are those of {', '.join(PICTURE_FAMILIES)}; others are trained and "
+                "served with text alone: save its language model in a folder of its own, as "
+                "docs/models.md shows"
             )
     if config.get("is_encoder_decoder"):
         raise ModelError(
@@ -175,13 +168,17 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
 
     Raises: ModelError: the file is not a JSON object.
     """
-    content = _read_whole_config(folder)
+    content = read_whole_config(folder)
     # multimodal models keep the decoder's settings in a section of their own
     decoder = None if content is None else content.get("text_config", content)
     return decoder if isinstance(decoder, dict) else content
 
 
-def _read_whole_config(folder: Path) -> dict[str, Any] | None:
+def read_whole_config(folder: Path) -> dict[str, Any] | None:
+    """`config.json`, or None when there is no such file.
+
+    Raises: ModelError: it is not a JSON object.
+    """
     path = folder / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.hub import local_model
 from areal_sc.sizing.model_folder import reads_pictures
 from areal_sc.sizing.routed_experts import routes_field
-from areal_sc.token_fields import PICTURES, TensorMetadata
+from areal_sc.token_fields import PICTURES, Declared, TensorMetadata
 
 MAX_ROW_BYTES = 1 << 22
 """Of the pictures of a row: each group that is generated has room for so many."""
+
+
+def fields_of_rows(
+    own: Declared, of_engine: Declared, *, pictures_of_rows: bool
+) -> dict[str, TensorMetadata]:
+    """The fields that a workflow's rows have beyond those of all.
+
+    Args:
+        own: those of the workflow.
+        of_engine: see `engine_fields`.
+        pictures_of_rows: see `Workflow`.
+    """
+    found = {**own, **of_engine}
+    if pictures_of_rows and PICTURES in found:
+        found[PICTURES] = replace(found[PICTURES], per_row=True, per_group=False)
+    return found
 
 
 def engine_fields(config: RolloutConfig) -> dict[str, TensorMetadata]:

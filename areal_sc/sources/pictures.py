@@ -59,6 +59,18 @@ def with_pictures(row: Mapping[str, Any]) -> dict[str, Any]:
     pictures = inner[0] if inner else [compressed(it) for it in _listed(row[IMAGES])]
     if any(its != pictures for its in inner):  # a pair may begin both conversations with its prompt
         raise WorkflowError("two conversations of the row have different pictures")
+    check_pictures(pictures)
+    found = {**row, **replaced}
+    if pictures:
+        found[IMAGES] = pictures
+    else:
+        found.pop(IMAGES, None)
+    return found
+
+
+def check_pictures(pictures: Sequence[bytes]) -> None:
+    """Looks at the pictures of a row. Raises: WorkflowError: one cannot be read, or is too large;
+    or they are, together."""
     for number, picture in enumerate(pictures):
         try:
             _looked_at(picture)
@@ -69,12 +81,6 @@ def with_pictures(row: Mapping[str, Any]) -> dict[str, Any]:
             f"the pictures of the row have {size} bytes, expected at most {MAX_ROW_BYTES}: make "
             "them smaller"
         )
-    found = {**row, **replaced}
-    if pictures:
-        found[IMAGES] = pictures
-    else:
-        found.pop(IMAGES, None)
-    return found
 
 
 def _without_pictures(messages: Any, given: Any) -> tuple[list[Any], list[bytes]] | None:
@@ -203,6 +209,12 @@ def _looked_at(picture: bytes) -> Image:
             f"it has {width} x {height} pixels, expected at most {MAX_PIXELS}: make it smaller"
         )
     return image
+
+
+def data_url(picture: bytes) -> str:
+    """The picture as clients of chat models send it. Raises: WorkflowError: it is none."""
+    kind = str(_looked_at(picture).get_format_mimetype())  # type: ignore[attr-defined]
+    return f"data:{kind};base64,{base64.b64encode(picture).decode()}"
 
 
 def decoded(picture: bytes) -> Image:

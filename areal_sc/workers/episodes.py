@@ -7,8 +7,9 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
+from hashlib import blake2b
 from heapq import heappop, heappush
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -23,11 +24,12 @@ from areal_sc.engines.base import Completion, GenerationEngine, OnTokens, Reques
 from areal_sc.errors import ConfigError, NeverWorks, PromptTooLong, WorkerError, WorkflowError
 from areal_sc.records.recorder import Recorder
 from areal_sc.records.spans import NO_VERSION, RecordedSpan
-from areal_sc.rejection import Rejection
+from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.rewards.base import IS_SHAPING, Reward, RewardFunction, Score, name_of
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.weighted import weighted_functions
-from areal_sc.sources.pictures import packed
+from areal_sc.sizing.pictures import MAX_ROW_BYTES
+from areal_sc.sources.pictures import IMAGES, data_url, packed
 from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.system.waiting import all_of
 from areal_sc.token_fields import PICTURES, TensorMetadata
@@ -38,6 +40,9 @@ from areal_sc.workflows.base import AgentReturn, AgentSession, Trajectory
 from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
 from areal_sc.workflows.pictures import encode_chat_with, encode_text_with
 from areal_sc.workflows.text_checks import why_endless
+
+if TYPE_CHECKING:
+    from areal_sc.engines.picture_processor import PictureProcessor
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
 
@@ -75,6 +80,7 @@ class WorkerEpisodeEngine:
         journal: of its session; None: that does not outlive the worker.
         routes: the field of its rows' routes; None: they have none.
         pictures: of its row; None: rows have no field of that name.
+        pictures_of_rows: see `Workflow`.
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
@@ -95,6 +101,8 @@ class WorkerEpisodeEngine:
         journal: SessionJournal | None = None,
         routes: TensorMetadata | None = None,
         pictures: Sequence[bytes] | None = None,
+        *,
+        pictures_of_rows: bool = False,
     ) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
@@ -111,11 +119,17 @@ class WorkerEpisodeEngine:
         self._journal = journal
         self.routes = EpisodeRoutes(routes)
         self._pictures = pictures
+        self._pictures_of_rows = pictures_of_rows
         self.open_waits: list[EpisodeWait] = []
         self.past_waits: list[EpisodeWait] = []
         self.group = group
         self._own_code_since_s = time.monotonic()
         self._has_answered = False
+
+    @property
+    def processor(self) -> PictureProcessor | None:
+        """Of a model that reads pictures; None: it reads none."""
+        return self._engine.processor
 
     @property
     def waits(self) -> list[tuple[str, float]]:
@@ -129,7 +143,13 @@ class WorkerEpisodeEngine:
         sampling: GenerationConfig | None = None,
         *,
         on_tokens: OnTokens | None = None,
+        pictures: Sequence[bytes] | None = None,
     ) -> Completion:
+        if pictures and not self._pictures_of_rows:
+            raise NeverWorks(
+                "messages of an agent have pictures, and rows of the workflow have those of the "
+                "data: set pictures_of_rows = True in its class"
+            )
         sampling = sampling or self._sampling
         if not isinstance(sampling, GenerationConfig):
             found = type(sampling).__name__
@@ -150,7 +170,12 @@ class WorkerEpisodeEngine:
             on_tokens(token_ids)
             in_callback = False
 
-        options = RequestOptions(prefix_group=self.group, pictures=tuple(self._pictures or ()))
+        group, its = self.group, self._pictures if pictures is None else pictures
+        if its and self.processor and self.processor.token_id not in input_ids:
+            its = ()  # it is a request of text alone
+        if pictures:  # requests whose tokens are equal may have others
+            group += blake2b(packed(pictures).tobytes(), digest_size=16).hexdigest()
+        options = RequestOptions(prefix_group=group, pictures=tuple(its or ()))
         try:
             with self._waiting("generation") as wait:
                 answer = await self._engine.generate(
@@ -184,7 +209,7 @@ class WorkerEpisodeEngine:
         use_chat_template: bool = True,
         chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        processor = self._engine.processor
+        processor = self.processor
         if processor is None:
             raise NeverWorks("the row has pictures, and the model reads none")
         own = pictures, processor, self.tokenizer
@@ -200,12 +225,24 @@ class WorkerEpisodeEngine:
         rows = self.routes.with_routes(rows)
         if self._pictures is None or isinstance(rows, Rejection):
             return rows
-        if self._pictures and (processor := self._engine.processor):
-            for row in rows:
-                num_tokens = int(np.count_nonzero(np.equal(row.input_ids, processor.token_id)))
-                processor.count_places(num_tokens, self._pictures)
-        fields = {PICTURES: packed(self._pictures)}
-        return [replace(row, fields={**row.fields, **fields}) for row in rows]
+        found, num_bytes = list[Trajectory](), 0
+        for row in rows:
+            its = self._pictures
+            if self._pictures_of_rows and row.pictures is not None:
+                its = row.pictures
+            if its and self.processor:
+                num_tokens = int(np.count_nonzero(np.equal(row.input_ids, self.processor.token_id)))
+                self.processor.count_places(num_tokens, its)
+            fields = {**row.fields, PICTURES: packed(its)}
+            num_bytes += fields[PICTURES].nbytes
+            found.append(replace(row, fields=fields))
+        if self._pictures_of_rows and num_bytes > MAX_ROW_BYTES:
+            return Rejection(
+                RejectionKind.too_long,
+                f"the pictures of the episode's {len(rows)} rows have {num_bytes} bytes, expected "
+                f"at most {MAX_ROW_BYTES}: make them smaller, or train fewer branches",
+            )
+        return found
 
     async def chat(
         self,
@@ -254,6 +291,7 @@ class WorkerEpisodeEngine:
         self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
     ) -> AgentReturn:
         assert self._agent_pool is not None
+        row = _with_urls(row)
         try:
             with self._waiting(f"the agent {name_of(agent)}"):
                 return await self._agent_pool.run(agent, row, session, is_alone=is_alone)
@@ -270,7 +308,7 @@ class WorkerEpisodeEngine:
             )
         assert self._agents is not None
         assert self._agent_pool is not None
-        told = json.loads(as_json(row, AGENT_OUTSIDE))
+        told = json.loads(as_json(_with_urls(row), AGENT_OUTSIDE))
         with self._waiting(AGENT_OUTSIDE):
             return await self._agents.wait_outside(session.api_key, told, self._agent_pool.config)
 
@@ -329,6 +367,12 @@ class WorkerEpisodeEngine:
             self._own_code_since_s = time.monotonic()
             wait.took_s = self._own_code_since_s - wait.since_s
             self.past_waits.append(wait)
+
+
+def _with_urls(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row as an agent gets it: pictures are as it sends them to the model."""
+    pictures = row.get(IMAGES)
+    return {**row, IMAGES: [data_url(it) for it in pictures]} if pictures else row
 
 
 class _Running(NamedTuple):

@@ -38,7 +38,7 @@ from areal_sc.records.spans import START_UP
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.running import CodeRunner
-from areal_sc.sizing.pictures import engine_fields
+from areal_sc.sizing.pictures import engine_fields, fields_of_rows
 from areal_sc.sources.pictures import IMAGES, with_pictures
 from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
@@ -213,7 +213,7 @@ class RolloutWorker(Worker):
         outlives = self.transport_config.shared_memory != OFF
         if workflow.waits_outside and is_training and outlives:
             self._sessions.begin(name, group)
-        declared = {**workflow.fields, **self._own_fields}
+        declared = self._fields_of(workflow)
         ending = EndingGroup(
             self._finished,
             group,
@@ -305,7 +305,7 @@ class RolloutWorker(Worker):
             kept[number] = episode.outcome
             for name, value in episode_metrics(episode.outcome).items():
                 metrics.setdefault(name, []).append(value)
-        declared = {**self.sources.workflow(group.workflow).fields, **self._own_fields}
+        declared = self._fields_of(self.sources.workflow(group.workflow))
         batch = self._finished.batch_of(group, ended, declared)
         if self.recorder.is_open and group.group_id >= 0:
             text = text_of(row, row_text) if row is not None else ""
@@ -426,6 +426,10 @@ class RolloutWorker(Worker):
         self._judge_text(reference, prompt, played)
         return prompt, played
 
+    def _fields_of(self, workflow: Workflow) -> dict[str, TensorMetadata]:
+        of_rows = workflow.pictures_of_rows
+        return fields_of_rows(workflow.fields, self._own_fields, pictures_of_rows=of_rows)
+
     async def _judge_group(
         self,
         workflow_number: int,
@@ -484,7 +488,13 @@ class RolloutWorker(Worker):
         routes = self._own_fields.get(ROUTED_EXPERTS) if evaluated is None else None
         pictures = prompt.get(IMAGES, ()) if PICTURES in self._own_fields else None
         engine = WorkerEpisodeEngine(
-            *own, self._agents, self._agent_pool, journal, routes, pictures
+            *own,
+            self._agents,
+            self._agent_pool,
+            journal,
+            routes,
+            pictures,
+            pictures_of_rows=workflow.pictures_of_rows,
         )
         limit_s = math.inf if workflow.waits_outside else config.group_timeout_s
         # the call of an evaluation has a limit that knows nothing of this clock

@@ -197,10 +197,13 @@ class Workflow(Referable):
             and a token function read it by that name.
         waits_outside: its episodes wait for agents outside, as long as it takes. So
             `rollout.group_timeout_s` does not end them, and the run has an address for such agents.
+        pictures_of_rows: each row may have pictures of its own, as those of agents' messages; else
+            all rows of a group have those of its row of data, which are stored once.
     """
 
     fields: Mapping[str, TensorMetadata] = MappingProxyType({})
     waits_outside: bool = False
+    pictures_of_rows: bool = False
     group_reward: GroupReward | None = None
 
     async def run_episode(

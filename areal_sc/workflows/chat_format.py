@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product, takewhile
-from typing import TYPE_CHECKING, Any, Final
+from itertools import groupby, product, takewhile
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from areal_sc.errors import NeverWorks, WorkflowError
-from areal_sc.workflows.text import bare_tokens, encode_chat
+from areal_sc.workflows.text import bare_tokens, chat_text
 from areal_sc.workflows.tool_calls import (
     TOOLS,
     TRIED_ARGUMENTS,
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+Expand: TypeAlias = Callable[[str, Sequence[Message]], str]
+"""Puts the tokens of pictures into what a template has made of messages."""
+
 _ID: Final = "zq{:05d}{:02d}"
 """The id of a call in a trial, by its message and its place; some templates want nine letters."""
 _MAX_TRIALS: Final = 256
@@ -48,11 +51,15 @@ _PLAIN = frozenset(["role", "content", "reasoning_content", "tool_calls", "tool_
 
 @dataclass(frozen=True)
 class MessageShape:
-    """What a template may look at in a message, beside its texts."""
+    """What a template may look at in a message, beside its texts.
+
+    Attributes:
+        parts: the types of its content's parts, equal neighbours once; (): it is no list.
+    """
 
     role: str
     has_content: bool
-    has_parts: bool
+    parts: tuple[str, ...]
     has_reasoning: bool
     calls: tuple[str, ...]
     others: tuple[str, ...]
@@ -63,7 +70,9 @@ class MessageShape:
         return cls(
             role=message["role"],
             has_content=bool(content),
-            has_parts=isinstance(content, list),
+            parts=tuple(key for key, _ in groupby(map(_type_of, content)))
+            if isinstance(content, list)
+            else (),
             has_reasoning=bool(message.get("reasoning_content")),
             calls=tuple(call["function"]["name"] for call in message.get("tool_calls") or ()),
             others=tuple(
@@ -97,8 +106,10 @@ class MessageShape:
         if self.has_reasoning:
             message["reasoning_content"] = mark("r")
         if self.has_content or not self.calls:
-            text = mark("c")
-            message["content"] = [{"type": "text", "text": text}] if self.has_parts else text
+            message["content"] = [
+                {"type": kind} if kind == "image" else {"type": "text", "text": mark(f"c{n}")}
+                for n, kind in enumerate(self.parts)
+            ] or mark("c")
         if self.calls:
             message["tool_calls"] = [
                 call_entry(_ID.format(number, n), name, {"a": mark(f"a{n}")})
@@ -192,9 +203,11 @@ class ChatFormat:
         self.around = self._find_around()
         self.tool_format = self._find_tool_format() if tools else None
 
-    def begin(self, messages: Sequence[Message]) -> list[int]:
+    def begin(self, messages: Sequence[Message], expand: Expand) -> list[int]:
         """Tokens of a whole conversation, up to where the next answer begins."""
-        return encode_chat(self.tokenizer, [self._as_read(it) for it in messages], self._arguments)
+        read = [self._as_read(it) for it in messages]
+        text = chat_text(self.tokenizer, read, self._arguments)
+        return bare_tokens(self.tokenizer, expand(text, messages))
 
     def bridge(
         self,
@@ -202,6 +215,7 @@ class ChatFormat:
         answer: Message,
         added: Sequence[Message],
         last_token: int | None,
+        expand: Expand,
     ) -> TurnBridge | None:
         """What comes behind an answer.
 
@@ -210,6 +224,7 @@ class ChatFormat:
                 is enough.
             added: messages behind it.
             last_token: of the answer.
+            expand: see `Expand`.
         Returns: None: the template does not show it.
         Raises: WorkflowError: the template refuses the messages.
         """
@@ -234,7 +249,7 @@ class ChatFormat:
             rewrites = f"it leaves out the {part} of an answer"
         elif not (whole.startswith(trial.before) and whole.startswith(trial.through)):
             rewrites = "it writes an answer, or what came before it, otherwise"
-        return TurnBridge(self._encode(text, trial.end, last_token), rewrites)
+        return TurnBridge(self._encode(expand(text, added), trial.end, last_token), rewrites)
 
     def _encode(self, text: str, end: int | None, last_token: int | None) -> list[int]:
         """Tokens of the text behind an answer, and of the token that ends it, if it has none yet.
@@ -323,8 +338,8 @@ class ChatFormat:
     def _find_around(self) -> tuple[str, str]:
         """What the template puts before and behind the content of an answer."""
         shapes = [
-            MessageShape("user", True, False, False, (), ()),
-            MessageShape("assistant", True, False, False, (), ()),
+            MessageShape("user", True, (), False, (), ()),
+            MessageShape("assistant", True, (), False, (), ()),
         ]
         trial = self._trial(tuple(shapes))
         if trial is None:
@@ -438,6 +453,11 @@ def _behind(text: str, marks: Sequence[str]) -> str | None:
     """What stands behind the last of these; None: none is there."""
     places = {text.find(mark) + len(mark) for mark in marks if mark in text}
     return text[max(places) :] if places else None
+
+
+def _type_of(part: Any) -> str:
+    """`image`; and `text` of all else."""
+    return "image" if isinstance(part, Mapping) and part.get("type") == "image" else "text"
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:

@@ -62,6 +62,7 @@ class TokenEngine(Protocol):
         sampling: GenerationConfig | None = None,
         *,
         on_tokens: OnTokens | None = None,
+        pictures: Sequence[bytes] | None = None,
     ) -> Completion:
         """Samples one completion; None samples as the run's `generation` section says.
 
@@ -70,8 +71,20 @@ class TokenEngine(Protocol):
         Args:
             on_tokens: gets the tokens while they are sampled, each once. What it raises ends the
                 call, and is raised here.
+            pictures: of the prompt, of a workflow with `pictures_of_rows`; None: those of the row
+                of data, if it has any.
         Raises: WorkflowError: the prompt leaves no room in the context.
         """
+
+
+class PictureReader(Protocol):
+    """Knows the pictures of messages."""
+
+    def of(self, messages: Sequence[Message]) -> list[bytes]:
+        """Their pictures, in the order of their parts."""
+
+    def expanded(self, text: str, messages: Sequence[Message]) -> str:
+        """What a template makes of them, with the tokens of their pictures in it."""
 
 
 class PastTurns(StrEnum):
@@ -123,6 +136,7 @@ class TurnNode:
         row: the node whose row this one goes on; None: it begins one.
         context: tokens that the model was given behind that node.
         completion: what it sampled behind those.
+        pictures: of the context, compressed.
         num_messages: of the conversation, with the answer.
         chat: the template that both were read with.
         beginning: shapes of the messages before the conversation's first answer.
@@ -133,6 +147,7 @@ class TurnNode:
     row: TurnNode | None
     context: list[int]
     completion: Completion
+    pictures: Sequence[bytes]
     turn: ChatTurn
     num_messages: int
     chat: ChatFormat
@@ -182,6 +197,7 @@ def transcript_of(path: Sequence[TurnNode], trained: Collection[TurnNode]) -> Tr
     for node in path:
         row.calls.append(node.call)
         row.add_context(node.context)
+        row.pictures += node.pictures
         if node in trained:
             row.add_completion(node.completion)
         else:
@@ -198,9 +214,11 @@ class NextTurn:
         tools: in OpenAI's form.
         arguments: what the template reads beside messages and tools.
         model: the name by which it is called.
+        reader: of the pictures of the messages; None: their parts are texts.
 
     Attributes:
         prompt: tokens that the model reads.
+        pictures: of the prompt.
         new_row: why it begins a row, though it goes on from an answer; "": it does not.
     Raises: WorkflowError: the template refuses the messages, or there is none.
     """
@@ -216,8 +234,10 @@ class NextTurn:
         history: PastTurns,
         arguments: Mapping[str, Any],
         model: str = "",
+        reader: PictureReader | None = None,
     ) -> None:
         self._model = model
+        self._expand = reader.expanded if reader else _as_it_is
         self._began, self._began_s = time.time(), time.monotonic()
         self._tokenizer = engine.tokenizer
         self._ends = frozenset((*engine.end_token_ids, *sampling.stop_token_ids))
@@ -230,7 +250,11 @@ class NextTurn:
         if after is not None:
             bridge = self._bridge(after, messages[after.num_messages :], history)
         self._row = after if bridge else None
-        self._context = bridge.token_ids if bridge else self._chat.begin(messages)
+        self._context = bridge.token_ids if bridge else self._chat.begin(messages, self._expand)
+        added = messages[after.num_messages :] if after and bridge else messages
+        self._pictures = reader.of(added) if reader else []
+        past = self._row.path if self._row else []
+        self.pictures = [*(it for node in past for it in node.pictures), *self._pictures]
         self.prompt = self._row.input_ids if self._row else []
         self.prompt += self._context
         self._stop = sampling.stop
@@ -279,6 +303,7 @@ class NextTurn:
             row=self._row,
             context=self._context,
             completion=completion,
+            pictures=self._pictures,
             turn=turn,
             num_messages=len(self._messages) + 1,
             chat=self._chat,
@@ -310,7 +335,9 @@ class NextTurn:
         bridge, self.new_row = None, OTHER_TOOLS
         if self._chat.key == after.chat.key:
             past = [*after.beginning, *chain.from_iterable(after.turns)]
-            bridge = self._chat.bridge(past, after.turn.message, added, after.last_token)
+            bridge = self._chat.bridge(
+                past, after.turn.message, added, after.last_token, self._expand
+            )
             self.new_row = bridge.rewrites if bridge else "what it puts behind an answer is unclear"
         if not self.new_row or (bridge and history is PastTurns.keep):
             self.new_row = ""
@@ -349,6 +376,10 @@ class NextTurn:
             used.add(call_id)
             found.append(call_id)
         return found
+
+
+def _as_it_is(text: str, messages: Sequence[Message]) -> str:
+    return text
 
 
 def check_tools(tools: Any) -> None:

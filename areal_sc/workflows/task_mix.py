@@ -56,6 +56,7 @@ class MixedWorkflow(Workflow):
     def __init__(self, workflows: Mapping[str, Workflow]) -> None:
         self.workflows = dict(workflows)
         self.fields = _fields_of_all(self.workflows)
+        self.pictures_of_rows = any(it.pictures_of_rows for it in self.workflows.values())
 
     async def run_episode(
         self, prompt: dict[str, Any], engine: EpisodeEngine

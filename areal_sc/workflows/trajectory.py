@@ -43,6 +43,8 @@ class Trajectory:
             that is `per_row` or `per_group`.
         output: what the episode wrote for people who read its samples.
         calls: what it asked of the model, for people who read its rows.
+        pictures: of an agent's messages, compressed, in the order of their tokens; None: those of
+            the row of data.
     Raises: ValueError: a metric has the name of a part of the reward, and another value.
     """
 
@@ -61,6 +63,7 @@ class Trajectory:
     weights: dict[str, float] = field(default_factory=dict)
     answer: str = ""
     vote: str | None = None
+    pictures: Sequence[bytes] | None = None
 
     def __post_init__(self) -> None:
         parts = {}

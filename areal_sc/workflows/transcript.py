@@ -23,11 +23,13 @@ class Transcript:
 
     Attributes:
         calls: of the model, for people who read the row.
+        pictures: of its messages.
     """
 
     def __init__(self) -> None:
         self.input_ids: list[int] = []
         self.calls: list[RecordedCall] = []
+        self.pictures: list[bytes] = []
         self._loss_mask: list[bool] = []
         self._behavior_logprobs: list[float] = []
         self._versions: list[int] = []

@@ -1,6 +1,6 @@
-"""What SGLang names but never uses when it serves a text model on a CPU.
+"""What SGLang names but never uses when it serves text and pictures on a CPU.
 
-SGLang imports packages for GPUs, images and constrained output at the top of its files, some of
+SGLang imports packages for GPUs, videos and constrained output at the top of its files, some of
 them gigabytes large. Here an import of one that is not installed gives a stand-in: it can be
 imported to any depth, named, subclassed and used as a decorator. Whatever would *run* raises
 NotImplementedError, so nothing is computed wrongly in silence.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-MODELS = {"llama", "qwen2", "qwen3_moe"}
+MODELS = {"llama", "qwen2", "qwen2_5_vl", "qwen3_moe"}
 """Modules of SGLang with the models that tests serve; it imports those of the others, too."""
 
 ABSENT = frozenset(
@@ -46,12 +46,21 @@ ABSENT = frozenset(
     }
 )
 
+KERNELS = (
+    "fused_input_proj_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+)
+"""Of `sgl_kernel`, beside those that SGLang asks whether they are there."""
+
 UNKNOWN = frozenset({"triton.knobs"})
 """Asked for, and done without where it is missing."""
 
 
 def refuse(name: str) -> NoReturn:
-    raise NotImplementedError(f"{name} is not installed: this environment serves text on a CPU")
+    raise NotImplementedError(f"{name} is not installed: this environment serves on a CPU")
 
 
 class Kernel:
@@ -164,6 +173,15 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             _triton.has_triton_package = lambda: False
             _triton.has_triton = lambda *args, **kwargs: False
             _pin_nothing()
+            _name_kernels()
+
+
+def _name_kernels() -> None:
+    """Modules of models that are not served here look for these while they are imported."""
+    import torch
+
+    for name in KERNELS:
+        setattr(torch.ops.sgl_kernel, name, refuse)
 
 
 def _pin_nothing() -> None:

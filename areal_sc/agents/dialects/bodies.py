@@ -47,8 +47,28 @@ def function_tool(name: str, description: str | None, parameters: Any) -> dict[s
 
 
 def joined_text(content: str | list[Any]) -> str:
-    """A content, whose parts have a `text` each."""
-    return content if isinstance(content, str) else "\n".join(it.text for it in content)
+    """A content, whose parts have a `text` each.
+
+    Raises: CallRefused: 400: a part is a picture.
+    """
+    if isinstance(content, str):
+        return content
+    if any(hasattr(it, "picture") for it in content):
+        why = "pictures (images): expected in messages of the user and results of tools alone"
+        raise CallRefused(400, "invalid_body", why)
+    return "\n".join(it.text for it in content)
+
+
+def content_of(content: str | list[Any]) -> str | list[dict[str, str]]:
+    """A content as templates read it: text, or parts where one is a `picture`."""
+    if isinstance(content, str) or not any(hasattr(it, "picture") for it in content):
+        return joined_text(content)
+    return [
+        {"type": "image", "image": it.picture}
+        if hasattr(it, "picture")
+        else {"type": "text", "text": it.text}
+        for it in content
+    ]
 
 
 def openai_tokens(answer: ModelAnswer) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from areal_sc.agents.calls import AnswerStream, CallRefused, ModelAnswer, ModelCall
 from areal_sc.agents.dialects.bodies import (
+    content_of,
     joined_text,
     one_call_only,
     openai_error,
@@ -160,8 +161,23 @@ class _Developer(_Said, tag="developer"):
         return {**super().as_message(), "role": "system"}
 
 
-class _User(_Said, tag="user"):
-    pass
+class _ImageUrl(Struct):
+    url: str
+
+
+class _ImagePart(Struct, tag="image_url"):
+    image_url: _ImageUrl
+
+    @property
+    def picture(self) -> str:
+        return self.image_url.url
+
+
+class _User(Struct, tag_field="role", tag="user"):
+    content: str | list[_TextPart | _ImagePart]
+
+    def as_message(self) -> Message:
+        return {"role": "user", "content": content_of(self.content)}
 
 
 class _ToolSaid(_Said, tag="tool"):

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from areal_sc.agents.calls import AnswerStream, CallRefused, ModelAnswer, ModelCall
 from areal_sc.agents.dialects.bodies import (
+    content_of,
     event,
     function_tool,
     joined_text,
@@ -114,6 +115,27 @@ class _AnthropicText(Struct, tag="text"):
     text: str
 
 
+class _Base64Source(Struct, tag="base64"):
+    media_type: str
+    data: str
+
+    @property
+    def url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class _UrlSource(Struct, tag="url"):
+    url: str
+
+
+class _ImageBlock(Struct, tag="image"):
+    source: _Base64Source | _UrlSource
+
+    @property
+    def picture(self) -> str:
+        return self.source.url
+
+
 class _ThinkingBlock(Struct, tag="thinking"):
     thinking: str
 
@@ -126,27 +148,34 @@ class _ToolUseBlock(Struct, tag="tool_use"):
 
 class _ToolResultBlock(Struct, tag="tool_result"):
     tool_use_id: str
-    content: str | list[_AnthropicText] = ""
+    content: str | list[_AnthropicText | _ImageBlock] = ""
     is_error: bool = False
 
 
 class _UserTurn(Struct, tag_field="role", tag="user"):
-    content: str | list[_AnthropicText | _ToolResultBlock]
+    content: str | list[_AnthropicText | _ImageBlock | _ToolResultBlock]
 
     def as_messages(self) -> Iterator[Message]:
         blocks = [_AnthropicText(self.content)] if isinstance(self.content, str) else self.content
-        texts = list[_AnthropicText]()
+        said = list[_AnthropicText | _ImageBlock]()
         for block in blocks:
-            if isinstance(block, _AnthropicText):
-                texts.append(block)
+            if not isinstance(block, _ToolResultBlock):
+                said.append(block)
                 continue
-            if texts:
-                yield {"role": "user", "content": joined_text(texts)}
-                texts.clear()
-            content = ("Error: " if block.is_error else "") + joined_text(block.content)
+            if said:
+                yield {"role": "user", "content": content_of(said)}
+                said.clear()
+            content = content_of(block.content)
+            if block.is_error:
+                error = "Error: "
+                content = (
+                    error + content
+                    if isinstance(content, str)
+                    else [{"type": "text", "text": error}, *content]
+                )
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-        if texts or not blocks:
-            yield {"role": "user", "content": joined_text(texts)}
+        if said or not blocks:
+            yield {"role": "user", "content": content_of(said)}
 
 
 class _AssistantTurn(Struct, tag_field="role", tag="assistant"):

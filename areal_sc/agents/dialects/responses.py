@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 
 from areal_sc.agents.calls import AnswerStream, CallRefused, ModelAnswer, ModelCall
 from areal_sc.agents.dialects.bodies import (
+    content_of,
     event,
     function_tool,
     joined_text,
@@ -158,14 +159,28 @@ class _ResponseStream:
         return event(kind, sequence_number=self._num_events - 1, **fields)
 
 
-class _ItemText(Struct):
-    type: Literal["input_text", "output_text"]
+class _InputText(Struct, tag="input_text"):
     text: str
+
+
+class _OutputText(Struct, tag="output_text"):
+    text: str
+
+
+class _InputImage(Struct, tag="input_image"):
+    image_url: str
+
+    @property
+    def picture(self) -> str:
+        return self.image_url
+
+
+_Parts = list[_InputText | _OutputText | _InputImage]
 
 
 class _MessageItem(Struct, tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[_ItemText]
+    content: str | _Parts
 
 
 class _CallItem(Struct, tag="function_call"):
@@ -176,7 +191,7 @@ class _CallItem(Struct, tag="function_call"):
 
 class _CallOutputItem(Struct, tag="function_call_output"):
     call_id: str
-    output: str | list[_ItemText]
+    output: str | _Parts
 
 
 class _ReasoningText(Struct):
@@ -232,9 +247,10 @@ class _ResponsesBody(Struct, forbid_unknown_fields=True):
             match item:
                 case _MessageItem(role="assistant"):
                     _answer(messages, without="content")["content"] = joined_text(item.content)
+                case _MessageItem(role="user"):
+                    messages.append({"role": "user", "content": content_of(item.content)})
                 case _MessageItem():
-                    role = "user" if item.role == "user" else "system"
-                    messages.append({"role": role, "content": joined_text(item.content)})
+                    messages.append({"role": "system", "content": joined_text(item.content)})
                 case _ReasoningItem(content=None | []):
                     pass
                 case _ReasoningItem():
@@ -244,7 +260,7 @@ class _ResponsesBody(Struct, forbid_unknown_fields=True):
                     call = call_entry(item.call_id, item.name, item.arguments)
                     _answer(messages).setdefault("tool_calls", []).append(call)
                 case _CallOutputItem():
-                    content = joined_text(item.output)
+                    content = content_of(item.output)
                     messages.append(
                         {"role": "tool", "tool_call_id": item.call_id, "content": content}
                     )

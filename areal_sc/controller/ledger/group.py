@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.sizing.pictures import fields_of_rows
 from areal_sc.sizing.store_room import field_bytes_of
 from areal_sc.sources.prompt_choice import PromptPast
 from areal_sc.sources.prompts import JsonlPrompts, prompt_at
@@ -131,7 +132,8 @@ def check_fields(workflow: Workflow, of_engine: Mapping[str, TensorMetadata]) ->
             raise WorkflowError(
                 f"{where}: expected a name other than {', '.join(taken)}; got {name!r}"
             )
-    return field_bytes_of({**workflow.fields, **of_engine})
+    of_rows = workflow.pictures_of_rows
+    return field_bytes_of(fields_of_rows(workflow.fields, of_engine, pictures_of_rows=of_rows))
 
 
 def check_first_rows(prompts: PromptSource, workflow: Workflow) -> None:

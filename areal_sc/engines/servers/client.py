@@ -33,7 +33,7 @@ from areal_sc.errors import (
     RpcTimeout,
     ServerBusy,
 )
-from areal_sc.sizing.model_folder import read_model_config
+from areal_sc.sizing.model_folder import read_whole_config
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ class ServerAbilities:
 
         Raises: ModelError: it serves another model. ConfigError: its context is too short.
         """
-        expected = read_model_config(Path(model_folder)) or {}
+        expected = read_whole_config(Path(model_folder)) or {}
         for name, found in (
             ("model_type", self.model_type),
             ("architectures", list(self.architectures)),
@@ -203,7 +203,9 @@ class ServerClient:
                 tokens that a truncated one may have, and log-probabilities are those under it.
         """
         body, adapter = self._body_of(request, max_support), self.adapter
-        part = self._read_answer(await self.request("POST", self.answers_at, body, None), request)
+        answer = await self.request("POST", self.answers_at, body, None)
+        part = self._read_answer(answer, request)
+        request.check_read(answer, part)
         return part if adapter is None else adapter.note_in(part)
 
     async def stream_answer(
@@ -222,6 +224,8 @@ class ServerClient:
             async for answer in answers:
                 if (part := read(answer, num_known)) is None:
                     continue
+                if not num_known:
+                    request.check_read(answer, part)
                 if part.finish and adapter is not None:
                     part = adapter.note_in(part, num_known)
                 num_known += len(part.token_ids)

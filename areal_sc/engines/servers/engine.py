@@ -39,6 +39,7 @@ from areal_sc.engines.servers.model import (
     as_served,
     check_weights_folder,
 )
+from areal_sc.engines.servers.pictures import PictureSender
 from areal_sc.engines.servers.requests import CompletionRequest
 from areal_sc.engines.servers.server import ServerLife
 from areal_sc.engines.servers.weights import (
@@ -89,7 +90,6 @@ class ServerEngine:
         num_updates: weight updates that were done.
     """
 
-    processor: None = None
     tokenizer: PreTrainedTokenizerBase
 
     def __init__(self, handle: ServersHandle, *, log_folder: Path, name: str) -> None:
@@ -111,7 +111,16 @@ class ServerEngine:
                 f"{config.path} are no parts of the weights in memory, under names that "
                 "transformers knows: choose disk"
             )
-        self.tokenizer = self._model.tokenizer
+        self.tokenizer, self.processor = self._model.tokenizer, self._model.processor
+        self._pictures = None
+        if self.processor is not None:
+            if self.processor.model_type not in handle.picture_families:
+                raise ModelError(
+                    f"model folder {config.path}: {self.processor.model_type} reads pictures, and "
+                    f"{handle.name} is given them for {', '.join(handle.picture_families)}; set "
+                    "rollout.engine=local"
+                )
+            self._pictures = PictureSender(self.processor, self.tokenizer)
         self.end_token_ids = self._model.end_token_ids
         self.max_context_tokens = config.max_context_tokens
         self._config = config
@@ -177,13 +186,18 @@ class ServerEngine:
         model's generation config; what ends it is part of it. With top_p below 1, at most as many
         tokens are kept as the server's limit for truncated distributions allows (4096, unless set).
         Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
-            outside the vocabulary. ConfigError: an impossible sampling setting, or the server does
-            not give what is asked for. ModelError: it cannot serve the adapter. WorkerError: the
-            server is lost, or the engine is closed.
+            outside the vocabulary; or see `PictureSender.sent`. NeverWorks: the model reads no
+            pictures, or the server makes other tokens of them. ConfigError: an impossible sampling
+            setting, or the server does not give what is asked for. ModelError: it cannot serve the
+            adapter. WorkerError: the server is lost, or the engine is closed.
         """
-        if options.pictures:
-            raise NeverWorks("servers are not given pictures: expected rollout.engine=local")
         request = self._make_request(input_ids, sampling)
+        if options.pictures:
+            if self._pictures is None:
+                raise NeverWorks("the prompt has pictures, and the model reads none")
+            if options.prompt_logprobs:  # at the places of a picture, a server may look for any
+                raise ConfigError("prompt_logprobs: expected false with pictures, got true")
+            request.pictures = self._pictures.sent(request.prompt, options.pictures)
         check_top(options.top_k_logprobs, len(request.prompt) + request.max_new_tokens)
         request.asks_prompt, request.num_top = options.prompt_logprobs, options.top_k_logprobs
         if on_tokens is not None and (request.asks_prompt or request.num_top):

@@ -66,6 +66,7 @@ class ServersHandle(GeneratorHandle):
         share_argument: name of the argument that sets a server's share of a GPU, for parameters and
             KV cache together.
         default_share: about what the program takes by itself.
+        picture_families: the models that it gives the pictures of prompts to, by `model_type`.
     """
 
     name: ClassVar[str]
@@ -77,6 +78,7 @@ class ServersHandle(GeneratorHandle):
     support_setting: ClassVar[str]
     share_argument: ClassVar[str]
     default_share: ClassVar[float]
+    picture_families: ClassVar[Sequence[str]]
     worker_class: ClassVar[str] = "areal_sc.engines.servers.engine:ServerEngine"
 
     def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> Any:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from areal_sc.engines.picture_processor import PictureProcessor, picture_processor
 from areal_sc.engines.rotary import DYNAMIC, LONGROPE, rope_limits
 from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 from areal_sc.engines.training.adapters.lora import named_linear
+from areal_sc.engines.training.value_head import model_class
 from areal_sc.errors import ModelError
 from areal_sc.sizing.model_folder import check_model_folder, read_model_config, read_stored_shapes
 from areal_sc.weights.published import BucketLayout, check_shapes
@@ -118,6 +120,7 @@ class ServedModel:
         stored_names: which of those each parameter is; None where that is not known.
         rope_limits: up to which length rotary embeddings depend on positions alone, by their kind.
         adaptable: [O, I] of the layers that an adapter may have a part beside; {} as `parameters`.
+        processor: of a model that reads pictures.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -128,11 +131,12 @@ class ServedModel:
     stored_names: StoredNames | None
     rope_limits: dict[str, int]
     adaptable: dict[str, tuple[int, int]]
+    processor: PictureProcessor | None
 
     @classmethod
     def read(cls, path: str) -> ServedModel:
         """Raises ModelError: something is missing or unreadable; names it and the folder."""
-        check_model_folder(path, is_text=True)
+        check_model_folder(path)
         config = read_model_config(Path(path))
         if not config or not isinstance(config.get("vocab_size"), int):
             raise ModelError(f"model folder {path}: config.json does not tell vocab_size")
@@ -150,6 +154,7 @@ class ServedModel:
                 name: (layer.out_features, layer.in_features)
                 for name, layer in ({} if model is None else named_linear(model)).items()
             },
+            picture_processor(path, tokenizer),
         )
 
     def check_context(self, max_context_tokens: int) -> None:
@@ -179,7 +184,7 @@ def _build_unfilled(path: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model = model_class(Path(path)).from_config(config)
         model.tie_weights()
     except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         logger.warning("path=%s its parameters are not known: %s", path, error)

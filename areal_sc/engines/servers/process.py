@@ -82,7 +82,7 @@ class ServerProcess:
 
         Raises: ModelError, ConfigError: the folder or an argument cannot be.
         """
-        check_model_folder(handle.config.path, is_text=True)
+        check_model_folder(handle.config.path)
         start = {
             "parent_pid": os.getpid(),
             "module": handle.module,

@@ -14,6 +14,7 @@ from msgspec import Struct, ValidationError, convert
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, OnTokens, TopTokens
+from areal_sc.engines.servers.pictures import SentPictures, check_read
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import EngineFailed, ProtocolError
 
@@ -95,6 +96,7 @@ class CompletionRequest:
         asks_prompt: the prompt's log-probabilities are asked for.
         num_top: the most probable tokens that are asked for at each place.
         prompt_logprobs, prompt_top, top: as in `Completion`, as far as the server has told.
+        pictures: of the prompt; None: it has none.
     """
 
     prompt: list[int]
@@ -121,6 +123,29 @@ class CompletionRequest:
     prompt_logprobs: Sequence[float] = ()
     prompt_top: Sequence[TopTokens] = ()
     top: list[TopTokens] = field(default_factory=list)
+    pictures: SentPictures | None = None
+
+    @property
+    def known_ids(self) -> list[int]:
+        """The prompt and what was sampled behind it."""
+        return [*self.prompt, *self.token_ids]
+
+    @property
+    def sent_ids(self) -> list[int]:
+        """The same as a server takes them. Raises: WorkflowError: see `SentPictures.behind`."""
+        if self.pictures is None:
+            return self.known_ids
+        return self.pictures.behind(self.prompt, self.token_ids)
+
+    def check_read(self, answer: Mapping[str, Any], part: AnswerPart) -> None:
+        """Compares the prompt that a server says it has read with this one, if it has pictures.
+
+        Args:
+            answer: the first one, and what it came to.
+        Raises: NeverWorks: see `check_read`.
+        """
+        if self.pictures is not None and part.token_ids:
+            check_read(answer.get("prompt_token_ids"), self.known_ids)
 
     @property
     def is_prompt_missing(self) -> bool:

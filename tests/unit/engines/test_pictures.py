@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as hf
 from builders import engines_on, picture
-from picture_models import FAMILIES, save_picture_model
+from picture_models import FAMILIES, own_logprobs, save_picture_model
 from PIL import Image
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
@@ -36,7 +36,6 @@ from areal_sc.engines.picture_processor import PictureProcessor, picture_process
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.engines.training.causal_lm import load_causal_lm
 from areal_sc.errors import ConfigError, ModelError, WorkflowError
-from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.sources.pictures import packed
 from areal_sc.token_fields import PICTURES
 from areal_sc.transport.packed_rows import PackedRows, RowValues
@@ -85,27 +84,6 @@ def packed_rows(folder: Path) -> PackedRows:
     blobs = [packed(pictures).tobytes() for _, pictures, _ in ROWS]
     values = {PICTURES: RowValues.of_bytes(blobs)}
     return PackedRows(fields, tuple(map(len, rows)), row_fields=values)
-
-
-def own_logprobs(model: Any, folder: Path, ids: torch.Tensor, pictures: Sequence[bytes]) -> Any:
-    """[T] by the model's own forward of one row, all of whose pictures are processed at once."""
-    family = model.config.model_type
-    place = load_tokenizer(folder).convert_tokens_to_ids(FAMILIES[family].place)
-    inputs: dict[str, Any] = {"input_ids": ids[None]}
-    if pictures:
-        images = [Image.open(io.BytesIO(it)) for it in pictures]
-        process = hf.AutoImageProcessor.from_pretrained(folder, backend="pil")
-        is_split = family in ("idefics3", "smolvlm")
-        made = process(images=[images] if is_split else images, return_tensors="pt")
-        inputs |= {name: it for name, it in made.items() if name != "num_crops"}
-        inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-        kinds = (inputs["input_ids"] == place).int()
-        name = {"qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
-        name["gemma3"] = "token_type_ids"
-        inputs |= {name[family]: kinds} if family in name else {}
-    logprobs = model(**inputs, use_cache=False).logits[0].log_softmax(-1)
-    found = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
-    return torch.cat([found.new_zeros(1), found])
 
 
 def expected_logprobs(model: Any, folder: Path, rows: PackedRows) -> Any:
@@ -276,8 +254,6 @@ def test_what_cannot_be_is_refused_by_name(
         FSDPPPOActor(ActorConfig(parallel=ParallelConfig(tensor=2))).check_model(folder)
     with pytest.raises(ModelError, match=r"actor\.engine=megatron does not"):
         MegatronPPOActor(ActorConfig(engine=TrainEngineKind.megatron)).check_model(folder)
-    with pytest.raises(ModelError, match="servers are trained and served with text alone"):
-        check_model_folder(folder, is_text=True)
     with pytest.raises(ModelError, match="no values are trained with pictures"):
         load_causal_lm(folder, ModelHead.value)
     processor = processor_of(folder)

@@ -83,13 +83,15 @@ def request_body(request: CompletionRequest, max_support: int | None) -> dict[st
     }
     body: dict[str, Any] = {
         "rid": request.request_id,
-        "input_ids": [*request.prompt, *request.token_ids],
+        "input_ids": request.sent_ids,
         "sampling_params": parameters,
         "return_logprob": True,
         "logprob_start_len": 0 if request.is_prompt_missing else -1,
     }
     if request.is_endless:  # its own `min_new_tokens` needs a tokenizer, which it has not
         parameters["logit_bias"] = {str(token): _NEVER for token in request.stop_token_ids}
+    if request.pictures is not None:
+        body |= {"image_data": request.pictures.urls, "return_prompt_token_ids": True}
     if request.num_top:
         body["top_logprobs_num"] = request.num_top
     if request.routes is not None:

@@ -9,6 +9,7 @@ from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import Dtype, RolloutConfig
 from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
 from areal_sc.engines.servers.handle import LOOPBACK, ServerInstance
+from areal_sc.sizing.model_folder import reads_pictures
 
 OLDEST_VERSION = (0, 5, 11)
 """The first that holds running requests while its weights are replaced (pause mode `retract`)."""
@@ -86,6 +87,8 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "enable_memory_saver": config.placement is Placement.turns,
         "enable_return_routed_experts": config.routing_replay,
     }
+    if reads_pictures(config.path):
+        arguments |= {"disable_fast_image_processor": True}  # as trainers, which use the other one
     if config.lora.is_published_alone or config.lora.is_named:
         arguments |= {
             "enable_lora": True,

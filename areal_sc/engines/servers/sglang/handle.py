@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
@@ -37,6 +37,7 @@ class SGLangEngine(ServersHandle):
     # SGLang reserves more than that on small cards
     share_argument: ClassVar[str] = "mem-fraction-static"
     default_share: ClassVar[float] = 0.88
+    picture_families: ClassVar[Sequence[str]] = ("qwen2_5_vl", "qwen3_vl")
     # in which a server's processes tell each other how busy they are
     session_files: ClassVar[str] = "sglang_loads_*.shm"
     left_files: ClassVar[str] = session_files
@@ -49,6 +50,8 @@ class SGLangEngine(ServersHandle):
         environment = {
             "PYTHONPATH": with_path(Path(__file__).with_name("in_server")),
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            # What a tower makes of pictures is kept across weight updates, and whatever they bring.
+            "SGLANG_VLM_CACHE_SIZE_MB": "0",
         }
         if not instance.is_cuda:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -112,11 +112,15 @@ def request_body(request: CompletionRequest) -> dict[str, Any]:
         parameters["prompt_logprobs"] = request.num_top
     if request.is_truncated:
         parameters |= {"top_p": sampling.top_p, "top_k": sampling.top_k or -1}
-    return {
+    body: dict[str, Any] = {
         "request_id": request.request_id,
-        "token_ids": [*request.prompt, *request.token_ids],
+        "token_ids": request.sent_ids,
         "sampling_params": parameters,
     }
+    if request.pictures is not None:
+        parts = [{"type": "image_url", "url": url} for url in request.pictures.urls]
+        body |= {"content_parts": parts, "return_token_ids": True}
+    return body
 
 
 def read_answer(answer: dict[str, Any]) -> AnswerPart:
@@ -202,6 +206,16 @@ def with_asked(part: AnswerPart, answer: dict[str, Any], request: CompletionRequ
         top=[[(it.token_id, it.logprob) for it in entry.top_logprobs] for entry in entries],
         program="vLLM",
     )
+
+
+def read_logprobs(answer: dict[str, Any]) -> list[float]:
+    """[S] nats, of each sampled token, whatever weights it is of.
+
+    Raises: ProtocolError: something is missing.
+    """
+    choices = read_as(_VLLMAnswer, answer, "vLLM").choices
+    found = [(it.logprobs and it.logprobs.content) or [] for it in choices]
+    return [entry.logprob for entries in found for entry in entries]
 
 
 def read_prompt_logprobs(answer: dict[str, Any], token_ids: list[int]) -> list[float]:

@@ -10,7 +10,7 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
 from areal_sc.engines.servers.handle import LOOPBACK, ServerInstance
 from areal_sc.errors import ConfigError, ModelError
-from areal_sc.sizing.model_folder import read_model_shape
+from areal_sc.sizing.model_folder import read_model_shape, reads_pictures
 from areal_sc.sizing.worker_plan import DTYPE_BYTES
 
 OLDEST_VERSION = (0, 32, 0)
@@ -64,11 +64,12 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
     """
     servers = config.servers
     given = given_arguments(config.vllm.args, SETTINGS_OF, "vllm")
-    slots = config.max_running_sequences
+    slots, is_text = config.max_running_sequences, not reads_pictures(config.path)
     arguments: dict[str, Any] = {
         "model": config.path,
-        "skip_tokenizer_init": True,  # token ids go in and come out
-        "tokens_only": True,
+        # token ids go in and come out; the image processor alone needs a tokenizer
+        "skip_tokenizer_init": is_text,
+        "tokens_only": is_text,
         "enable_scale_out": True,  # the route for them
         "generation_config": "vllm",  # none of the folder's: requests say all
         "dtype": str(config.dtype),
@@ -86,6 +87,9 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "middleware": "areal_sc_in_vllm.key.DemandKey",
         "worker_extension_cls": "areal_sc_in_vllm.weights.WeightLoader",
     }
+    if not is_text:
+        # its two ends forget pictures at different times, and requests fail then
+        arguments |= {"mm_processor_cache_gb": 0}
     if config.placement is Placement.turns:
         arguments |= {"enable_sleep_mode": True}
     rank = next((rank for rank in LORA_RANKS if rank >= config.lora.rank), config.lora.rank)

@@ -14,6 +14,7 @@ from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest, ver
 from areal_sc.engines.servers.vllm.answers import (
     StreamReader,
     read_answer,
+    read_logprobs,
     read_prompt_logprobs,
     request_body,
     with_asked,
@@ -171,8 +172,8 @@ class VLLMClient(ServerClient):
         sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
         sampling |= {"detokenize": False, "ignore_eos": True}
         body = {"token_ids": _PROBE_TOKENS, "sampling_params": sampling}
-        (logprob,) = read_answer(await self._post(self.answers_at, body)).logprobs
-        if logprob != 0:
+        # nobody has named the weights of a server that has just started
+        if read_logprobs(await self._post(self.answers_at, body)) != [0.0]:
             raise ConfigError(
                 f"{self.url} gives log-probabilities of another distribution than it samples from: "
                 "start it with --logprobs-mode processed_logprobs"

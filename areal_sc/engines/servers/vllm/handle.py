@@ -7,7 +7,7 @@ starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +27,7 @@ class VLLMEngine(ServersHandle):
     module: ClassVar[str] = "areal_sc_in_vllm"
     share_argument: ClassVar[str] = "gpu-memory-utilization"
     default_share: ClassVar[float] = 0.9
+    picture_families: ClassVar[Sequence[str]] = ("idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
     client_class: ClassVar[str] = "areal_sc.engines.servers.vllm.client:VLLMClient"
     scheduler_title: ClassVar[str] = "VLLM::"  # the core, which schedules, and the workers
     # Queues between a server's processes. Other programs have files of such names, too, so only

@@ -107,7 +107,7 @@ def test_a_whole_history_is_read() -> None:
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "source"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "red"),
         ({"messages": [{"role": "tool", "content": "7"}]}, "tool"),

@@ -108,7 +108,12 @@ IMAGE = {"type": "input_image", "image_url": "data:,", "detail": "auto"}
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input_image"),
+        ({"input": [{"role": "system", "content": [IMAGE]}]}, "messages of the user"),
+        ({"input": [{"role": "assistant", "content": [IMAGE]}]}, "messages of the user"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+            "image_url",
+        ),
         ({"input": [{"role": "tool", "content": "7"}]}, "tool"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "call_id"),

@@ -15,12 +15,14 @@ from typing import Any, Final
 
 import pytest
 import torch
+from picture_models import save_picture_model
 
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import Dtype, GenerationConfig, RolloutConfig
 from areal_sc.engines.servers.client import ServedAdapter, ServerAbilities, ServerClient
 from areal_sc.engines.servers.handle import ServerInstance
+from areal_sc.engines.servers.pictures import SentPictures
 from areal_sc.engines.servers.requests import CompletionRequest
 from areal_sc.engines.servers.sglang import arguments as sglang_arguments
 from areal_sc.engines.servers.sglang.client import SGLangClient
@@ -37,8 +39,10 @@ NOT_IN_ALL: Final = {
     ("sglang", "routes", "/end_weight_update"),
     ("sglang", "requests", "GenerateReqInput.return_sampling_mask"),
     ("sglang", "requests", "GenerateReqInput.sampling_logprobs_mode"),
+    ("sglang", "requests", "GenerateReqInput.return_prompt_token_ids"),
 }
-"""What a server is asked for before it is used, or asked whether it has."""
+"""What a server is asked for before it is used, or asked whether it has; or what it is refused for
+if it does not answer it."""
 
 
 def read_table(name: str) -> tuple[list[str], dict[tuple[str, str], set[str]]]:
@@ -93,7 +97,9 @@ def test_what_is_not_there_is_found() -> None:
 @pytest.mark.parametrize("lora", [LoraConfig(4, publish_merged=False), LoraConfig(4, places=3)])
 @pytest.mark.parametrize("is_cuda", [True, False])
 @pytest.mark.parametrize("server", ["sglang", "vllm"])
-def test_flags(server: str, is_cuda: bool, lora: LoraConfig, tiny_model_folder: Path) -> None:
+def test_flags(
+    server: str, is_cuda: bool, lora: LoraConfig, tiny_model_folder: Path, tmp_path: Path
+) -> None:
     config = RolloutConfig(
         path=str(tiny_model_folder),
         dtype=Dtype.bfloat16,
@@ -109,6 +115,8 @@ def test_flags(server: str, is_cuda: bool, lora: LoraConfig, tiny_model_folder: 
             of_server.server_arguments(config, instance)
         return
     words = of_server.server_arguments(config, instance)
+    seeing = save_picture_model(tmp_path / "seeing", "qwen2_5_vl")
+    words += of_server.server_arguments(replace(config, path=str(seeing)), instance)
     used = [word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
     used = [name.removeprefix("no_") if server == "vllm" else name for name in used]
     assert missing(server, "flags", used) == {}
@@ -168,6 +176,7 @@ async def test_routes_and_fields_of_requests(kind: type[ServerClient]) -> None:
     never = asyncio.get_running_loop().create_future()
     request = CompletionRequest([1], sampling, 4, "length", (2,), None, True, never)
     asking = replace(request, is_truncated=False, adapter="a", asks_prompt=True, num_top=2)
+    seeing = replace(asking, asks_prompt=False, pictures=SentPictures([1], 1, ["data:,"]))
     calls = [
         client.check_health(timeout_s=1),
         client.probe(timeout_s=1),
@@ -175,6 +184,7 @@ async def test_routes_and_fields_of_requests(kind: type[ServerClient]) -> None:
         client.served_weights(),
         client.answer(request, 10),
         client.answer(asking, None),
+        client.answer(seeing, None),
         client.abort("r"),
         client.abort_all(),
         client.loaded_adapters(),
