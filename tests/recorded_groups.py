@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
 from areal_sc.records.record_files import FilesOfProcess
@@ -57,7 +60,10 @@ def trajectory(seed: int, length: int = 40, reward: float = 0.5) -> Trajectory:
 
 
 def played(
-    number: int, *episodes: list[Trajectory], rejected: tuple[RecordedRejection, ...] = ()
+    number: int,
+    *episodes: list[Trajectory],
+    rejected: tuple[RecordedRejection, ...] = (),
+    pictures: Sequence[bytes] = (),
 ) -> PlayedGroup:
     group = RecordedGroup(
         worker="rollout/0",
@@ -71,7 +77,15 @@ def played(
         took_s=2.5,
         rejected=rejected,
     )
-    return PlayedGroup(group, dict(enumerate(episodes)))
+    return PlayedGroup(group, dict(enumerate(episodes)), pictures)
+
+
+def picture(seed: int, side: int = 8, kind: str = "PNG") -> bytes:
+    """One of random pixels, compressed."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side + 1, 3), np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, format=kind)
+    return content.getvalue()
 
 
 def add_span(
@@ -126,6 +140,7 @@ def answered(
     sample: int = 0,
     began: float = 1000.5,
     rejected: RecordedRejection | None = None,
+    pictures: Sequence[bytes] = (),
 ) -> PlayedAnswer:
     """An answer to a held-out prompt, as a worker has played it."""
     answer = EvaluatedAnswer(
@@ -140,4 +155,4 @@ def answered(
         took_s=0.5,
         rejected=rejected,
     )
-    return PlayedAnswer(answer, rows)
+    return PlayedAnswer(answer, rows, pictures)
