@@ -306,7 +306,7 @@ def _has(wanted: str, prompt: bytes, answer: bytes) -> bool:
 
 
 def _numbers(database: sqlite3.Connection, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """All numbers, words and pictures of some rows, in their order; `metrics` are those they have."""
+    """All numbers, words and pictures of some rows, in order; `metrics` are those they have."""
     columns = metric_columns(database)
     names = ", ".join(f'rows."{name}"' for name in (*_SHOWN, *columns.values()))
     marks = ", ".join("?" * len(numbers))

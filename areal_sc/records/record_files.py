@@ -9,8 +9,8 @@
 
 Each life of a worker begins files of its own. When the files of a worker take more than they may,
 the oldest `pictures` go, then the oldest `rows`, then the oldest `spans`, then the oldest of what
-is `kept`, then the answers of evaluations, none of them when it takes less than its share. The newest file of a series stays,
-so that no number comes again.
+is `kept`, then the answers of evaluations, none of them when it takes less than its share. The
+newest file of a series stays, so that no number comes again.
 """
 
 from __future__ import annotations

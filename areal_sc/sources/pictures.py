@@ -40,7 +40,7 @@ MAX_PIXELS: Final = 1 << 25
 CONTENT_TYPES: Final[Mapping[str, str]] = {
     kind: f"image/{kind.lower()}" for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 }
-"""By the name of each kind that is read, what a server says of it. None of them can hold a program."""
+"""By the name of each kind that is read, what a server calls it. None of them holds a program."""
 
 _KINDS: Final = "a path, bytes, a data URL, a PIL image, or a dict with `bytes` or `path`"
 _HEAD_BYTES: Final = 4
