@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
 from areal_sc.records.record_files import FilesOfProcess
@@ -78,14 +76,6 @@ def played(
         rejected=rejected,
     )
     return PlayedGroup(group, dict(enumerate(episodes)), pictures)
-
-
-def picture(seed: int, side: int = 8, kind: str = "PNG") -> bytes:
-    """One of random pixels, compressed."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (side, side + 1, 3), np.uint8)
-    content = io.BytesIO()
-    Image.fromarray(pixels).save(content, format=kind)
-    return content.getvalue()
 
 
 def add_span(

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from builders import picture
 from integration.browser import CHROMIUM, Tab, browser_tab
 from integration.run_process import LIMIT_S, RunProcess, open_gate, tiny_run
 from integration.test_page import OLD_RUN, Page, page_of
 from msgspec import structs
 from page_runs import CODE, EVIL, damage, make_run, row
-from recorded_groups import answered, picture, played, recorder_of, trajectory
+from recorded_groups import answered, played, recorder_of, trajectory
 
 from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.page.export import exported
@@ -59,7 +60,7 @@ async def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     recorder.add_group(played(30, [trajectory(2, NUM_TOKENS)], [trajectory(1, 30)]))
     recorder.add_group(played(31, [row(("Long?", -1), (LONG, 1))]))
     recorder.add_group(played(32, [row(("Bytes?", -1), (b"\xff\xfe", 1))]))
-    drawn = [picture(1, 40), picture(2, 30, "JPEG")]
+    drawn = [picture(1, 41, 40), picture(2, 31, 30, "JPEG")]
     recorder.add_group(played(SEEING, [trajectory(4)], [trajectory(5)], pictures=drawn))
     recorder.add_group(killer(KILLING))
     recorder.close()
@@ -477,8 +478,8 @@ async def test_pictures_are_beside_their_rows(
     sizes = "[...document.querySelectorAll('.pictures img')].map(it => it.naturalWidth).join()"
     view = f"#/row?run=sound&name={SEEING}.0.1.0"
     text = await shows(tab, view)
-    assert "picture 1: PNG, 41 × 40" in text
-    assert "picture 2: JPEG, 31 × 30" in text
+    assert "picture 1: PNG, 41 x 40" in text
+    assert "picture 2: JPEG, 31 x 30" in text
     await tab.wait_for(f"{sizes} === '41,31'")
     await shows(tab, f"#/rows?run=sound&group={SEEING}")
     await tab.wait_for(f"{sizes} === '41,31,41,31'")

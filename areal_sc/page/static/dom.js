@@ -59,7 +59,7 @@ export function pictureBoxes(pictures, addressOf) {
     const missing = () => el("span", { class: "dim" }, "not here, or gone (records.max_bytes)");
     const address = addressOf(it.digest);
     const drawn = address && el("img", { src: address, alt: name, loading: "lazy", width: it.width, height: it.height, on: { error: () => drawn.replaceWith(missing()) } });
-    box.append(drawn || missing(), el("figcaption", { class: "dim" }, shown(`${name}: ${it.kind}, ${it.width} × ${it.height}, ${bytes(it.num_bytes)}`)));
+    box.append(drawn || missing(), el("figcaption", { class: "dim" }, shown(`${name}: ${it.kind}, ${it.width} x ${it.height}, ${bytes(it.num_bytes)}`)));
     return box;
   }));
 }

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import picture
 from msgspec import structs
-from recorded_groups import picture, played, recorder_of, trajectory
+from recorded_groups import played, recorder_of, trajectory
 
 from areal_sc.page import export
 from areal_sc.page.export import STATIC, exported, script

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 from aiohttp import ClientError, ClientResponse, ClientSession, CookieJar, web
-from builders import make_evaluation, make_step
+from builders import make_evaluation, make_step, picture
 from ledger_history import History, a_run
 from page_runs import tokenizer
-from recorded_groups import add_span, picture, played, recorder_of, trajectory
+from recorded_groups import add_span, played, recorder_of, trajectory
 from waiting import until
 
 from areal_sc.__main__ import main
@@ -128,7 +128,7 @@ async def test_pictures_are_served_by_digest_as_what_they_are(
     name.write_bytes(block(pack_picture(forged), svg))
     (shown,) = (await get(session, "/api/runs/0/recorded/2"))["rows"]
     (told,) = shown["pictures"]
-    assert (told["kind"], told["width"], told["num_bytes"]) == ("PNG", 9, len(drawn))
+    assert (told["kind"], told["width"], told["num_bytes"]) == ("PNG", 30, len(drawn))
     path = f"/api/runs/0/pictures/{told['digest']}"
     async with session.get(path) as response:
         assert (response.status, response.content_type) == (200, "image/png")

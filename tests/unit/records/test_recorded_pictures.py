@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from recorded_groups import MEBI, answered, picture, played, recorder_of, trajectory
+from builders import picture
+from recorded_groups import MEBI, answered, played, recorder_of, trajectory
 
 from areal_sc.page.row_index import RowIndex
 from areal_sc.records.reading import evaluated_answers, pictures, rows
@@ -37,7 +38,7 @@ def test_a_picture_is_stored_once_and_each_row_names_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", CONTENT_TYPES)
 def test_kind_and_size_are_those_of_the_picture(kind: str) -> None:
-    content = picture(1, side=20, kind=kind)
+    content = picture(1, 21, 20, kind=kind)
     told = RecordedPicture.of(content)
     assert (told.kind, told.width, told.height, told.num_bytes) == (kind, 21, 20, len(content))
     assert str(told) == f"{kind}, 21 x 20 pixels, {len(content)} bytes"
@@ -45,7 +46,7 @@ def test_kind_and_size_are_those_of_the_picture(kind: str) -> None:
 
 def test_pictures_come_again_once_they_may_be_gone(tmp_path: Path) -> None:
     """Each of the newest groups finds its pictures, however often files have gone meanwhile."""
-    chance, drawn = random.Random(0), [picture(seed, side=60) for seed in range(60)]
+    chance, drawn = random.Random(0), [picture(seed, 61, 60) for seed in range(60)]
     assert sum(map(len, drawn)) > MEBI // 2
     recorder = recorder_of(tmp_path, max_bytes=MEBI)
     wanted = dict[str, bytes]()
