@@ -64,6 +64,11 @@ class FSDPPPOActor(TrainHandle):
                 )
         if self.config.lora.places > 1 and not self.config.is_frozen:
             self._check_places()
+        if self.config.train_vision_tower and self.config.has_adapter:
+            raise ConfigError(
+                "actor.train_vision_tower: expected false with an adapter (actor.lora.rank above "
+                "0), which is beside the text part, got true"
+            )
         is_of_layers = self.config.activation_checkpointing is ActivationCheckpointing.layers
         if self.config.activation_offload and not is_of_layers:
             raise ConfigError(
@@ -107,6 +112,11 @@ class FSDPPPOActor(TrainHandle):
         return True
 
     def check_model(self, folder: Path) -> None:
+        if self.config.train_vision_tower and folder.is_dir() and not reads_pictures(folder):
+            raise ConfigError(
+                f"actor.train_vision_tower: expected false, as the model in {folder} reads no "
+                "pictures, got true"
+            )
         check_pictures(folder, self.config.parallel)
         shape = read_model_shape(folder)
         if shape is not None and shape.heads is not None and shape.kv_heads is not None:
