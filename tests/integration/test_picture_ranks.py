@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from builders import picture
-from integration.picture_rank import NUM_STEPS, actor_config
+from integration.picture_ranks_program import NUM_STEPS, actor_config
+from integration.ranks import run_program
 from picture_models import save_picture_model
 from safetensors.torch import load_file
 
@@ -23,7 +22,6 @@ from areal_sc.sources.pictures import packed
 from areal_sc.token_fields import PICTURES
 from areal_sc.transport.packed_rows import PackedRows, RowValues
 
-LIMIT_S = 300
 ROWS = (
     ("see <image>!", (picture(0),), "one"),
     ("see <image> and <image>", (picture(1), picture(2)), "two"),
@@ -55,14 +53,7 @@ def test_a_rank_without_pictures_trains_the_tower_with_the_other(tmp_path: Path)
     rows = rows_of(model)
     for rank, its in enumerate(([0, 1], [2, 3])):
         torch.save(rows.take(its), tmp_path / f"rows-{rank}.pt")
-    program = Path(__file__).with_name("picture_rank.py")
-    ranks = [
-        subprocess.Popen([sys.executable, program, tmp_path, str(rank)], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, said = rank.communicate(timeout=LIMIT_S)
-        assert rank.returncode == 0, said.decode()
+    run_program(Path(__file__).with_name("picture_ranks_program.py"), tmp_path, {})
     engine = FSDPEngine(actor_config(model, 1))
     engine.initialize(0, 1, "")
     stats = [engine.update([rows], CROSS_ENTROPY, step=step) for step in range(NUM_STEPS)]
