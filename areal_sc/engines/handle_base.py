@@ -30,6 +30,7 @@ from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_context import model_context
 from areal_sc.sizing.model_folder import ModelShape
 from areal_sc.sizing.output_layer import chunk_tokens, kept_tokens, kind_and_memory
+from areal_sc.sizing.pictures import KEPT_BYTES
 from areal_sc.sizing.store_room import live_row_bytes
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 
@@ -171,6 +172,7 @@ class TrainHandle:
             gathered_bytes=gathered_bytes,
             activation_bytes=activation_bytes,
             layer_input_bytes=layer_input_bytes,
+            picture_bytes=KEPT_BYTES if shape.num_tower_parameters else 0,
             is_offloaded=is_offloaded,
         )
         if self.config.is_frozen:
@@ -348,7 +350,13 @@ class GeneratorHandle:
         raise NotImplementedError
 
     def plan_process(
-        self, index: int, device: str, *, parameter_bytes: int = 0, kv_bytes: int = 0
+        self,
+        index: int,
+        device: str,
+        *,
+        parameter_bytes: int = 0,
+        kv_bytes: int = 0,
+        picture_bytes: int = 0,
     ) -> WorkerPlan:
         """The worker's own process, with its tensor store."""
         return WorkerPlan(
@@ -357,6 +365,7 @@ class GeneratorHandle:
             device=device,
             parameter_bytes=parameter_bytes,
             kv_bytes=kv_bytes,
+            picture_bytes=picture_bytes,
             store_bytes=live_row_bytes(self.config),
         )
 

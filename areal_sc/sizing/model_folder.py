@@ -31,6 +31,10 @@ WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _EXPERTS = ".experts."
 _LAYER = re.compile(r"(?:\w+\.)*?\d+(?=\.)")
 """How the name of a tensor of a decoder layer begins: `model.layers.0`."""
+_TOWER = re.compile(
+    r"(?:^|\.)(?:visual|vision_tower|vision_model|connector|multi_modal_projector)\."
+)
+"""What the name of a tensor has that makes features of pictures."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class ModelShape:
 
     Attributes:
         num_parameters: of the whole model.
+        num_tower_parameters: those among them of what the model sees pictures by; the following
+            numbers are without it.
         num_expert_parameters: those among them that belong to one of several experts.
         num_layer_parameters: of the largest decoder layer.
         num_other_parameters: outside of decoder layers.
@@ -53,6 +59,7 @@ class ModelShape:
     """
 
     num_parameters: int | None = None
+    num_tower_parameters: int | None = None
     num_expert_parameters: int | None = None
     num_layer_parameters: int | None = None
     num_other_parameters: int | None = None
@@ -238,14 +245,17 @@ def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, int]:
     """The numbers of parameters in `ModelShape`, from the size of every tensor."""
-    layers, others = Counter[str](), [0]
+    layers, others, of_tower = Counter[str](), [0], 0
     for name, size in sizes.items():
-        if found := _LAYER.match(name):
+        if _TOWER.search(name):
+            of_tower += size
+        elif found := _LAYER.match(name):
             layers[found[0]] += size
         else:
             others.append(size)
     return {
         "num_parameters": sum(sizes.values()),
+        "num_tower_parameters": of_tower,
         "num_expert_parameters": sum(size for name, size in sizes.items() if _EXPERTS in name),
         "num_layer_parameters": max(layers.values(), default=0),
         "num_other_parameters": sum(others),

@@ -11,6 +11,10 @@ from areal_sc.token_fields import PICTURES, TensorMetadata
 MAX_ROW_BYTES = 1 << 22
 """Of the pictures of a row: each group that is generated has room for so many."""
 
+KEPT_BYTES = 1 << 28
+"""What a process keeps of the pictures that it has seen last: so much of their pixels, and so much
+of their features."""
+
 
 def engine_fields(config: RolloutConfig) -> dict[str, TensorMetadata]:
     """The routes of tokens, and the pictures of a group where the model reads any.

@@ -128,9 +128,12 @@ class FSDPPPOActor(TrainHandle):
         # each rank holds its part of float32 parameters, and of what training adds to them
         parallel = self.config.parallel
         share = -(-(shape.num_parameters or 0) // parallel.num_ranks)
-        width, trained, fixed = DTYPE_BYTES[self.config.dtype], share, 0
+        # of a tower that is not trained it holds the parameters alone
+        of_tower = 0 if self.config.train_vision_tower else shape.num_tower_parameters or 0
+        of_tower = -(-of_tower // parallel.num_ranks)
+        width, trained, fixed = DTYPE_BYTES[self.config.dtype], share - of_tower, 0
         if self._is_model_fixed:
-            lora, layer, fixed = self.config.lora, shape.layer, share
+            lora, layer, fixed, of_tower = self.config.lora, shape.layer, share, 0
             of_adapter = layer.adapter_values(lora.rank, lora.targets) if layer else 0
             of_adapter *= lora.places
             trained = 0 if self.config.is_frozen else -(-of_adapter // parallel.num_ranks)
@@ -142,10 +145,11 @@ class FSDPPPOActor(TrainHandle):
                 trained if self.config.lora.is_published_alone else share,
                 shape,
                 machine,
-                parameter_bytes=width * fixed + 2 * FLOAT32_BYTES * trained,
-                rounded_bytes=width * trained if is_rounded else 0,
+                parameter_bytes=width * fixed + FLOAT32_BYTES * (of_tower + 2 * trained),
+                rounded_bytes=width * (of_tower + trained) if is_rounded else 0,
                 optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * trained,
-                held_share=trained,
+                # snapshots have no moments of the tower, two thirds of what they have of others
+                held_share=trained + of_tower // (1 + ADAM_STATES),
                 gathered_bytes=self._gathered_bytes(
                     shape, piece_bytes(*kind_and_memory(devices[0], machine))
                 ),
@@ -178,7 +182,7 @@ class FSDPPPOActor(TrainHandle):
             return 0
         width = DTYPE_BYTES[self.config.dtype]
         layer, others = shape.num_layer_parameters or 0, shape.num_other_parameters or 0
-        largest = shape.num_vocabulary_parameters or 0
+        largest, tower = shape.num_vocabulary_parameters or 0, shape.num_tower_parameters or 0
         of_gradient = 0 if self._is_model_fixed else width + FLOAT32_BYTES
         of_layers = (2 * width + of_gradient) * layer // parallel.tensor
         if rounds_copies(rows_ranks, self.config):
@@ -188,10 +192,12 @@ class FSDPPPOActor(TrainHandle):
             of_layers += max(width, of_gradient) * layer // parallel.num_ranks
         if rows_ranks == 1:
             return max(of_layers, max(width, 2 * of_gradient) * others // parallel.tensor)
+        # the tower is whole on each rank, with its gradients, as long as the rank computes
+        of_layers += (width + of_gradient * self.config.train_vision_tower) * tower
         pieces, of_vocabulary = 1 if self._is_model_fixed else 3, FLOAT32_BYTES * largest
         if of_vocabulary <= most_of_vocabulary:
             of_layers += of_vocabulary
-        return max(of_layers, pieces * min(most_of_vocabulary, of_vocabulary))
+        return max(of_layers, pieces * min(most_of_vocabulary, of_vocabulary) + width * tower)
 
 
 @dataclass(frozen=True)
