@@ -142,7 +142,7 @@ def measure(config: ActorConfig, small: Path) -> float:
     shape = read_model_shape(Path(config.path))
     assert shape is not None
     plan = make_actor(config).plan_worker(rank, shape, ["cpu"], Machine())[0]
-    counted = plan.held_bytes + plan.gathered_bytes
+    counted = plan.held_bytes + plan.gathered_bytes + plan.activation_bytes
     print(
         f"{most >> 20} MiB, counted {counted >> 20} MiB, activations {plan.activation_bytes >> 20}"
     )

@@ -195,7 +195,8 @@ class TrainHandle:
         self, shape: ModelShape, device: str, memory_bytes: int | None
     ) -> tuple[int, int]:
         """What the largest micro-batch leaves for its backward pass, and the output layer's logits;
-        and what of it lies in the memory of the host, beside a GPU.
+        and what of it lies in the memory of the host, beside a GPU. Of a tower that is trained it
+        counts as if all tokens were those of pictures.
 
         One layer more than are kept goes through its backward pass; a frozen model keeps none.
 
@@ -217,6 +218,10 @@ class TrainHandle:
             logit_bytes += width * num_tokens * num_outputs
         if layer is None:
             return logit_bytes, 0
+        if config.train_vision_tower and shape.tower is not None:  # no activation of it is dropped
+            num_patches = num_tokens * shape.patches_per_token
+            of_patch = shape.tower.num_layers * shape.tower.activation_values
+            logit_bytes += width * num_patches * of_patch
         kept = width * num_tokens * layer.activation_values
         kept += layer.score_bytes(config.max_tokens_per_micro_batch)  # of one row, the longest
         kept = -(-kept // parallel.tensor)

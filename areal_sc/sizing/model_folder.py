@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -54,6 +55,8 @@ class ModelShape:
         heads, kv_heads: of attention, in each layer.
         vocabulary: number of tokens.
         layer: sizes of a decoder layer.
+        tower: sizes of a layer of what the model sees pictures by.
+        patches_per_token: parts of a picture that the tower computes for each of its tokens.
         has_weights: the folder has them; else parameters are counted by formula, as far as the
             family is known.
     """
@@ -70,6 +73,8 @@ class ModelShape:
     kv_heads: int | None = None
     vocabulary: int | None = None
     layer: LayerSizes | None = None
+    tower: LayerSizes | None = None
+    patches_per_token: int = 0
     has_weights: bool = True
 
 
@@ -220,8 +225,24 @@ def read_model_shape(path: str | Path) -> ModelShape | None:
         kv_heads=first_int(config, "num_key_value_heads", *HEADS),
         vocabulary=first_int(config, "vocab_size"),
         layer=layer,
+        **_sizes_of_tower(_read_whole_config(folder) or {}),
         has_weights=bool(sizes),
     )
+
+
+def _sizes_of_tower(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`tower` and `patches_per_token` of a whole `config.json`, as far as it tells them."""
+    vision = config.get("vision_config")
+    if config.get("model_type") not in PICTURE_FAMILIES or not isinstance(vision, dict):
+        return {}
+    own = {"num_hidden_layers": vision.get("depth"), "num_attention_heads": vision.get("num_heads")}
+    merged = first_int(config, "scale_factor") or first_int(vision, "spatial_merge_size") or 1
+    patches = merged**2
+    if tokens := first_int(config, "mm_tokens_per_image"):
+        side = (first_int(vision, "image_size") or 0) // (first_int(vision, "patch_size") or 1)
+        patches = -(-(side**2) // tokens)
+    named = {name: value for name, value in own.items() if value}
+    return {"tower": LayerSizes.of({**vision, **named}), "patches_per_token": patches}
 
 
 def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

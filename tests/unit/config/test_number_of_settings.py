@@ -5,11 +5,12 @@ from __future__ import annotations
 from areal_sc.config.fields import TEMPLATE, is_section, schema_fields
 from areal_sc.config.schema import GRPOConfig
 
-MAX_OWN = 190
+MAX_OWN = 191
 """Most settings that have a value of their own. `actor.routing_replay` is one: replay costs room in
 stores, which dense models, and mixtures in float32, do not need to pay. `actor.lora.places` is
-another: each place costs the memory of an adapter and its moments, whether it is used or not."""
-MAX_PLACES = 272
+another: each place costs the memory of an adapter and its moments, whether it is used or not. So
+is `actor.train_vision_tower`: a tower that is trained costs its moments and its activations."""
+MAX_PLACES = 273
 """Most places in a run's YAML, also those where a value is taken from elsewhere unless given."""
 
 
