@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ def trajectory(seed: int, length: int = 40, reward: float = 0.5) -> Trajectory:
 
 
 def played(
-    number: int, *episodes: list[Trajectory], rejected: tuple[RecordedRejection, ...] = ()
+    number: int,
+    *episodes: list[Trajectory],
+    rejected: tuple[RecordedRejection, ...] = (),
+    pictures: Sequence[bytes] = (),
 ) -> PlayedGroup:
     group = RecordedGroup(
         worker="rollout/0",
@@ -71,7 +75,7 @@ def played(
         took_s=2.5,
         rejected=rejected,
     )
-    return PlayedGroup(group, dict(enumerate(episodes)))
+    return PlayedGroup(group, dict(enumerate(episodes)), pictures)
 
 
 def add_span(
@@ -126,6 +130,7 @@ def answered(
     sample: int = 0,
     began: float = 1000.5,
     rejected: RecordedRejection | None = None,
+    pictures: Sequence[bytes] = (),
 ) -> PlayedAnswer:
     """An answer to a held-out prompt, as a worker has played it."""
     answer = EvaluatedAnswer(
@@ -140,4 +145,4 @@ def answered(
         took_s=0.5,
         rejected=rejected,
     )
-    return PlayedAnswer(answer, rows)
+    return PlayedAnswer(answer, rows, pictures)

@@ -17,6 +17,7 @@ from areal_sc.errors import CommandError
 from areal_sc.page.followed_run import READ_S, FollowedRun
 from areal_sc.page.row_search import recorded_query
 from areal_sc.records.recorded_calls import recorded_text
+from areal_sc.records.recorded_pictures import RecordedPicture
 from areal_sc.records.samples import Place, Sample
 from areal_sc.run.run_folder import check_is_folder
 from areal_sc.trainer.evaluation.kept_answers import as_samples, read_answers
@@ -132,7 +133,8 @@ def _best_and_worst(group: Sequence[dict[str, Any]]) -> list[Sample]:
 def _sample(row: dict[str, Any], place: Place) -> Sample:
     told = {name: row[name] for name in Sample.__struct_fields__ if name in row}
     texts = {name: recorded_text(row[name]) for name in ("prompt", "answer")}
-    return Sample(**{**told, **texts, "place": place})
+    pictures = tuple(str(RecordedPicture(**it)) for it in row["pictures"])
+    return Sample(**{**told, **texts, "place": place, "pictures": pictures})
 
 
 def _why_none(run: FollowedRun, run_dir: Path, step: int | None) -> str:
@@ -182,6 +184,8 @@ def _group_view(samples: Sequence[Sample], console: Console) -> Iterator[Text]:
         if sample.prompt != prompt:  # an agent's rows have prompts of their own
             prompt = sample.prompt
             yield from _labelled("prompt", "dim", prompt, console)
+            for picture in sample.pictures:
+                yield from _labelled("picture", "dim", picture, console)
         style = _STYLES[sample.place]
         yield from _labelled(sample.place, style, sample.answer, console)
         if sample.output:

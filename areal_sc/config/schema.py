@@ -226,6 +226,9 @@ class ActorConfig(Section):
     routing_replay: bool = setting(
         False, "tokens go through the experts that they had in generation", idle=_ON_ROWS
     )
+    train_vision_tower: bool = setting(
+        False, "of a model that reads pictures: what it sees them by is trained, too"
+    )
     logprob_chunk_tokens: int = in_code(0)
     num_threads: int = setting(
         0, "CPU threads a rank; 0: one, with a GPU its share of the cores", ge=0
@@ -517,7 +520,7 @@ FURTHER_MODELS: Final = {
 
 _OF_TRAINING: Final = (
     *("algorithm", "ppo", "optimizer", "memory_snapshots"),
-    *("activation_checkpointing", "activation_offload"),
+    *("activation_checkpointing", "activation_offload", "train_vision_tower"),
 )
 """Fields of `ActorConfig` that nothing reads of a model which only computes."""
 

@@ -30,6 +30,7 @@ from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_context import model_context
 from areal_sc.sizing.model_folder import ModelShape
 from areal_sc.sizing.output_layer import chunk_tokens, kept_tokens, kind_and_memory
+from areal_sc.sizing.pictures import KEPT_BYTES
 from areal_sc.sizing.store_room import live_row_bytes
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 
@@ -171,6 +172,7 @@ class TrainHandle:
             gathered_bytes=gathered_bytes,
             activation_bytes=activation_bytes,
             layer_input_bytes=layer_input_bytes,
+            picture_bytes=KEPT_BYTES if shape.num_tower_parameters else 0,
             is_offloaded=is_offloaded,
         )
         if self.config.is_frozen:
@@ -193,7 +195,8 @@ class TrainHandle:
         self, shape: ModelShape, device: str, memory_bytes: int | None
     ) -> tuple[int, int]:
         """What the largest micro-batch leaves for its backward pass, and the output layer's logits;
-        and what of it lies in the memory of the host, beside a GPU.
+        and what of it lies in the memory of the host, beside a GPU. Of a tower that is trained it
+        counts as if all tokens were those of pictures.
 
         One layer more than are kept goes through its backward pass; a frozen model keeps none.
 
@@ -215,6 +218,10 @@ class TrainHandle:
             logit_bytes += width * num_tokens * num_outputs
         if layer is None:
             return logit_bytes, 0
+        if config.train_vision_tower and shape.tower is not None:  # no activation of it is dropped
+            num_patches = num_tokens * shape.patches_per_token
+            of_patch = shape.tower.num_layers * shape.tower.activation_values
+            logit_bytes += width * num_patches * of_patch
         kept = width * num_tokens * layer.activation_values
         kept += layer.score_bytes(config.max_tokens_per_micro_batch)  # of one row, the longest
         kept = -(-kept // parallel.tensor)
@@ -348,7 +355,13 @@ class GeneratorHandle:
         raise NotImplementedError
 
     def plan_process(
-        self, index: int, device: str, *, parameter_bytes: int = 0, kv_bytes: int = 0
+        self,
+        index: int,
+        device: str,
+        *,
+        parameter_bytes: int = 0,
+        kv_bytes: int = 0,
+        picture_bytes: int = 0,
     ) -> WorkerPlan:
         """The worker's own process, with its tensor store."""
         return WorkerPlan(
@@ -357,6 +370,7 @@ class GeneratorHandle:
             device=device,
             parameter_bytes=parameter_bytes,
             kv_bytes=kv_bytes,
+            picture_bytes=picture_bytes,
             store_bytes=live_row_bytes(self.config),
         )
 

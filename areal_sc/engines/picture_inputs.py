@@ -1,7 +1,8 @@
 """What the decoder of a model that reads pictures is given at their tokens.
 
 The embedding of a picture's token is what the model's vision tower makes of the picture, its
-features. The tower is not trained, so that features are made once, without gradients, and kept.
+features. Of a tower that is not trained they are made once, without gradients, and kept; one that
+is trained makes them anew in each forward, once for all of its rows that share pictures.
 Which tokens are a picture's follows from the row: the first ones of its kind. A token of the same
 kind that the model itself has sampled comes behind them, and is text.
 """
@@ -9,7 +10,7 @@ kind that the model itself has sampled comes behind them, and is text.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,12 +85,19 @@ class PictureInputs:
         causal_lm: with its vision tower.
 
     Attributes:
+        is_trained: features have gradients.
         see_each_other: all tokens of a picture attend to each other, also to later ones.
     """
 
-    def __init__(self, causal_lm: Any, processor: PictureProcessor) -> None:
+    def __init__(
+        self, causal_lm: Any, processor: PictureProcessor, *, is_trained: bool = False
+    ) -> None:
         self._base: Any = causal_lm.model
         self.processor = processor
+        self.is_trained = is_trained
+        in_text = {id(it) for it in _text_parameters(causal_lm)}
+        named = self._base.named_parameters()
+        self._tower = [name for name, it in named if id(it) not in in_text]
         self._kept = KeptPictures[Features]()
         self._has_axes = hasattr(self._base, "get_rope_index")
         arguments = inspect.signature(type(self._base).forward).parameters
@@ -115,15 +123,27 @@ class PictureInputs:
             )[0][:, 0]
         return RowPictures(pictures, places, positions)
 
-    @torch.no_grad()
     def features(self, pictures: Sequence[bytes], like: torch.Tensor) -> Features:
         """Those of pictures. Args: like: of the type and on the device that they are to have."""
-        return Features.joined(
-            [
-                self._kept.get(it, partial(self._compute, it, like), lambda made: made.num_bytes)
-                for it in pictures
-            ]
-        )
+        if self.is_trained:
+            return Features.joined([self._compute(it, like) for it in pictures])
+        with torch.no_grad():
+            return Features.joined(
+                [
+                    self._kept.get(
+                        it, partial(self._compute, it, like), lambda made: made.num_bytes
+                    )
+                    for it in pictures
+                ]
+            )
+
+    def zero(self) -> torch.Tensor:
+        """[] 0, with gradients of 0 for all of the tower.
+
+        Ranks that have no pictures, and those that have some, so add gradients of the same tensors.
+        """
+        parts = [self._base.get_parameter(name).flatten()[0] for name in self._tower]
+        return 0 * torch.stack(parts).sum()
 
     def forget(self) -> None:
         """The tower has other weights now."""
@@ -160,13 +180,17 @@ class PictureInputs:
         device, embeddings = token_ids.device, embed(token_ids[None])[0]
         is_picture = torch.zeros(len(token_ids), dtype=torch.bool)
         parts, positions = list[Features](), position_ids
+        known = dict[tuple[bytes, ...], Features]()
         if self._has_axes:
             positions = position_ids.expand(3, -1).clone()
         for first, row, start, stop in spans:
             its = (row.places >= start) & (row.places < stop)
             if its.any():
                 is_picture[row.places[its] - start + first] = True
-                parts.append(self.features(row.pictures, embeddings).take(its.to(device)))
+                pictures = tuple(row.pictures)
+                if pictures not in known:
+                    known[pictures] = self.features(pictures, embeddings)
+                parts.append(known[pictures].take(its.to(device)))
             own = row.positions_of(start, stop)
             if own is not None:
                 positions[:, first : first + stop - start] = own.to(device)
@@ -219,22 +243,30 @@ def _flat(values: Any, like: torch.Tensor) -> torch.Tensor:
     return torch.cat([it.reshape(-1, it.shape[-1]) for it in parts]).to(like)
 
 
-def pictures_of_folder(causal_lm: Any, folder: str | Path) -> PictureInputs | None:
+def pictures_of_folder(
+    causal_lm: Any, folder: str | Path, is_trained: bool
+) -> PictureInputs | None:
     """Those of a model of this folder; None: it reads none.
 
+    Args: is_trained: with its vision tower.
     Raises: ModelError: see `PictureProcessor`.
     """
     if not reads_pictures(folder):
         return None
-    return PictureInputs(causal_lm, PictureProcessor(Path(folder), load_tokenizer(folder)))
+    processor = PictureProcessor(Path(folder), load_tokenizer(folder))
+    return PictureInputs(causal_lm, processor, is_trained=is_trained)
 
 
 def freeze_tower(causal_lm: Any) -> None:
     """What makes features of pictures is not trained; all else stays as it is."""
-    decoder, head = text_part(causal_lm), causal_lm.get_output_embeddings()
-    if decoder is causal_lm:
-        return
-    own = {id(it) for module in (decoder, head) for it in module.parameters()}
+    own = {id(it) for it in _text_parameters(causal_lm)}
     for parameter in causal_lm.parameters():
         if id(parameter) not in own:
             parameter.requires_grad_(False)
+
+
+def _text_parameters(causal_lm: Any) -> Iterator[torch.nn.Parameter]:
+    """All but those of a vision tower."""
+    yield from text_part(causal_lm).parameters()
+    if (head := causal_lm.get_output_embeddings()) is not None:
+        yield from head.parameters()

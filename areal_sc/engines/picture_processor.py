@@ -25,12 +25,10 @@ from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerBase
 
 from areal_sc.errors import ModelError, WorkflowError
 from areal_sc.sizing.model_folder import reads_pictures
+from areal_sc.sizing.pictures import KEPT_BYTES
 from areal_sc.sources.pictures import decoded
 
 T = TypeVar("T")
-
-KEPT_BYTES: Final = 1 << 28
-"""What a process keeps of the pictures that it has seen last."""
 
 PLAIN_MARKER: Final = "<image>"
 """Stands for a picture in plain text, whatever the model's own marker is."""

@@ -18,6 +18,7 @@ from typing import Any, Final
 from areal_sc.page.followed_run import READ_S, FollowedRun
 from areal_sc.page.group_book import GroupQuery
 from areal_sc.page.row_search import recorded_query
+from areal_sc.sources.pictures import CONTENT_TYPES
 from areal_sc.system.json_lines import to_json
 
 STATIC: Final = Path(__file__).with_name("static")
@@ -25,6 +26,8 @@ NUM_ROWS: Final = 200
 """The newest rows of a run that are in the file, with the lives of their groups."""
 MAX_TEXT_BYTES: Final = 8 << 20
 """Texts of a run's rows in the file, with their tokens; what is behind is left out."""
+MAX_PICTURE_BYTES: Final = 8 << 20
+"""Pictures of these rows in the file, the newest ones."""
 NUM_GROUPS: Final = 200
 TIME_PIXELS: Final = 4000
 """The time line is so wide in the file; spans narrower than a pixel are left out."""
@@ -124,9 +127,24 @@ def _recorded(run: FollowedRun, base: str) -> Iterator[tuple[str, Any]]:
             told.add(group)
             kept.append(row)
             yield from its.items()
+    yield from _pictures(run, base, kept)
     yield f"{base}/recorded", {**found, "rows": kept, "next": None}
     yield f"{base}/reading", {"is_whole": True, "num_changes": found["num_changes"]}
     yield f"{base}/prompts", {**run.prompts("", "worst", 0, NUM_GROUPS), "next": None}
+
+
+def _pictures(
+    run: FollowedRun, base: str, rows: Sequence[dict[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """The addresses, which hold them, of the pictures of rows."""
+    room = MAX_PICTURE_BYTES
+    for digest in dict.fromkeys(it["digest"] for row in rows for it in row["pictures"]):
+        found = run.picture(digest)
+        if found is None or found[0].kind not in CONTENT_TYPES or len(found[1]) > room:
+            continue
+        room -= len(found[1])
+        content = base64.b64encode(found[1]).decode()
+        yield f"{base}/pictures/{digest}", f"data:{CONTENT_TYPES[found[0].kind]};base64,{content}"
 
 
 def _text(name: str) -> str:

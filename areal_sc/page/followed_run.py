@@ -35,6 +35,7 @@ from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
 from areal_sc.page.trained_numbers import TrainedNumbers
 from areal_sc.records.reading import spans, trace_events
+from areal_sc.records.recorded_pictures import RecordedPicture
 from areal_sc.records.spans import SCRIPT, START_UP, RecordedSpan
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder, check_is_run
 from areal_sc.run.run_status import read_status
@@ -220,6 +221,11 @@ class FollowedRun:
         """The tokens of a recorded row; see `RecordedGroups.tokens`."""
         self.index.follow()
         return self._recorded.tokens(group, attempt, episode, row, self._tokenizer, first)
+
+    def picture(self, digest: str) -> tuple[RecordedPicture, bytes] | None:
+        """A recorded picture by its digest; see `RowIndex.picture`."""
+        self.index.follow()
+        return self.index.picture(digest)
 
     def time_line(
         self, first: float | None = None, last: float | None = None, width: int = 2000

@@ -1,7 +1,7 @@
 """Every recorded row of a run in a database, by which it is found: numbers, texts, places.
 
-consumes     the files of rows and of evaluated answers in `records/`, which grow and go, and what
-             the ledger says of groups
+consumes     the files of rows, of evaluated answers and of pictures in `records/`, which grow and
+             go, and what the ledger says of groups
 waits for    another page of the same run that is just writing to the database
 
 The database lies outside the run folder and holds nothing that is not in there: what reads it goes
@@ -26,9 +26,10 @@ from areal_sc.errors import RunFolderError
 from areal_sc.page.followed_blocks import FollowedBlocks, Progress
 from areal_sc.page.row_texts import TextReader, Texts
 from areal_sc.page.stamps import Stamp
-from areal_sc.records.blocks import RecordBlock, read_body
+from areal_sc.records.blocks import RecordBlock, read_block, read_body
 from areal_sc.records.reading import answers_of, rows_of
 from areal_sc.records.record_files import RecordFile, Series
+from areal_sc.records.recorded_pictures import RecordedPicture, unpack_picture
 from areal_sc.records.recorded_rows import (
     EvaluatedAnswer,
     RecordedGroup,
@@ -44,7 +45,8 @@ UNFINISHED: Final = "unfinished"
 EVALUATED: Final = "evaluated"
 """The outcome of an answer of an evaluation."""
 
-_FORMAT: Final = 5
+_FOLLOWED: Final = (Series.rows, Series.kept, Series.evaluated, Series.pictures)
+_FORMAT: Final = 6
 _BATCH_TOKENS: Final = 1 << 20
 """After so many the database is written: they take 0.2 s."""
 _MAX_METRICS: Final = 200
@@ -53,7 +55,7 @@ _BUSY_S: Final = 30.0
 _SCHEMA: Final = """
 CREATE TABLE state (json BLOB);
 CREATE TABLE groups (id INTEGER PRIMARY KEY, number INT, attempt INT, began REAL, file TEXT,
-    begins_at INT, ends_at INT, data_row TEXT, nth INT);
+    begins_at INT, ends_at INT, data_row TEXT, nth INT, pictures TEXT);
 CREATE INDEX groups_by_number ON groups (number, attempt);
 CREATE INDEX groups_by_file ON groups (file);
 CREATE TABLE rows (id INTEGER PRIMARY KEY, place INT, "group" INT, attempt INT, episode INT,
@@ -63,6 +65,8 @@ CREATE TABLE rows (id INTEGER PRIMARY KEY, place INT, "group" INT, attempt INT, 
     output TEXT, evaluation TEXT);
 CREATE INDEX rows_by_place ON rows (place);
 CREATE INDEX rows_by_data_row ON rows ("index", dataset);
+CREATE TABLE pictures (digest TEXT, file TEXT, begins_at INT, ends_at INT);
+CREATE INDEX pictures_by_digest ON pictures (digest);
 CREATE TABLE texts (id INTEGER PRIMARY KEY, prompt BLOB, answer BLOB);
 CREATE TABLE metrics (name TEXT PRIMARY KEY, name_of_column TEXT);
 """
@@ -158,7 +162,7 @@ class RowIndex:
         self._folder = folder
         self._database = database
         self._tokenizer = tokenizer
-        self._blocks = FollowedBlocks(folder, (Series.rows, Series.kept, Series.evaluated))
+        self._blocks = FollowedBlocks(folder, _FOLLOWED)
         self._fates: Mapping[tuple[int, int], Fate] = {}
         self._following = Lock()
         self._read_of: Stamp | None = None
@@ -257,14 +261,18 @@ class RowIndex:
         state, blocks, tokenizer = state_of(database), self._blocks, self._tokenizer()
         blocks.go_on_from(state.progress)
         if blocks.begins_again() or state.has_texts != (tokenizer is not None):
-            for table in ("groups", "rows", "texts"):
+            for table in ("groups", "rows", "texts", "pictures"):
                 database.execute(f"DELETE FROM {table}")
             state.has_texts = tokenizer is not None
             blocks.go_on_from(Progress())
         for name in blocks.forget_gone():
             _delete(database, "SELECT id FROM groups WHERE file = ?", name)
+            database.execute("DELETE FROM pictures WHERE file = ?", (name,))
         new, num_tokens, is_whole = list[_NewGroup](), 0, True
         for file, descriptor, found in blocks.read_new():
+            if file.series is Series.pictures:
+                self._note_picture(database, file, found)
+                continue
             for read in self._read(file, descriptor, found):
                 new.append(read)
                 num_tokens += sum(row.num_tokens for row in read.group.rows)
@@ -295,6 +303,17 @@ class RowIndex:
             return []
         return [_NewGroup(file, found, group, tokens)]
 
+    def _note_picture(
+        self, database: sqlite3.Connection, file: RecordFile, found: RecordBlock
+    ) -> None:
+        try:
+            digest = unpack_picture(found.head).digest
+        except ValueError as error:
+            self._blocks.note_bad(file, str(error))
+            return
+        place = digest, file.path.name, found.begin, found.end
+        database.execute("INSERT INTO pictures VALUES (?, ?, ?, ?)", place)
+
     def _insert(self, database: sqlite3.Connection, new: _NewGroup, texts: list[Texts]) -> None:
         group = new.group
         name = group.group, group.attempt
@@ -307,10 +326,11 @@ class RowIndex:
             _delete(database, f"SELECT id {among}", *name)
         its_place = new.file.path.name, new.block.begin, new.block.end
         nth = None if new.answer is None else new.answer[1]
+        pictures = msgspec.json.encode(group.pictures).decode()
         place = database.execute(
-            "INSERT INTO groups (number, attempt, began, file, begins_at, ends_at, data_row, nth) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (*name, group.began, *its_place, group.prompt, nth),
+            "INSERT INTO groups (number, attempt, began, file, begins_at, ends_at, data_row, nth, "
+            "pictures) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*name, group.began, *its_place, group.prompt, nth, pictures),
         ).lastrowid
         columns = metric_columns(database)
         for metric in sorted({metric for row in group.rows for metric in row.metrics}):
@@ -408,6 +428,25 @@ class RowIndex:
             for attempt, name, begin, end, nth in found
         }
 
+    def picture(self, digest: str) -> tuple[RecordedPicture, bytes] | None:
+        """A picture of the run's records, and its content; None: they have none, or no longer.
+
+        Raises: RunFolderError: it cannot be read, or the database cannot be had.
+        """
+        with self.connected() as database:
+            found = database.execute(
+                "SELECT file, begins_at, ends_at FROM pictures WHERE digest = ?", (digest,)
+            ).fetchall()
+        for name, begin, end in reversed(found):
+            try:
+                head, content = read_block(self._folder / name, begin, end)
+                return unpack_picture(head), content
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                raise RunFolderError(f"{name} cannot be read: {error}") from error
+        return None
+
 
 def group_of(answer: EvaluatedAnswer) -> RecordedGroup:
     """An evaluated answer as the page tells it: all to a prompt in one evaluation are a group.
@@ -431,6 +470,7 @@ def group_of(answer: EvaluatedAnswer) -> RecordedGroup:
         rows=answer.rows,
         rejected=() if answer.rejected is None else (answer.rejected,),
         num_call_bytes=answer.num_call_bytes,
+        pictures=answer.pictures,
     )
 
 

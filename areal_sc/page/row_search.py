@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import sqlite3
 import time
@@ -305,22 +306,23 @@ def _has(wanted: str, prompt: bytes, answer: bytes) -> bool:
 
 
 def _numbers(database: sqlite3.Connection, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """All numbers and words of some rows, in their order; `metrics` are those that they have."""
+    """All numbers, words and pictures of some rows, in order; `metrics` are those they have."""
     columns = metric_columns(database)
-    names = ", ".join(f'"{name}"' for name in (*_SHOWN, *columns.values()))
+    names = ", ".join(f'rows."{name}"' for name in (*_SHOWN, *columns.values()))
     marks = ", ".join("?" * len(numbers))
     found = database.execute(
-        f"SELECT id, (SELECT data_row FROM groups WHERE groups.id = place), {names} FROM rows "
-        f"WHERE id IN ({marks})",
+        f"SELECT rows.id, data_row, pictures, {names} FROM rows JOIN groups ON place = groups.id "
+        f"WHERE rows.id IN ({marks})",
         tuple(numbers),
     ).fetchall()
     known = {}
-    for number, data_row, *values in found:
+    for number, data_row, pictures, *values in found:
         metrics = zip(columns, values[len(_SHOWN) :], strict=True)
         known[number] = {
             **dict(zip(_SHOWN, values, strict=False)),
             "metrics": {name: value for name, value in metrics if value is not None},
             "right_answer": _right_answer(data_row),
+            "pictures": json.loads(pictures),
         }
     return [known[number] for number in numbers]
 

@@ -18,6 +18,7 @@ unblocked by itself: as long as a browser listens to `/api/changes`, it looks tw
     /api/runs/N/prompts                 what they tell by prompt; `?set=&sort=&at=&limit=`
     /api/runs/N/prompts/DATASET/INDEX   the tries of one; `?set=`
     /api/runs/N/recorded/GROUP          recorded rows of one, without their tokens
+    /api/runs/N/pictures/DIGEST         a picture of recorded rows, as it was compressed
     /api/runs/N/tokens/GROUP/ATTEMPT/EPISODE/ROW   turns and tokens of one; `?first=`
     /api/runs/N/time                    what each process did when; `?first=&last=&width=`
     /api/runs/N/trace                   the same as a trace for Perfetto
@@ -49,6 +50,7 @@ from areal_sc.page.group_book import GroupQuery
 from areal_sc.page.prompt_book import TRAINED
 from areal_sc.page.row_search import recorded_query
 from areal_sc.page.stamps import Stamp
+from areal_sc.sources.pictures import CONTENT_TYPES
 from areal_sc.system.json_lines import UNDECODABLE, to_json
 
 STATIC: Final = Path(__file__).with_name("static")
@@ -109,6 +111,7 @@ class PageServer:
         for path, view in views.items():
             app.router.add_get(f"/api/runs/{{run}}/{path}", self._shown(view))
         app.router.add_get("/api/runs/{run}/recorded.jsonl", self._recorded_lines)
+        app.router.add_get("/api/runs/{run}/pictures/{digest}", self._picture)
         if can_control:
             app.router.add_post("/api/runs/{run}/control", self._control)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -215,6 +218,14 @@ class PageServer:
                 await response.write(content)
                 content = await asyncio.to_thread(lines)
         return response
+
+    async def _picture(self, request: web.Request) -> web.StreamResponse:
+        run = self._run(request)
+        found = await asyncio.to_thread(run.picture, request.match_info["digest"])
+        kind = CONTENT_TYPES.get(found[0].kind) if found else None
+        if found is None or kind is None:
+            return refusal(404, f"{run.name} has no such picture")
+        return web.Response(body=found[1], content_type=kind)
 
     def _shown(self, view: View) -> Handler:
         async def show(request: web.Request) -> web.StreamResponse:

@@ -27,6 +27,7 @@ from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History, read_metrics
 from areal_sc.records.record_files import RecordFile, Series, record_files
 from areal_sc.records.recorded_calls import RecordedCall, unpack_calls
+from areal_sc.records.recorded_pictures import RecordedPicture, unpack_picture
 from areal_sc.records.recorded_rows import (
     AnswerContent,
     RecordedGroup,
@@ -66,6 +67,7 @@ class Row:
         began, took_s: of its group; Unix time and time, in seconds.
         metrics: what the workflow reports of it.
         num_rejected: episodes of the group that have no rows.
+        pictures: of its prompt; `pictures` has their contents.
         calls: of the model, in their order, with their messages; none of a workflow that is no
             conversation. Rows of an episode that begin alike share them.
         input_ids, loss_mask, behavior_logprobs, versions: [T], see `RecordedTokens`.
@@ -84,6 +86,7 @@ class Row:
     reward: float
     metrics: dict[str, float]
     num_rejected: int
+    pictures: tuple[RecordedPicture, ...]
     calls: tuple[RecordedCall, ...]
     input_ids: np.ndarray
     loss_mask: np.ndarray
@@ -118,8 +121,19 @@ def rows(run: str | Path) -> Iterator[Row]:
                     reward=row.reward,
                     metrics=row.metrics,
                     num_rejected=sum(it.num_episodes for it in group.rejected),
+                    pictures=group.pictures,
                     calls=calls,
                 )
+
+
+def pictures(run: str | Path) -> Iterator[tuple[RecordedPicture, bytes]]:
+    """The pictures of recorded rows, and their contents, each about once a worker.
+
+    Arguments and errors are those of `rows`.
+    """
+    for file in _files(run):
+        if file.series is Series.pictures:
+            yield from _read(file, _picture_of)
 
 
 def trained_rows(run: str | Path) -> Iterator[tuple[TrainedRow, TrainedTokens]]:
@@ -215,6 +229,10 @@ def rows_of(
         return group, [], []
     calls = unpack_calls(body[len(body) - group.num_call_bytes :], len(group.rows))
     return group, unpack_tokens(body, group.rows), calls
+
+
+def _picture_of(head: bytes, body: bytes) -> tuple[RecordedPicture, bytes]:
+    return unpack_picture(head), body
 
 
 def _trained_of(head: bytes, body: bytes) -> tuple[TrainedRow, TrainedTokens]:

@@ -4,12 +4,13 @@
     rollout-0.kept.000001     remarkable groups
     rollout-0.evaluated.000001   answers of evaluations: they go last
     rollout-0.spans.000002    what it did, and how long
+    rollout-0.pictures.000001    the pictures of groups and answers, which name them
     train-0.trained.000001    what a train rank computed of the tokens of some rows
 
 Each life of a worker begins files of its own. When the files of a worker take more than they may,
-the oldest `rows` go, then the oldest `spans`, then the oldest of what is `kept`, then the answers
-of evaluations, none of them when it takes less than its share. The newest file of a series stays,
-so that no number comes again.
+the oldest `pictures` go, then the oldest `rows`, then the oldest `spans`, then the oldest of what
+is `kept`, then the answers of evaluations, none of them when it takes less than its share. The
+newest file of a series stays, so that no number comes again.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from typing import Final, NamedTuple, Protocol
 
 from areal_sc.system.durable import append_or_undo
 
-_NUM_FILES: Final = 16
+_NUM_FILES: Final = 20
 """A file takes this part of the limit, so that what goes is little."""
 _MAX_FILE_BYTES: Final = 64 << 20
-_NAME: Final = re.compile(r"([a-z][a-z0-9_-]*)\.(rows|kept|spans|trained|evaluated)\.(\d{6,})")
+_NAME: Final = re.compile(
+    r"([a-z][a-z0-9_-]*)\.(pictures|rows|kept|spans|trained|evaluated)\.(\d{6,})"
+)
 _MODE: Final = 0o600
 
 
 class Series(StrEnum):
     """What is in a file, in the order in which files go."""
 
+    pictures = "pictures"
     rows = "rows"
     spans = "spans"
     trained = "trained"
@@ -39,7 +43,7 @@ class Series(StrEnum):
     evaluated = "evaluated"
 
 
-_MOST_SERIES: Final = 4
+_MOST_SERIES: Final = 5
 """A process writes so many of them at most: what is trained, ranks alone."""
 _SHARE: Final = 3
 """Parts of the limit that each series has, whatever the others take; the rest is for new files."""
@@ -80,7 +84,13 @@ def process_of(name: str) -> str:
 
 
 class RecordStore(Protocol):
-    """Takes what one life of a process records; one thread calls it."""
+    """Takes what one life of a process records; one thread calls it.
+
+    Attributes:
+        max_bytes: of all files of the process together, about.
+    """
+
+    max_bytes: int
 
     def append(self, series: Series, content: bytes) -> None:
         """Adds a block. Raises: OSError, ArealError: it cannot be kept."""
@@ -90,17 +100,13 @@ class RecordStore(Protocol):
 
 
 class FilesOfProcess:
-    """The files of one life of a process. A `RecordStore`.
-
-    Args:
-        max_bytes: of all files of the process together, about.
-    """
+    """The files of one life of a process. A `RecordStore`."""
 
     def __init__(self, folder: Path, process: str, max_bytes: int) -> None:
         self._folder = folder
         self._process = process
         self._name = process.replace("/", "-")
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._file_bytes = min(max_bytes // _NUM_FILES, _MAX_FILE_BYTES)
         self._open: dict[Series, int] = {}  # descriptors
         self._sizes: dict[Series, int] = {}
@@ -158,16 +164,21 @@ class FilesOfProcess:
     def _make_room(self, own: list[RecordFile]) -> None:
         """The first files go, in the order of `Series`, until a file more of each has room."""
         sizes = {it: _size_of(it.path) for it in own}
-        excess = sum(sizes.values()) + _MOST_SERIES * self._file_bytes - self._max_bytes
+        excess = sum(sizes.values()) + _MOST_SERIES * self._file_bytes - self.max_bytes
         for series in Series:
             of_series = [it for it in own if it.series is series]
-            beyond = sum(sizes[it] for it in of_series) - _SHARE * self._max_bytes // _NUM_FILES
+            beyond = sum(sizes[it] for it in of_series) - _SHARE * self.max_bytes // _NUM_FILES
             for it in of_series[:-1]:
                 if min(excess, beyond) <= 0:
                     break
                 it.path.unlink(missing_ok=True)
                 excess -= sizes[it]
                 beyond -= sizes[it]
+
+
+def newest_bytes(max_bytes: int) -> int:
+    """What stays of the newest blocks of a series, however much each of the others takes."""
+    return max_bytes // _NUM_FILES
 
 
 def _size_of(path: Path) -> int:

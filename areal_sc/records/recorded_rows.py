@@ -35,6 +35,10 @@ from areal_sc.records.recorded_calls import (
     recorded_text,
     unpack_calls,
 )
+from areal_sc.records.recorded_pictures import RecordedPicture
+
+_TOKEN_BYTES: Final = 64
+"""Of a token in a row that waits to be written, about."""
 
 VersionRuns = tuple[tuple[int, int], ...]
 """(policy version, number of successive trained tokens that it sampled), in their order."""
@@ -115,6 +119,7 @@ class RecordedGroup(Struct, frozen=True, kw_only=True):
         took_s: until its last episode had ended.
         num_call_bytes: of the body, at its end: the calls of the rows.
         left_out: rewards of the rows that are not recorded.
+        pictures: of its prompt.
     """
 
     worker: str
@@ -130,6 +135,7 @@ class RecordedGroup(Struct, frozen=True, kw_only=True):
     rejected: tuple[RecordedRejection, ...] = ()
     num_call_bytes: int = 0
     left_out: tuple[float, ...] = ()
+    pictures: tuple[RecordedPicture, ...] = ()
 
     @property
     def mean_reward(self) -> float | None:
@@ -257,6 +263,7 @@ class EvaluatedAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True):
         rows: of its episode; none where that was rejected.
         rejected: why there are no rows.
         num_call_bytes: of the body: the calls of its rows.
+        pictures: of its prompt.
     """
 
     evaluation: str
@@ -271,22 +278,30 @@ class EvaluatedAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     rows: tuple[RecordedRow, ...] = ()
     rejected: RecordedRejection | None = None
     num_call_bytes: int = 0
+    pictures: tuple[RecordedPicture, ...] = ()
+
+
+def tokens_like(pictures: Sequence[bytes]) -> int:
+    """How many tokens take as much memory while they wait to be written."""
+    return sum(map(len, pictures)) // _TOKEN_BYTES
 
 
 class PlayedAnswer(NamedTuple):
     """An answer that has just ended.
 
     Attributes:
-        answer: without its rows.
+        answer: without its rows and pictures.
         rows: of the episode.
+        pictures: of its prompt, compressed.
     """
 
     answer: EvaluatedAnswer
     rows: Sequence[PlayedRow]
+    pictures: Sequence[bytes] = ()
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.input_ids) for row in self.rows)
+        return tokens_like(self.pictures) + sum(len(row.input_ids) for row in self.rows)
 
 
 class AnswerContent(NamedTuple):
@@ -300,12 +315,12 @@ class AnswerContent(NamedTuple):
 def pack_answers(played: Sequence[PlayedAnswer]) -> tuple[bytes, bytes]:
     """Head and body of a block of at least one answer."""
     told, of_calls = [], []
-    for answer, rows in played:
+    for answer, rows, _ in played:
         calls = pack_calls([row.calls for row in rows])
         numbers = tuple(numbers_of(row, 0, place) for place, row in enumerate(rows))
         told.append(replace(answer, rows=numbers, num_call_bytes=len(calls)))
         of_calls.append(calls)
-    all_rows = [row for _, rows in played for row in rows]
+    all_rows = [row for it in played for row in it.rows]
     body = (pack_tokens(all_rows) if all_rows else b"") + b"".join(of_calls)
     return zlib.compress(msgspec.msgpack.encode(told), LEVEL), body
 

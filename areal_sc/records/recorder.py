@@ -28,8 +28,9 @@ from msgspec.structs import replace
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
 from areal_sc.records.blocks import block
-from areal_sc.records.record_files import RecordStore, Series
+from areal_sc.records.record_files import RecordStore, Series, newest_bytes
 from areal_sc.records.recorded_calls import pack_calls
+from areal_sc.records.recorded_pictures import KnownPictures, RecordedPicture, pack_picture
 from areal_sc.records.recorded_rows import (
     PlayedAnswer,
     PlayedRow,
@@ -38,6 +39,7 @@ from areal_sc.records.recorded_rows import (
     pack_answers,
     pack_group,
     pack_tokens,
+    tokens_like,
 )
 from areal_sc.records.spans import LOST, NO_VERSION, RecordedSpan, pack_spans
 from areal_sc.records.trained_rows import TrainedRow, TrainedTokens, pack_trained
@@ -69,12 +71,14 @@ class PlayedGroup:
     """A group that has just ended.
 
     Attributes:
-        group: without its rows.
+        group: without its rows and pictures.
         episodes: number within the group -> its rows.
+        pictures: of its prompt, compressed.
     """
 
     group: RecordedGroup
     episodes: Mapping[int, Sequence[PlayedRow]]
+    pictures: Sequence[bytes] = ()
 
     @property
     def is_remarkable(self) -> bool:
@@ -82,7 +86,8 @@ class PlayedGroup:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.input_ids) for its in self.episodes.values() for row in its)
+        rows = (row for its in self.episodes.values() for row in its)
+        return tokens_like(self.pictures) + sum(len(row.input_ids) for row in rows)
 
 
 class _WaitingRow(NamedTuple):
@@ -122,6 +127,7 @@ class Recorder:
         ]()
         self._is_closing, self._is_wanted = threading.Event(), threading.Event()
         self._store = store
+        self._pictures = KnownPictures(newest_bytes(store.max_bytes))
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._num_waiting_tokens = 0
@@ -254,7 +260,8 @@ class Recorder:
                 record.set()
                 continue
             if isinstance(record, PlayedAnswer):
-                answers.append(record)
+                told = replace(record.answer, pictures=self._write_pictures(record.pictures))
+                answers.append(record._replace(answer=told))
             elif isinstance(record, _WaitingRow):
                 self._append(Series.trained, *pack_trained(record.row, record.tokens))
             else:
@@ -287,10 +294,19 @@ class Recorder:
             "rows": tuple(numbers for numbers, _ in rows),
             "num_call_bytes": len(calls),
             "left_out": tuple(left_out),
+            "pictures": self._write_pictures(played.pictures),
         }
         body = pack_tokens([row for _, row in rows]) + calls if rows else b""
         series = Series.kept if played.is_remarkable else Series.rows
         self._append(series, pack_group(replace(played.group, **told)), body)
+
+    def _write_pictures(self, pictures: Sequence[bytes]) -> tuple[RecordedPicture, ...]:
+        """What a record tells of its pictures; those that the files do not have are written."""
+        told = tuple(map(RecordedPicture.of, pictures))
+        for picture, content in zip(told, pictures, strict=True):
+            if self._pictures.is_new(picture):
+                self._append(Series.pictures, pack_picture(picture), content)
+        return told
 
     def _write_answers(self, answers: Sequence[PlayedAnswer]) -> None:
         part, num_tokens = list[PlayedAnswer](), 0

@@ -34,6 +34,7 @@ class Sample(Struct, frozen=True, kw_only=True):
         prompt: what stands before the first sampled token, with special tokens.
         answer: all that follows; in several turns also what the model was given between them.
         output: what the episode wrote, as an agent does; "" for none.
+        pictures: kind and size of each one of the prompt.
     """
 
     step: int
@@ -49,6 +50,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     prompt: str
     answer: str
     output: str = ""
+    pictures: tuple[str, ...] = ()
 
 
 def shortened(text: str, max_chars: int) -> str:

@@ -267,7 +267,7 @@ class RecordSender:
         self._loop = loop
         self._connect = connect
         self._connection: Connection | None = None
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._num_sent = 0
 
     def append(self, series: Series, content: bytes) -> None:
@@ -283,7 +283,7 @@ class RecordSender:
 
     def _send(self, series: Series, content: bytes, block_bytes: int = 0) -> None:
         self._num_sent += 1
-        sent = SentRecords(self._num_sent, series, content, block_bytes, self._max_bytes)
+        sent = SentRecords(self._num_sent, series, content, block_bytes, self.max_bytes)
         asyncio.run_coroutine_threadsafe(self._until_there(sent), self._loop.result()).result()
 
     async def _until_there(self, sent: SentRecords) -> None:

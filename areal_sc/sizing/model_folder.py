@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,6 +32,10 @@ WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _EXPERTS = ".experts."
 _LAYER = re.compile(r"(?:\w+\.)*?\d+(?=\.)")
 """How the name of a tensor of a decoder layer begins: `model.layers.0`."""
+_TOWER = re.compile(
+    r"(?:^|\.)(?:visual|vision_tower|vision_model|connector|multi_modal_projector)\."
+)
+"""What the name of a tensor has that makes features of pictures."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class ModelShape:
 
     Attributes:
         num_parameters: of the whole model.
+        num_tower_parameters: those among them of what the model sees pictures by; the following
+            numbers are without it.
         num_expert_parameters: those among them that belong to one of several experts.
         num_layer_parameters: of the largest decoder layer.
         num_other_parameters: outside of decoder layers.
@@ -48,11 +55,14 @@ class ModelShape:
         heads, kv_heads: of attention, in each layer.
         vocabulary: number of tokens.
         layer: sizes of a decoder layer.
+        tower: sizes of a layer of what the model sees pictures by.
+        patches_per_token: parts of a picture that the tower computes for each of its tokens.
         has_weights: the folder has them; else parameters are counted by formula, as far as the
             family is known.
     """
 
     num_parameters: int | None = None
+    num_tower_parameters: int | None = None
     num_expert_parameters: int | None = None
     num_layer_parameters: int | None = None
     num_other_parameters: int | None = None
@@ -63,6 +73,8 @@ class ModelShape:
     kv_heads: int | None = None
     vocabulary: int | None = None
     layer: LayerSizes | None = None
+    tower: LayerSizes | None = None
+    patches_per_token: int = 0
     has_weights: bool = True
 
 
@@ -210,8 +222,24 @@ def read_model_shape(path: str | Path) -> ModelShape | None:
         kv_heads=first_int(config, "num_key_value_heads", *HEADS),
         vocabulary=first_int(config, "vocab_size"),
         layer=layer,
+        **_sizes_of_tower(_read_whole_config(folder) or {}),
         has_weights=bool(sizes),
     )
+
+
+def _sizes_of_tower(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`tower` and `patches_per_token` of a whole `config.json`, as far as it tells them."""
+    vision = config.get("vision_config")
+    if config.get("model_type") not in PICTURE_FAMILIES or not isinstance(vision, dict):
+        return {}
+    own = {"num_hidden_layers": vision.get("depth"), "num_attention_heads": vision.get("num_heads")}
+    merged = first_int(config, "scale_factor") or first_int(vision, "spatial_merge_size") or 1
+    patches = merged**2
+    if tokens := first_int(config, "mm_tokens_per_image"):
+        side = (first_int(vision, "image_size") or 0) // (first_int(vision, "patch_size") or 1)
+        patches = -(-(side**2) // tokens)
+    named = {name: value for name, value in own.items() if value}
+    return {"tower": LayerSizes.of({**vision, **named}), "patches_per_token": patches}
 
 
 def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -235,14 +263,17 @@ def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, int]:
     """The numbers of parameters in `ModelShape`, from the size of every tensor."""
-    layers, others = Counter[str](), [0]
+    layers, others, of_tower = Counter[str](), [0], 0
     for name, size in sizes.items():
-        if found := _LAYER.match(name):
+        if _TOWER.search(name):
+            of_tower += size
+        elif found := _LAYER.match(name):
             layers[found[0]] += size
         else:
             others.append(size)
     return {
         "num_parameters": sum(sizes.values()),
+        "num_tower_parameters": of_tower,
         "num_expert_parameters": sum(size for name, size in sizes.items() if _EXPERTS in name),
         "num_layer_parameters": max(layers.values(), default=0),
         "num_other_parameters": sum(others),

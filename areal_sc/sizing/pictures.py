@@ -13,6 +13,10 @@ from areal_sc.token_fields import PICTURES, Declared, TensorMetadata
 MAX_ROW_BYTES = 1 << 22
 """Of the pictures of a row: each group that is generated has room for so many."""
 
+KEPT_BYTES = 1 << 28
+"""What a process keeps of the pictures that it has seen last: so much of their pixels, and so much
+of their features."""
+
 
 def fields_of_rows(
     own: Declared, of_engine: Declared, *, pictures_of_rows: bool

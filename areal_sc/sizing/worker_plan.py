@@ -31,6 +31,8 @@ class WorkerPlan:
         layer_input_bytes: what is kept in host memory of that micro-batch, beside a GPU.
         kv_bytes: KV cache when every slot is filled to the longest context; of a server
             all that it takes for it beforehand.
+        picture_bytes: of pictures that it has seen, at most: so much of their pixels, in host
+            memory, and so much of their features.
         store_bytes: most that the worker's tensor store holds; always in host memory.
         copy_bytes: of a snapshot or export while it is written, in host memory.
         snapshot_bytes: of its snapshots in the node's shared memory, where its store is, too.
@@ -46,6 +48,7 @@ class WorkerPlan:
     activation_bytes: int = 0
     layer_input_bytes: int = 0
     kv_bytes: int = 0
+    picture_bytes: int = 0
     store_bytes: int = 0
     copy_bytes: int = 0
     snapshot_bytes: int = 0
@@ -73,6 +76,8 @@ class WorkerPlan:
         }
         if self.layer_input_bytes:
             parts[HOST, "activations"] = self.layer_input_bytes
+        if self.picture_bytes:
+            parts[HOST, "pixels"] = parts[self.place, "features"] = self.picture_bytes
         return parts
 
     @property
@@ -152,15 +157,14 @@ class RunPlan:
 
     def lines(self) -> list[str]:
         """The plan as text, one line a worker and one a place."""
-        lines = [
-            f"{'worker':<12}{'device':<8}{'parameters':>12}{'optimizer':>12}{'gathered':>12}"
-            f"{'activations':>12}{'KV cache':>12}{'store up to':>12}{'snapshots':>12}"
-        ]
+        names = dict.fromkeys(what for worker in self.workers for _, what in worker.parts)
+        heads = "".join(f"{name:>12}" for name in names)
+        lines = [f"{'worker':<12}{'device':<8}{heads}"]
         for worker in self.workers:
             by_use = Counter[str]()
             for (_, what), num_bytes in worker.parts.items():
                 by_use[what] += num_bytes
-            cells = (f"{format_bytes(size):>12}" for size in by_use.values())
+            cells = (f"{format_bytes(by_use[name]):>12}" for name in names)
             lines.append(f"{f'{worker.role}/{worker.index}':<12}{worker.device:<8}{''.join(cells)}")
         for place, needed in sorted(self.needed_bytes.items()):
             available = self.available_bytes.get(place)

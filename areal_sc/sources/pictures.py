@@ -37,7 +37,11 @@ PART: Final[Mapping[str, str]] = {"type": "image"}
 MAX_PIXELS: Final = 1 << 25
 """Of a picture: 100 MB once it is decoded."""
 
-_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+CONTENT_TYPES: Final[Mapping[str, str]] = {
+    kind: f"image/{kind.lower()}" for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+}
+"""By the name of each kind that is read, what a server calls it. None of them holds a program."""
+
 _KINDS: Final = "a path, bytes, a data URL, a PIL image, or a dict with `bytes` or `path`"
 _HEAD_BYTES: Final = 4
 
@@ -73,7 +77,7 @@ def check_pictures(pictures: Sequence[bytes]) -> None:
     or they are, together."""
     for number, picture in enumerate(pictures):
         try:
-            _looked_at(picture)
+            looked_at(picture)
         except WorkflowError as error:
             raise WorkflowError(f"picture {number} of the row: {error}") from None
     if (size := packed(pictures).nbytes) > MAX_ROW_BYTES:
@@ -188,7 +192,7 @@ def _read(path: Path) -> bytes:
         raise WorkflowError(f"the picture {path} cannot be read: {error}") from error
 
 
-def _looked_at(picture: bytes) -> Image:
+def looked_at(picture: bytes) -> Image:
     """The picture, not decoded yet.
 
     Raises: WorkflowError: it is of no known kind, or has too many pixels.
@@ -196,13 +200,13 @@ def _looked_at(picture: bytes) -> Image:
     from PIL import Image as images
 
     try:
-        image = images.open(io.BytesIO(picture), formats=_FORMATS)
+        image = images.open(io.BytesIO(picture), formats=[*CONTENT_TYPES])
     except (images.DecompressionBombError, images.DecompressionBombWarning) as error:
         raise WorkflowError(f"it has too many pixels: {error}") from None
     except (OSError, ValueError, SyntaxError) as error:
         is_svg = b"<svg" in picture[:1000]
         what = "it is an SVG, a program" if is_svg else "it is of no known kind, or damaged"
-        raise WorkflowError(f"{what}; expected one of {', '.join(_FORMATS)}") from error
+        raise WorkflowError(f"{what}; expected one of {', '.join(CONTENT_TYPES)}") from error
     width, height = image.size
     if not 0 < width * height <= MAX_PIXELS:
         raise WorkflowError(
@@ -224,7 +228,7 @@ def decoded(picture: bytes) -> Image:
     """
     from PIL import ImageOps
 
-    image = _looked_at(picture)
+    image = looked_at(picture)
     try:
         return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, ValueError, SyntaxError, EOFError) as error:

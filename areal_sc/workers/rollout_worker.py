@@ -81,6 +81,11 @@ NoteEnd = Callable[[int, Episode | Rejection, int, float], Awaitable[Episode | R
 and how many seconds it took."""
 
 
+def _pictures_of(row: Mapping[str, Any] | None) -> Sequence[bytes]:
+    """Those of a row of the dataset; None: it cannot be had."""
+    return () if row is None else row.get(IMAGES, ())
+
+
 def _context(episode: Episode) -> list[int]:
     """The prompt of its first row."""
     row = episode[0]
@@ -310,7 +315,7 @@ class RolloutWorker(Worker):
         if self.recorder.is_open and group.group_id >= 0:
             text = text_of(row, row_text) if row is not None else ""
             it = played_group(self.spec.name, group, text, began, kept, rejected)
-            self.recorder.add_group(it)
+            self.recorder.add_group(replace(it, pictures=_pictures_of(row)))
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
         causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
         warning = self._warning(group.prompt, kept)
@@ -328,7 +333,7 @@ class RolloutWorker(Worker):
         if wanted.evaluation and self.recorder.is_on:
             prompt = text_of(row, row_text) if row is not None else ""
             it = played_answer(self.spec.name, wanted, prompt, began, rows)
-            self.recorder.add_answer(it)
+            self.recorder.add_answer(it._replace(pictures=_pictures_of(row)))
         text = evaluated_text(seen, self.engine.tokenizer) if wanted.keeps_text else None
         return await evaluation_reply(rows, seen, text, self._rewards)
 

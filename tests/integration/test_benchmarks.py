@@ -54,6 +54,7 @@ PROMISED = {
     "preferences": {"dpo_ordered_mean", "reward_model_ordered_mean"},
     "page_live": {"step_worst_s", "row_worst_s", "server_growth", "tab_growth"},
     "page_rows": {"read_s", "query_worst_ms", "search_fifty_s", "open_worst_ms"},
+    "picture_memory": {"1_text_dry_run", "1_all_dry_run"},
     "planner": {"8_24_2_error_median", "8_24_2_regret"},
     "planes": {"tcp_vs_bare_pyzmq", "noop_rpc_vs_bare", "heartbeat_256_cpu_percent"},
     "rank_kills": {"num_kills", "copying_snapshot_until_step_s", "between_steps_until_step_s"},

@@ -118,6 +118,9 @@ NOT_RUN_HERE = {
         "tests/integration/test_evaluate.py"
     ),
     "from areal_sc.records.reading import rows": "tests/integration/test_records.py",
+    "from areal_sc.records.reading import pictures, rows": (
+        "tests/integration/test_picture_runs.py"  # has the same calls
+    ),
     "from areal_sc.controller.ledger.group_lives import": "tests/integration/test_row_lives.py",
     "python -m areal_sc page runs/minimal": "tests/integration/test_page.py",
     "python -m areal_sc page runs/minimal runs/control": "tests/unit/commands/test_page.py",

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from builders import picture
 from integration.browser import CHROMIUM, Tab, browser_tab
 from integration.run_process import LIMIT_S, RunProcess, open_gate, tiny_run
 from integration.test_page import OLD_RUN, Page, page_of
@@ -43,6 +44,8 @@ LONG = "Straße " * 260_000
 """An answer of 2 MB."""
 KILLING, DATA_ROW = 5, 50
 """A group that kills its worker, and its row of the dataset."""
+SEEING = 33
+"""A group whose prompt has two pictures."""
 WIDTHS = ((390, True), (1280, False), (2560, True))
 
 
@@ -57,6 +60,8 @@ async def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     recorder.add_group(played(30, [trajectory(2, NUM_TOKENS)], [trajectory(1, 30)]))
     recorder.add_group(played(31, [row(("Long?", -1), (LONG, 1))]))
     recorder.add_group(played(32, [row(("Bytes?", -1), (b"\xff\xfe", 1))]))
+    drawn = [picture(1, 41, 40), picture(2, 31, 30, "JPEG")]
+    recorder.add_group(played(SEEING, [trajectory(4)], [trajectory(5)], pictures=drawn))
     recorder.add_group(killer(KILLING))
     recorder.close()
     with closing(MetricsLog(RunFolder(path / "sound").metrics_path, clock=lambda: 1001.5)) as log:
@@ -465,6 +470,25 @@ async def test_an_exported_file_shows_rows_and_tokens(
     await browser.value(f"{later}.click()")
     await browser.wait_for("/is not in the exported file/.test(document.body.innerText)")
     assert browser.errors == []
+
+
+async def test_pictures_are_beside_their_rows(
+    runs: list[Path], page: Page, tab: Tab, tmp_path: Path
+) -> None:
+    sizes = "[...document.querySelectorAll('.pictures img')].map(it => it.naturalWidth).join()"
+    view = f"#/row?run=sound&name={SEEING}.0.1.0"
+    text = await shows(tab, view)
+    assert "picture 1: PNG, 41 x 40" in text
+    assert "picture 2: JPEG, 31 x 30" in text
+    await tab.wait_for(f"{sizes} === '41,31'")
+    await shows(tab, f"#/rows?run=sound&group={SEEING}")
+    await tab.wait_for(f"{sizes} === '41,31,41,31'")
+    exported_to = tmp_path / "run.html"
+    exported_to.write_bytes(exported([FollowedRun(runs[0], "sound")]))
+    await tab.open(exported_to.as_uri())
+    await shows(tab, view)
+    await tab.wait_for(f"{sizes} === '41,31'")
+    assert tab.errors == []
 
 
 async def test_what_a_run_answers_is_shown_in_a_view_that_is_made_anew(

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from integration.agent_forks import end_with_pipes, start_with_pipes
@@ -19,11 +21,13 @@ from waiting import until
 from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import PeerSilent, ShardGone
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata, concat
+from areal_sc.sources.pictures import unpacked
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.puller import Puller
 from areal_sc.transport.rpc.transport import ZmqTransport
 
 OWNER_SCRIPT = Path(__file__).with_name("transport_owner.py")
+PICTURE_SCRIPT = Path(__file__).with_name("picture_owner.py")
 
 NUM_KILLS = 5
 PULL_TIMEOUT_S = 250
@@ -172,3 +176,25 @@ async def test_a_stopped_owner_is_given_up_unless_it_goes_on(goes_on: bool) -> N
                     await pull
         await puller.close()
         await transport.close()
+
+
+async def test_the_picture_of_a_group_crosses_the_wire_once() -> None:
+    """Bytes that the kernel has given: of eight rows with a picture of 75 kB."""
+    num_rows, num_bytes = 8, 75_000
+    process = start_with_pipes(PICTURE_SCRIPT, num_rows, num_bytes)
+    try:
+        assert process.stdout is not None
+        told = await asyncio.to_thread(process.stdout.readline)
+        batch = msgspec.json.decode(told, type=BatchMetadata)
+        transport = ZmqTransport()
+        bulk = BulkClient(transport, "train/0", TransportConfig())
+        puller = Puller(bulk, timeout_s=PULL_TIMEOUT_S)
+        pulled = await puller.pull(batch)
+        moved = received_bytes(bulk)
+        expected = np.random.default_rng(0).bytes(num_bytes)
+        assert [unpacked(it) for it in pulled.picture_bytes(range(num_rows))] == [(expected,)] * 8
+        assert num_bytes < moved <= 1.2 * num_bytes
+        await puller.close()
+        await transport.close()
+    finally:
+        end_with_pipes(process)

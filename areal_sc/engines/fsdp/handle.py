@@ -66,6 +66,11 @@ class FSDPPPOActor(TrainHandle):
         self.config.optimizer.folder_of_own()  # raises where there is none
         if self.config.lora.places > 1 and not self.config.is_frozen:
             self._check_places()
+        if self.config.train_vision_tower and self.config.has_adapter:
+            raise ConfigError(
+                "actor.train_vision_tower: expected false with an adapter (actor.lora.rank above "
+                "0), which is beside the text part, got true"
+            )
         is_of_layers = self.config.activation_checkpointing is ActivationCheckpointing.layers
         if self.config.activation_offload and not is_of_layers:
             raise ConfigError(
@@ -110,6 +115,11 @@ class FSDPPPOActor(TrainHandle):
         return True
 
     def check_model(self, folder: Path) -> None:
+        if self.config.train_vision_tower and folder.is_dir() and not reads_pictures(folder):
+            raise ConfigError(
+                f"actor.train_vision_tower: expected false, as the model in {folder} reads no "
+                "pictures, got true"
+            )
         check_pictures(folder, self.config.parallel)
         shape = read_model_shape(folder)
         if shape is not None and shape.heads is not None and shape.kv_heads is not None:
@@ -121,9 +131,12 @@ class FSDPPPOActor(TrainHandle):
         # each rank holds its part of float32 parameters, and of what training adds to them
         parallel = self.config.parallel
         share = -(-(shape.num_parameters or 0) // parallel.num_ranks)
-        width, trained, fixed = DTYPE_BYTES[self.config.dtype], share, 0
+        # of a tower that is not trained it holds the parameters alone
+        of_tower = 0 if self.config.train_vision_tower else shape.num_tower_parameters or 0
+        of_tower = -(-of_tower // parallel.num_ranks)
+        width, trained, fixed = DTYPE_BYTES[self.config.dtype], share - of_tower, 0
         if self._is_model_fixed:
-            lora, layer, fixed = self.config.lora, shape.layer, share
+            lora, layer, fixed, of_tower = self.config.lora, shape.layer, share, 0
             of_adapter = layer.adapter_values(lora.rank, lora.targets) if layer else 0
             of_adapter *= lora.places
             trained = 0 if self.config.is_frozen else -(-of_adapter // parallel.num_ranks)
@@ -135,10 +148,11 @@ class FSDPPPOActor(TrainHandle):
                 trained if self.config.lora.is_published_alone else share,
                 shape,
                 machine,
-                parameter_bytes=width * fixed + 2 * FLOAT32_BYTES * trained,
-                rounded_bytes=width * trained if is_rounded else 0,
+                parameter_bytes=width * fixed + FLOAT32_BYTES * (of_tower + 2 * trained),
+                rounded_bytes=width * (of_tower + trained) if is_rounded else 0,
                 optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * trained,
-                held_share=trained,
+                # snapshots have no moments of the tower, two thirds of what they have of others
+                held_share=trained + of_tower // (1 + ADAM_STATES),
                 gathered_bytes=self._gathered_bytes(
                     shape, piece_bytes(*kind_and_memory(devices[0], machine))
                 ),
@@ -171,7 +185,7 @@ class FSDPPPOActor(TrainHandle):
             return 0
         width = DTYPE_BYTES[self.config.dtype]
         layer, others = shape.num_layer_parameters or 0, shape.num_other_parameters or 0
-        largest = shape.num_vocabulary_parameters or 0
+        largest, tower = shape.num_vocabulary_parameters or 0, shape.num_tower_parameters or 0
         of_gradient = 0 if self._is_model_fixed else width + FLOAT32_BYTES
         of_layers = (2 * width + of_gradient) * layer // parallel.tensor
         if rounds_copies(rows_ranks, self.config):
@@ -181,10 +195,12 @@ class FSDPPPOActor(TrainHandle):
             of_layers += max(width, of_gradient) * layer // parallel.num_ranks
         if rows_ranks == 1:
             return max(of_layers, max(width, 2 * of_gradient) * others // parallel.tensor)
+        # the tower is whole on each rank, with its gradients, as long as the rank computes
+        of_layers += (width + of_gradient * self.config.train_vision_tower) * tower
         pieces, of_vocabulary = 1 if self._is_model_fixed else 3, FLOAT32_BYTES * largest
         if of_vocabulary <= most_of_vocabulary:
             of_layers += of_vocabulary
-        return max(of_layers, pieces * min(most_of_vocabulary, of_vocabulary))
+        return max(of_layers, pieces * min(most_of_vocabulary, of_vocabulary) + width * tower)
 
 
 @dataclass(frozen=True)

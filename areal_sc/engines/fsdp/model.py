@@ -135,7 +135,7 @@ def _packed(
         kept_tokens=kept_tokens(chunk, device.type),
         head=config.head,
         replays_routes=config.routing_replay,
-        pictures=pictures_of_folder(causal_lm, config.path),
+        pictures=pictures_of_folder(causal_lm, config.path, config.train_vision_tower),
     )
 
 
@@ -369,7 +369,8 @@ def _freeze(causal_lm: Any, config: ActorConfig) -> None:
 
     What is never changed is kept in the type that it is computed in.
     """
-    freeze_tower(causal_lm)
+    if not config.train_vision_tower:
+        freeze_tower(causal_lm)
     if config.has_adapter:
         add_adapters(causal_lm, config.lora, config.head)
     if config.is_frozen:

@@ -366,6 +366,8 @@ class PackedModel(nn.Module):
                 body = self.causal_lm.model
         output: Any = body(**arguments)
         hidden: torch.Tensor = output.last_hidden_state
+        if self.pictures is not None and self.pictures.is_trained and torch.is_grad_enabled():
+            hidden = hidden + self.pictures.zero().to(hidden)
         return output, hidden[0] if is_token is None else hidden[is_token]
 
     def _picture_arguments(

@@ -9,6 +9,7 @@ from typing import ClassVar, Final
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_folder import ModelShape
+from areal_sc.sizing.pictures import KEPT_BYTES
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
 
 LEAST_ADAPTER_BYTES: Final = 256 << 20
@@ -41,5 +42,6 @@ class LocalGenerator(GeneratorHandle):
                 devices[0],
                 parameter_bytes=parameter_bytes,
                 kv_bytes=value_bytes * num_places * (shape.kv_values_per_token or 0),
+                picture_bytes=KEPT_BYTES if shape.num_tower_parameters else 0,
             )
         ]

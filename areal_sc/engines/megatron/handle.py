@@ -18,7 +18,7 @@ from areal_sc.sizing.machine import Machine, count_cuda_devices
 from areal_sc.sizing.model_folder import ModelShape, read_model_config, reads_pictures
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
 
-_LACKING: Final = ("cpu_offload", "activation_offload", "is_frozen")
+_LACKING: Final = ("cpu_offload", "activation_offload", "is_frozen", "train_vision_tower")
 _SUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "dtype": (Dtype.float32, Dtype.bfloat16),
     "flash_attention": (2,),

@@ -50,6 +50,20 @@ export function marked(text, wanted) {
 
 const FIRST_CHARS = 20000;
 
+/** Recorded pictures of a prompt, each with what it is; `addressOf` gives where its content is, by its digest, or null. */
+export function pictureBoxes(pictures, addressOf) {
+  if (!pictures?.length) return null;
+  return el("div", { class: "pictures" }, pictures.map((it, place) => {
+    const name = `picture ${place + 1}`;
+    const box = el("figure", {});
+    const missing = () => el("span", { class: "dim" }, "not here, or gone (records.max_bytes)");
+    const address = addressOf(it.digest);
+    const drawn = address && el("img", { src: address, alt: name, loading: "lazy", width: it.width, height: it.height, on: { error: () => drawn.replaceWith(missing()) } });
+    box.append(drawn || missing(), el("figcaption", { class: "dim" }, shown(`${name}: ${it.kind}, ${it.width} x ${it.height}, ${bytes(it.num_bytes)}`)));
+    return box;
+  }));
+}
+
 /** A long text in its own box; the rest of one that is very long comes when it is asked for. */
 export function textBox(text, label) {
   const box = el("pre", { class: "text", tabindex: "0", dir: "ltr", "aria-label": label }, shown(text.slice(0, FIRST_CHARS), Infinity));

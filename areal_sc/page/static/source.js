@@ -34,6 +34,12 @@ async function told(path, how) {
   return found;
 }
 
+/** Where the content of a recorded picture is; null: the exported file does not have it. */
+export function pictureAddress(run, digest) {
+  const path = `/api/runs/${run.index}/pictures/${encodeURIComponent(digest)}`;
+  return isFile ? (answers[path] ?? null) : path;
+}
+
 /** Calls `onChange` with the parts of runs that have changed, and `onState` with whether it can hear of them. */
 export function listen(onChange, onState) {
   if (isFile) return;

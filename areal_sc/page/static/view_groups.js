@@ -1,8 +1,8 @@
 // What became of each prompt: from its admission to the step that trained it, or why it was not.
 
 import { change, linkTo } from "./address.js";
-import { choice, el, field, notes, number, short, shown, table, textBox, tile } from "./dom.js";
-import { get, isFile } from "./source.js";
+import { choice, el, field, notes, number, pictureBoxes, short, shown, table, textBox, tile } from "./dom.js";
+import { get, isFile, pictureAddress } from "./source.js";
 import { recordedRows } from "./tokens.js";
 import { recordedCard } from "./view_rows.js";
 import { span } from "./view_run.js";
@@ -147,7 +147,7 @@ export async function showGroup({ run, words }) {
     el("h2", {}, `Row ${account.index} of the data`),
     account.data_row === null
       ? el("p", { class: "dim" }, "Its content is recorded nowhere: none of its attempts has come to its end, or an earlier areal_sc made this run.")
-      : textBox(account.data_row, "row of the data"),
+      : [pictureBoxes(kept.rows.at(-1)?.pictures, (digest) => pictureAddress(run, digest)), textBox(account.data_row, "row of the data")],
     finished
       ? [
           el("h2", {}, "Rows"),

@@ -2,8 +2,8 @@
 
 import { change, linkTo } from "./address.js";
 import { chart, color } from "./charts.js";
-import { choice, el, field, notes, number, percent, short, shown, textBox, tile } from "./dom.js";
-import { get, isFile } from "./source.js";
+import { choice, el, field, notes, number, percent, pictureBoxes, short, shown, textBox, tile } from "./dom.js";
+import { get, isFile, pictureAddress } from "./source.js";
 import { nameOf } from "./view_rows.js";
 import { span } from "./view_run.js";
 
@@ -158,6 +158,7 @@ export async function showPrompt({ run, words }) {
       tile("solved", number(prompt.solved)),
       prompt.cut === null ? null : tile("cut", percent(prompt.cut)),
     ),
+    pictureBoxes((second || first)?.pictures, (digest) => pictureAddress(run, digest)),
     textBox(prompt.text, "row of the data"),
     numLeftOut ? el("p", { class: "dim" }, `${short(numLeftOut)} older tries are left out`) : null,
     curveOf(tries),

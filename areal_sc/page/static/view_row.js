@@ -1,8 +1,8 @@
 // One row: what the model read and wrote turn by turn, its numbers and tokens, and its group side by side.
 
 import { linkTo } from "./address.js";
-import { duration, el, notes, number, short, shown, table, textBox, tile } from "./dom.js";
-import { get, isFile } from "./source.js";
+import { duration, el, notes, number, pictureBoxes, short, shown, table, textBox, tile } from "./dom.js";
+import { get, isFile, pictureAddress } from "./source.js";
 import { MAX_TOKENS, tokenArea } from "./tokens.js";
 import { listed, metricsOf, nameOf, rowNumbers, setOf } from "./view_rows.js";
 import { span } from "./view_run.js";
@@ -50,7 +50,7 @@ export async function showRow({ run, words }) {
     el("h2", {}, titleOf(chosen)),
     notes(recorded.damage, "damage"),
     tilesOf(chosen),
-    ofAttempt ? [el("h2", {}, `Row ${chosen.index} of the data`), textBox(ofAttempt.prompt, "row of the data")] : null,
+    ofAttempt ? [el("h2", {}, `Row ${chosen.index} of the data`), pictureBoxes(chosen.pictures, (digest) => pictureAddress(run, digest)), textBox(ofAttempt.prompt, "row of the data")] : null,
     found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turnsOf(chosen, found.tokens.turns, others.filter((it) => it.num_shared < Math.min(it.num_tokens, chosen.num_tokens))),
     chosen.output ? [el("h2", {}, "Output of the episode"), textBox(chosen.output, "output")] : null,
     found.failure ? null : branches(others),

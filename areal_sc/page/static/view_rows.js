@@ -1,8 +1,8 @@
 // What the model wrote: rows that are searched, filtered and sorted by the server.
 
 import { change, goTo, linkTo } from "./address.js";
-import { choice, el, field, marked, notes, number, percent, short, shown } from "./dom.js";
-import { get, isFile, query } from "./source.js";
+import { choice, el, field, marked, notes, number, percent, pictureBoxes, short, shown } from "./dom.js";
+import { get, isFile, pictureAddress, query } from "./source.js";
 import { span } from "./view_run.js";
 
 export const rowsParts = ["recorded", "groups"];
@@ -172,7 +172,7 @@ export function recordedCard(run, row, asked = {}) {
   const title = row.evaluation ? [...shown(row.evaluation), `, prompt ${short(row.index)}, answer ${row.attempt + 1}`] : [`group ${short(row.group)}`, isRejected ? `, attempt ${row.attempt + 1}` : `, answer ${row.episode + 1}${row.row ? `.${row.row + 1}` : ""}`];
   const outcome = row.outcome ? el("span", { class: `outcome ${row.outcome}` }, shown(row.cause ? `${row.outcome}: ${row.cause}` : row.outcome)) : "";
   const rest = [row.step ? ` step ${short(row.step)} ` : " ", outcome];
-  return card(row, link, title, rest, asked.text);
+  return card(row, link, title, rest, asked.text, pictureBoxes(row.pictures, (digest) => pictureAddress(run, digest)));
 }
 
 /** The set of held-out prompts that an evaluation is of, as the server names it. */
@@ -186,12 +186,13 @@ export function nameOf(row) {
   return `${row.group}.${row.attempt}.${row.episode}.${row.row}`;
 }
 
-function card(row, href, title, rest, wanted) {
+function card(row, href, title, rest, wanted, pictures) {
   const { prompt_at: promptAt, answer_at: answerAt } = row;
   return el(
     "div",
     { class: "row" },
     el("span", { class: "head" }, el("a", { href }, title), rest, " ", row.episode < 0 ? "" : rowNumbers(row)),
+    pictures,
     el("span", { class: "line prompt" }, promptAt > 0 ? "…" : "", marked(row.prompt, wanted)),
     el("span", { class: "line" }, answerAt > 0 ? "…" : "", marked(row.answer, wanted), row.answer_chars > answerAt + row.answer.length ? "…" : ""),
     row.right_answer ? el("span", { class: "line" }, el("span", { class: "dim" }, "right: "), shown(row.right_answer)) : null,

@@ -48,6 +48,17 @@ def test_a_group_has_its_prompt_once_and_each_answer_with_its_numbers() -> None:
     )
 
 
+def test_pictures_are_named_behind_their_prompt() -> None:
+    told = sample(12, pictures=("PNG, 32 x 32 pixels, 310 bytes", "JPEG, 9 x 8 pixels, 99 bytes"))
+    lines = shown([told, sample(12, place=Place.worst, pictures=told.pictures)], 80).splitlines()
+    assert lines[1:4] == [
+        "  prompt  3,8>",
+        "  picture PNG, 32 x 32 pixels, 310 bytes",
+        "  picture JPEG, 9 x 8 pixels, 99 bytes",
+    ]
+    assert sum("picture" in line for line in lines) == 2
+
+
 def test_empty_lines_keep_their_label() -> None:
     text = shown([sample(prompt="", answer="\n\n8", metrics={})], 80)
     assert text.splitlines()[1:5] == ["  prompt", "  best", "", "          8"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from areal_sc.config.fields import TEMPLATE, is_section, schema_fields
 from areal_sc.config.schema import GRPOConfig
 
-MAX_OWN = 192
+MAX_OWN = 193
 """Most settings that have a value of their own. `actor.routing_replay` is one: replay costs room in
 stores, which dense models, and mixtures in float32, do not need to pay. `actor.lora.places` is
-another: each place costs the memory of an adapter and its moments, whether it is used or not.
+another: each place costs the memory of an adapter and its moments, whether it is used or not. So
+is `actor.train_vision_tower`: a tower that is trained costs its moments and its activations.
 `generation.min_new_tokens` and `actor.optimizer.type` have no value that would do for all."""
-MAX_PLACES = 276
+MAX_PLACES = 277
 """Most places in a run's YAML, also those where a value is taken from elsewhere unless given."""
 
 

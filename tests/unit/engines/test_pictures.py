@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as hf
 from builders import engines_on, picture
-from picture_models import FAMILIES, own_logprobs, save_picture_model
+from picture_models import FAMILIES, TOWER, own_logprobs, save_picture_model
 from PIL import Image
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
@@ -31,11 +31,13 @@ from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.engines.megatron.handle import MegatronPPOActor
-from areal_sc.engines.picture_inputs import PictureInputs
+from areal_sc.engines.picture_inputs import PictureInputs, freeze_tower
 from areal_sc.engines.picture_processor import PictureProcessor, picture_processor
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.engines.training.causal_lm import load_causal_lm
 from areal_sc.errors import ConfigError, ModelError, WorkflowError
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.model_folder import read_model_shape
 from areal_sc.sources.pictures import packed
 from areal_sc.token_fields import PICTURES
 from areal_sc.transport.packed_rows import PackedRows, RowValues
@@ -126,26 +128,31 @@ def test_logprobs_of_one_micro_batch(
             assert torch.allclose(shared.double(), expected, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("trains_tower", [False, True], ids=["text", "all"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_updates_and_the_model_that_is_left(
-    folders: dict[str, Path], family: str, tmp_path: Path
+    folders: dict[str, Path], family: str, trains_tower: bool, tmp_path: Path
 ) -> None:
     folder = folders[family]
     rows = packed_rows(folder)
     reference = whole_model(folder)
     decoder, head = reference.get_decoder(), reference.get_output_embeddings()
-    trained = {id(it): it for part in (decoder, head) for it in part.parameters()}
+    parts = (reference,) if trains_tower else (decoder, head)
+    trained = {id(it): it for part in parts for it in part.parameters()}
     adam = torch.optim.AdamW(trained.values(), lr=1e-3, weight_decay=0.0, eps=1e-4)
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, max_grad_norm=0.0, total_steps=10)
     with engines_on(folder) as build:
-        engine = build(max_tokens_per_micro_batch=256, optimizer=optimizer)
+        engine = build(
+            max_tokens_per_micro_batch=256, optimizer=optimizer, train_vision_tower=trains_tower
+        )
         for step in range(3):
             stats = engine.update([rows], CROSS_ENTROPY, step=step)
             adam.zero_grad()
             loss = -expected_logprobs(reference, folder, rows).sum()
             loss = loss / rows.fields["loss_mask"].sum()
             loss.backward()
-            norm = torch.nn.utils.get_total_norm([it.grad for it in trained.values()])
+            gradients = [it.grad for it in trained.values() if it.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
             assert stats["loss"] == pytest.approx(loss.item(), abs=TOLERANCE)
             assert stats["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
             adam.step()
@@ -160,7 +167,9 @@ def test_three_updates_and_the_model_that_is_left(
     before = dict(first.named_parameters())
     for name, values in saved.named_parameters():
         is_tower = not any(it in name for it in ("language_model", "text_model", "lm_head"))
-        assert torch.equal(values, before[name].float()) == is_tower, name
+        is_trained = trains_tower or not is_tower
+        is_used = reference.get_parameter(name).grad is not None
+        assert torch.equal(values, before[name].float()) == (not is_trained or not is_used), name
 
 
 @pytest.mark.parametrize("family", [it for it in FAMILIES if it != "gemma3"])
@@ -241,6 +250,35 @@ def test_an_adapter_is_beside_the_text_part_alone(folders: dict[str, Path]) -> N
         assert engine.forward(rows, "logprobs").sum() > before.sum() + 0.1
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_counted_of_a_tower(folders: dict[str, Path], family: str) -> None:
+    folder, model = folders[family], whole_model(folders[family])
+    freeze_tower(model)
+    frozen = sum(it.numel() for it in model.parameters() if not it.requires_grad)
+    trained = sum(it.numel() for it in model.parameters() if it.requires_grad)
+    shape = read_model_shape(folder)
+    assert shape is not None
+    assert (shape.num_tower_parameters, shape.num_parameters) == (frozen, frozen + trained)
+    assert shape.tower is not None
+    assert (shape.tower.num_layers, shape.tower.hidden) == (3 if family == "qwen3_vl" else 2, 32)
+    made = processor_of(folder).processed(picture(1, 24, 48))
+    grid = made.pixels.get("image_grid_thw")
+    size = made.pixels["pixel_values"].shape
+    num_patches = size[0] * (32 // TOWER["patch_size"]) ** 2 if grid is None else grid.prod()
+    assert shape.patches_per_token * made.num_tokens == int(num_patches)
+
+    def held(trains_tower: bool, num_ranks: int = 1) -> int:
+        parallel = ParallelConfig(data=num_ranks)
+        config = ActorConfig(train_vision_tower=trains_tower, parallel=parallel)
+        (plan,) = FSDPPPOActor(config).plan_worker(0, shape, ["cpu"], Machine())
+        assert plan.memory["host"] > 2 * plan.picture_bytes == 2 << 28
+        return plan.held_bytes
+
+    assert held(False) == 4 * frozen + 16 * trained
+    assert held(True) == 16 * (frozen + trained)
+    assert held(False, num_ranks=2) == pytest.approx(held(False) / 2, abs=32)
+
+
 def test_what_cannot_be_is_refused_by_name(
     folders: dict[str, Path], tiny_model_folder: Path
 ) -> None:
@@ -252,6 +290,11 @@ def test_what_cannot_be_is_refused_by_name(
         LocalModel(whole_model(folders["gemma3"]), processor=processor_of(folders["gemma3"]))
     with pytest.raises(ConfigError, match=r"reads pictures; expected actor\.parallel\.tensor=1"):
         FSDPPPOActor(ActorConfig(parallel=ParallelConfig(tensor=2))).check_model(folder)
+    tower = {"train_vision_tower": True}
+    with pytest.raises(ConfigError, match=r"expected false, as the model in .* reads no pictures"):
+        FSDPPPOActor(ActorConfig(**tower)).check_model(tiny_model_folder)
+    with pytest.raises(ConfigError, match=r"expected false with an adapter \(actor\.lora\.rank"):
+        FSDPPPOActor(ActorConfig(**tower, lora=LoraConfig(rank=2))).check(None)
     with pytest.raises(ModelError, match=r"actor\.engine=megatron does not"):
         MegatronPPOActor(ActorConfig(engine=TrainEngineKind.megatron)).check_model(folder)
     with pytest.raises(ModelError, match="no values are trained with pictures"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import picture
 from msgspec import structs
 from recorded_groups import played, recorder_of, trajectory
 
@@ -46,6 +47,36 @@ def test_texts_of_a_run_are_no_markup(html: str) -> None:
     rows = json.loads(stored)["/api/runs/0/recorded"]["rows"]
     assert [row["prompt"] for row in rows] == [MARKUP]
     assert json.loads(stored)["/api/runs/0/recorded/0"]["rows"][0]["prompt"] == MARKUP
+
+
+def test_pictures_of_its_rows_are_in_it_as_far_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = [picture(seed) for seed in range(3)]
+    with RunFolder(tmp_path / "run") as folder:
+        folder.open(config_text="seed: 1\n")
+    recorder = recorder_of(folder.path)
+    for number, its in enumerate(([drawn[0]], [drawn[1], drawn[2]], [drawn[2]])):
+        recorder.add_group(played(number, [trajectory(number)], pictures=its))
+    recorder.close()
+    run = FollowedRun(folder.path, "run")
+    policy = unescape(re.findall(r'Policy" content="([^"]*)"', exported([run]).decode())[0])
+    assert "img-src data:" in policy
+
+    def pictures() -> list[bytes]:
+        html = exported([run]).decode()
+        stored = json.loads(html.partition('id="answers">')[2].partition("</script>")[0])
+        told = {
+            it["digest"] for row in stored["/api/runs/0/recorded"]["rows"] for it in row["pictures"]
+        }
+        its = {path.rpartition("/")[2]: it for path, it in stored.items() if "/pictures/" in path}
+        assert its.keys() <= told
+        assert all(it.startswith("data:image/png;base64,") for it in its.values())
+        return [base64.b64decode(it.partition(",")[2]) for it in its.values()]
+
+    assert sorted(pictures()) == sorted(drawn)
+    monkeypatch.setattr(export, "MAX_PICTURE_BYTES", len(drawn[2]) + len(drawn[1]))
+    assert sorted(pictures()) == sorted(drawn[1:])
 
 
 def test_it_may_run_its_own_scripts_and_load_nothing(html: str) -> None:

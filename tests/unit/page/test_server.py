@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from aiohttp import ClientError, ClientResponse, ClientSession, CookieJar, web
-from builders import make_evaluation, make_step
+from builders import make_evaluation, make_step, picture
 from ledger_history import History, a_run
 from page_runs import tokenizer
 from recorded_groups import add_span, played, recorder_of, trajectory
@@ -28,7 +28,9 @@ from areal_sc.page.access import Access, answer
 from areal_sc.page.followed_run import FollowedRun
 from areal_sc.page.row_search import recorded_query
 from areal_sc.page.server import STATIC, PageServer
+from areal_sc.records.blocks import block
 from areal_sc.records.metrics_log import MetricsLog
+from areal_sc.records.recorded_pictures import RecordedPicture, pack_picture
 from areal_sc.records.spans import LOST
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.disk import Disk
@@ -111,6 +113,33 @@ def assert_safe(response: ClientResponse) -> None:
     assert "unsafe" not in policy
     assert response.headers["X-Content-Type-Options"] == "nosniff"
     assert response.headers["Referrer-Policy"] == "no-referrer"
+
+
+async def test_pictures_are_served_by_digest_as_what_they_are(
+    folder: RunFolder, session: ClientSession
+) -> None:
+    drawn = picture(1)
+    recorder = recorder_of(folder.path, process="rollout/1")
+    recorder.add_group(played(2, [trajectory(3)], pictures=[drawn]))
+    recorder.close()
+    svg = b"<svg onload='alert(1)'/>"
+    forged = RecordedPicture("f" * 32, "svg+xml", 1, 1, len(svg))
+    name = folder.path / "records" / "rollout-9.pictures.000001"
+    name.write_bytes(block(pack_picture(forged), svg))
+    (shown,) = (await get(session, "/api/runs/0/recorded/2"))["rows"]
+    (told,) = shown["pictures"]
+    assert (told["kind"], told["width"], told["num_bytes"]) == ("PNG", 30, len(drawn))
+    path = f"/api/runs/0/pictures/{told['digest']}"
+    async with session.get(path) as response:
+        assert (response.status, response.content_type) == (200, "image/png")
+        assert_safe(response)
+        assert await response.read() == drawn
+    others = (forged.digest, name.name, "..%2Frecords%2F" + name.name, "%2Fetc%2Fpasswd", "%00")
+    for other in others:
+        status, text = await status_of(session, f"/api/runs/0/pictures/{other}")
+        assert (status, "no such picture" in text) == (404, True)
+    session.cookie_jar.clear()
+    assert (await status_of(session, path))[0] == 401
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1@evil", ""])

@@ -34,7 +34,7 @@ def test_answers_come_back(tmp_path: Path) -> None:
     recorder.close()
     back = list(evaluated_answers(tmp_path))
     assert len(back) == len(given)
-    for it, (was, its_rows) in zip(back, given, strict=True):
+    for it, (was, its_rows, _) in zip(back, given, strict=True):
         for name in ("evaluation", "step", "dataset", "index", "sample", "prompt", "rejected"):
             assert getattr(it.answer, name) == getattr(was, name)
         for tokens, row in zip(it.tokens, its_rows, strict=True):
@@ -64,7 +64,7 @@ def test_calls_of_answers_stay_apart() -> None:
         for text in ("first", "second")
     ]
     given = [answered(index, [trajectory(index)]) for index in range(3)]
-    for (_, (row,)), call in zip(given, calls, strict=False):  # the third one has none
+    for (_, (row,), _), call in zip(given, calls, strict=False):  # the third one has none
         row.calls = (call,)
     head, body = pack_answers(given)
     back = list(unpack_contents(body, unpack_answers(head)))
