@@ -453,6 +453,26 @@ def test_pairs_are_tried_on_the_loss(
     assert "has no effect" not in caplog.text, "the run's own folder of weights is no setting"
 
 
+async def test_a_server_whose_start_was_cut_short_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = import_module("mcp_tool").ToolUse().server
+
+    async def says_nothing(*_: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(server, "_ask", says_nothing)
+    with pytest.raises(TimeoutError):
+        await server.list_tools()
+    first = server.process
+    monkeypatch.undo()
+    assert [tool["name"] for tool in await server.list_tools()] == ["multiply"]
+    assert await first.wait() != 0
+    assert server.process is not first
+    server.process.stdin.close()
+    assert await server.process.wait() == 0
+
+
 def test_a_weight_of_zero_is_refused_before_the_start(tmp_path: Path) -> None:
     config = ["--config", str(REPOSITORY / "configs" / "gsm8k_arc.yaml")]
     with pytest.raises(ArealError, match=r"task\.choice_weight: expected a number above 0, got 0"):
