@@ -37,7 +37,8 @@ def without_traces(config: C) -> C:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     changes: dict[str, Any] = {"run_dir": folder, "resume": Resume.auto, "overwrite": False}
     scheduler = replace(config.scheduler, **changes)
-    return replace(config, **changes, scheduler=scheduler, trackers=[])
+    weights = replace(config.weight_update, folder=f"{folder}/weights")
+    return replace(config, **changes, scheduler=scheduler, weight_update=weights, trackers=[])
 
 
 def placed_lines(config: GRPOConfig, machine: Machine, *, generates: bool) -> Iterator[str]:

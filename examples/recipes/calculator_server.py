@@ -36,11 +36,9 @@ def answer_to(method: str, params: dict[str, Any]) -> dict[str, Any]:
     if method == "tools/call":
         if params["name"] != "multiply":
             raise LookupError(params["name"])
+        is_error = False
         try:
-            text, is_error = (
-                str(int(params["arguments"]["a"]) * int(params["arguments"]["b"])),
-                False,
-            )
+            text = str(int(params["arguments"]["a"]) * int(params["arguments"]["b"]))
         except (KeyError, TypeError, ValueError):
             text, is_error = "expected the integers a and b", True
         return {"content": [{"type": "text", "text": text}], "isError": is_error}

@@ -81,9 +81,12 @@ class StdioServer:
         return self.tools
 
     async def _start(self) -> None:
-        """One that has ended is started again."""
+        """One that has ended is started again, and so is one whose start was cut short."""
         if self.process is not None and self.process.returncode is None:
-            return
+            if self.tools:
+                return
+            self.process.kill()
+        self.tools = []
         pipe = asyncio.subprocess.PIPE
         self.process = await asyncio.create_subprocess_exec(*self.command, stdin=pipe, stdout=pipe)
         me = {"name": "areal_sc", "version": "1"}

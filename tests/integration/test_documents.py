@@ -144,6 +144,10 @@ NOT_RUN_HERE = {
     ),
     "python examples/reward_model.py --config configs/reward_model.yaml actor.path=<model> "
     "task.dataset=<file>": "tests/integration/test_row_trainers.py",
+    "python examples/sums.py --config configs/sums.yaml run_dir=runs/sums_after_pairs "
+    "total_steps=20 actor.path=runs/sum_pairs/model": (
+        "takes minutes; tests/unit/examples/test_sums.py has its task"
+    ),
     "python examples/count_shapes.py --config configs/count_shapes.yaml": (
         "tests/integration/test_count_shapes.py"
     ),
@@ -174,6 +178,8 @@ NOT_RUN_HERE = {
             "reasoning_gym_task": " --dry-run",
             "search": " --dry-run",
             "mcp_tool": " --dry-run",
+            "code_task": " --dry-run",
+            "sum_pairs": " --dry-run",
             "deepscaler": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
             "deepcoder": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
         }.items()

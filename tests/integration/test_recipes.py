@@ -149,7 +149,9 @@ def chat_model(tmp_path: Path) -> Path:
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
     fast.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}answer:"
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}answer:{{ m['content'] }}<end>"
+        "{% else %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}answer:{% endif %}"
     )
     folder = tmp_path / "model"
     fast.save_pretrained(folder)
@@ -383,6 +385,92 @@ async def test_a_tool_of_an_mcp_server_answers_what_the_model_writes(
     assert again == "6", "a server that has ended is started again"
     workflow.server.process.stdin.close()
     assert await workflow.server.process.wait() == 0
+
+
+LINES = {
+    "The sum of the first 3 items.": "sum(items[:3])",
+    "The number of the last 4 items.": "len(items[-4:])",
+    "The largest of the items smaller than 5.": "max(filter(lambda item: item < 5, items))",
+    "The smallest of the items larger than 2.": "min(item for item in items if item > 2)",
+    "A list of the even items.": "[item for item in items if not item % 2]",
+    "A sorted list of the odd items.": "sorted(item for item in items if item % 2)",
+    "A list of 6 times each item.": "[item * 6 for item in items]",
+    "A sorted list of the items.": "sorted(items)",
+}
+"""What some functions of the code task should return -> a line that does."""
+
+
+async def test_functions_are_right_where_they_pass_their_tests_in_the_sandbox() -> None:
+    recipe = import_module("code_task")
+    rows = recipe.functions()
+    assert len({row["prompt"] for row in rows}) == len(rows) > 2 * recipe.NUM_HELD_OUT
+    run_code = CodeRunner(SandboxConfig())
+    try:
+        for asked, line in LINES.items():
+            (row,) = (row for row in rows if f'"""{asked}"""' in row["stub"])
+            assert row["prompt"].endswith(row["stub"])
+            right = await recipe.passes(row, f" {line}", run_code)
+            assert right == right.parts["passed"] == 1.0, asked
+        for wrong in (" sum(items)", " items[", " print(items)"):
+            assert await recipe.passes(rows[0], wrong, run_code) == 0.0
+    finally:
+        await run_code.close()
+
+
+def test_the_code_task_is_tried_on_a_row(
+    chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = dry_run("code_task", capsys, tmp_path, f"actor.path={chat_model}", *ON_A_CPU)
+    assert "prompts: 104 rows" in shown
+    assert re.search(r"^reward of the answer .*: 0$", shown, re.M), shown
+
+
+def test_the_preferred_answer_is_the_right_number_alone() -> None:
+    recipe, sums = import_module("sum_pairs"), import_module("sums")
+    pairs = recipe.pairs()
+    assert len({row["prompt"] for row in pairs}) == len(pairs) == recipe.NUM_PAIRS
+    assert not {row["prompt"] for row in pairs} & {row["prompt"] for row in sums.sums()}
+    in_words = 0
+    for row in pairs:
+        a, sign, b = re.findall(r"\d+|[+-]", row["prompt"])
+        value = int(a) + int(b) if sign == "+" else int(a) - int(b)
+        assert row["chosen"] == str(value)
+        assert row["rejected"] != row["chosen"]
+        in_words += row["rejected"] == f"The answer is {value}."
+    assert in_words == len(pairs) // 2, "the others are of another number"
+    assert all(re.fullmatch(r"-?\d+|The answer is -?\d+\.", row["rejected"]) for row in pairs)
+
+
+def test_pairs_are_tried_on_the_loss(
+    chat_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = (f"actor.path={chat_model}", "actor.random_init=true")
+    shown = dry_run("sum_pairs", capsys, tmp_path, *model)
+    assert "loss dpo: tried on two rows" in shown
+    assert "has no effect" not in caplog.text, "the run's own folder of weights is no setting"
+
+
+async def test_a_server_whose_start_was_cut_short_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = import_module("mcp_tool").ToolUse().server
+
+    async def says_nothing(*_: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(server, "_ask", says_nothing)
+    with pytest.raises(TimeoutError):
+        await server.list_tools()
+    first = server.process
+    monkeypatch.undo()
+    assert [tool["name"] for tool in await server.list_tools()] == ["multiply"]
+    assert await first.wait() != 0
+    assert server.process is not first
+    server.process.stdin.close()
+    assert await server.process.wait() == 0
 
 
 def test_a_weight_of_zero_is_refused_before_the_start(tmp_path: Path) -> None:
