@@ -222,7 +222,7 @@ def read_model_shape(path: str | Path) -> ModelShape | None:
         kv_heads=first_int(config, "num_key_value_heads", *HEADS),
         vocabulary=first_int(config, "vocab_size"),
         layer=layer,
-        **_sizes_of_tower(_read_whole_config(folder) or {}),
+        **_sizes_of_tower(read_whole_config(folder) or {}),
         has_weights=bool(sizes),
     )
 

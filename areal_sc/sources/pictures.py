@@ -217,7 +217,7 @@ def looked_at(picture: bytes) -> Image:
 
 def data_url(picture: bytes) -> str:
     """The picture as clients of chat models send it. Raises: WorkflowError: it is none."""
-    kind = str(_looked_at(picture).get_format_mimetype())  # type: ignore[attr-defined]
+    kind = CONTENT_TYPES[str(looked_at(picture).format)]
     return f"data:{kind};base64,{base64.b64encode(picture).decode()}"
 
 
