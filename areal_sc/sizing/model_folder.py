@@ -261,7 +261,7 @@ def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, int]:
+def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, Any]:
     """The numbers of parameters in `ModelShape`, from the size of every tensor."""
     layers, others, of_tower = Counter[str](), [0], 0
     for name, size in sizes.items():
