@@ -201,7 +201,8 @@ class ServerEngine:
                 raise NeverWorks("the prompt has pictures, and the model reads none")
             if prompt_logprobs:  # at the places of a picture, a server may look for any token's
                 raise ConfigError("prompt_logprobs: expected false with pictures, got true")
-            request.pictures = self._pictures.sent(request.prompt, pictures)
+            sent = self._pictures.sent
+            request.pictures = await asyncio.to_thread(sent, request.prompt, pictures)
         check_top(top_k_logprobs, len(request.prompt) + request.max_new_tokens)
         request.asks_prompt, request.num_top = prompt_logprobs, top_k_logprobs
         if on_tokens is not None and (prompt_logprobs or top_k_logprobs):
