@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from areal_sc.agents.journal import SessionJournal, WrittenPicture
 from areal_sc.errors import NeverWorks, WorkflowError
@@ -21,6 +21,9 @@ from areal_sc.workflows.chat_turn import TokenEngine
 
 if TYPE_CHECKING:
     from areal_sc.engines.picture_processor import PictureProcessor
+
+MAX_SESSION_BYTES: Final = 32 << 20
+"""Of the pictures of a session: more than its rows may have, and half of its journal."""
 
 
 class PictureEngine(TokenEngine, Protocol):
@@ -76,6 +79,12 @@ class SessionPictures:
         check_pictures([picture])
         name = blake2b(picture, digest_size=16).hexdigest()
         if name not in self._by_name:
+            num_bytes = sum(map(len, self._by_name.values())) + len(picture)
+            if num_bytes > MAX_SESSION_BYTES:
+                raise WorkflowError(
+                    f"the pictures of the episode have {num_bytes} bytes, expected at most "
+                    f"{MAX_SESSION_BYTES}"
+                )
             self._by_name[name] = picture
             self._journal.add(WrittenPicture(name, picture))
         return name

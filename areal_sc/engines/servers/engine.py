@@ -197,7 +197,8 @@ class ServerEngine:
                 raise NeverWorks("the prompt has pictures, and the model reads none")
             if options.prompt_logprobs:  # at the places of a picture, a server may look for any
                 raise ConfigError("prompt_logprobs: expected false with pictures, got true")
-            request.pictures = self._pictures.sent(request.prompt, options.pictures)
+            sent = self._pictures.sent
+            request.pictures = await asyncio.to_thread(sent, request.prompt, options.pictures)
         check_top(options.top_k_logprobs, len(request.prompt) + request.max_new_tokens)
         request.asks_prompt, request.num_top = options.prompt_logprobs, options.top_k_logprobs
         if on_tokens is not None and (request.asks_prompt or request.num_top):

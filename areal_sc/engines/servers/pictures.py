@@ -32,22 +32,18 @@ class SentPictures(NamedTuple):
     marker: int
     urls: list[str]
 
-    def behind(self, prompt: Sequence[int], token_ids: Sequence[int]) -> list[int]:
+    def behind(self, token_ids: Sequence[int]) -> list[int]:
         """The prompt and what was sampled behind it.
 
-        Raises: WorkflowError: a sampled token would be taken for a picture.
+        Raises: WorkflowError: another token would be taken for a picture.
         """
-        self.check(prompt, [*self.prompt, *token_ids].count(self.marker))
-        return [*self.prompt, *token_ids]
-
-    def check(self, prompt: Sequence[int], num_markers: int) -> None:
-        """Raises: WorkflowError: there are other tokens that would be taken for pictures."""
-        if num_markers != len(self.urls):
+        sent = [*self.prompt, *token_ids]
+        if num_others := sent.count(self.marker) - len(self.urls):
             raise WorkflowError(
-                f"{num_markers - len(self.urls)} tokens behind the pictures of a prompt of "
-                f"{len(prompt)} tokens are as those of pictures, which a server would take them "
-                "for: rollout.engine=local does not"
+                f"{num_others} tokens behind the pictures of a prompt are as those of pictures, "
+                "which a server would take them for: rollout.engine=local does not"
             )
+        return sent
 
 
 class PictureSender:
@@ -69,7 +65,8 @@ class PictureSender:
             text = self._processor.processed(picture).text
             own: Any = self._tokenizer.encode(text, add_special_tokens=False)
             starts = range(place, len(prompt) - len(own) + 1)
-            start = next((n for n in starts if list(prompt[n : n + len(own)]) == own), None)
+            begins = (n for n in starts if prompt[n] == own[0])
+            start = next((n for n in begins if list(prompt[n : n + len(own)]) == own), None)
             if start is None:
                 raise WorkflowError(
                     f"a prompt has not the {len(own)} tokens of its picture {number}: make them by "

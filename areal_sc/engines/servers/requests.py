@@ -135,7 +135,7 @@ class CompletionRequest:
         """The same as a server takes them. Raises: WorkflowError: see `SentPictures.behind`."""
         if self.pictures is None:
             return self.known_ids
-        return self.pictures.behind(self.prompt, self.token_ids)
+        return self.pictures.behind(self.token_ids)
 
     def check_read(self, answer: Mapping[str, Any], part: AnswerPart) -> None:
         """Compares the prompt that a server says it has read with this one, if it has pictures.

@@ -238,8 +238,14 @@ async def test_a_picture_that_cannot_be_is_refused(
     assert engine.sent == []
 
 
-async def test_markers_and_other_models_are_refused(engine: SeeingEngine) -> None:
+async def test_markers_and_other_models_are_refused(
+    engine: SeeingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = session_of(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr("areal_sc.agents.pictures.MAX_SESSION_BYTES", len(A) + len(B))
+        with pytest.raises(CallRefused, match="the pictures of the episode have"):
+            await answer_to(session_of(engine), ModelCall((said(A, B, A, C),)))
     with pytest.raises(CallRefused, match=r"2 markers of pictures .* 1 pictures"):
         await answer_to(session, ModelCall((said(A, "<|image_pad|>"),)))
     engine.answers[0] = engine.tokenizer.encode("<|image_pad|><eos>")  # the model itself says it

@@ -60,9 +60,9 @@ def test_a_prompt_with_one_marker_a_picture(family: str, tmp_path: Path) -> None
         assert Image.open(io.BytesIO(png)).mode == "RGB"
         made, expected = processor.processed(png).pixels, processor.processed(given).pixels
         assert all(torch.equal(made[name], expected[name]) for name in expected)
-    assert sent.behind(prompt, [7, 8]) == [*sent.prompt, 7, 8]
+    assert sent.behind([7, 8]) == [*sent.prompt, 7, 8]
     with pytest.raises(WorkflowError, match="1 tokens behind the pictures"):
-        sent.behind(prompt, [7, processor.token_id])
+        sent.behind([7, processor.token_id])
     with pytest.raises(WorkflowError, match=r"has not the .* tokens of its picture 3"):
         PictureSender(processor, tokenizer).sent(prompt, [*pictures, A])
 
