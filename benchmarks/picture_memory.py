@@ -41,7 +41,7 @@ from areal_sc.transport.packed_rows import PackedRows, RowValues
 
 SIDE, PATCH, SCALE = 256, 16, 4
 SPECIAL = ("$", "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
-SMALL, LARGE = (64, 2), (512, 8)
+SMALL, LARGE = (64, 2), (768, 8)
 """Width and layers, of text and of the tower."""
 LIMIT_S = 600.0
 
