@@ -15,7 +15,7 @@ from tinker import types
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.engines.base import Completion
 from areal_sc.serving.journal import ApiAnswer
-from areal_sc.serving.saved_weights import SavedWeights
+from areal_sc.serving.saved_weights import SavedFolders
 from areal_sc.serving.trained_model import ManyOrOne
 from areal_sc.serving.wire import (
     RequestRefused,
@@ -48,7 +48,7 @@ class Samplers:
     def __init__(
         self,
         rollout: RolloutController,
-        saved: SavedWeights,
+        saved: SavedFolders,
         limits: RowLimits,
         *,
         publishes: bool,

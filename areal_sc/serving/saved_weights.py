@@ -37,7 +37,7 @@ def check_name(name: str) -> str:
     return name
 
 
-class SavedWeights:
+class SavedFolders:
     """Finds folders by the paths of the Tinker API; the caller has checked whose they are.
 
     Args: lora_rank: 0: whole models, which are not loaded.

@@ -60,7 +60,7 @@ from areal_sc.serving.journal import (
 from areal_sc.serving.journal_anew import moved, write_anew
 from areal_sc.serving.rank_turns import RankTurns
 from areal_sc.serving.samplers import KEPT_SAMPLERS, Samplers
-from areal_sc.serving.saved_weights import SAMPLER, STATE, SavedWeights, check_name
+from areal_sc.serving.saved_weights import SAMPLER, STATE, SavedFolders, check_name
 from areal_sc.serving.trained_model import ManyOrOne, TrainedModel
 from areal_sc.serving.wire import RequestRefused, RowLimits, json_of, pass_output, rows_of
 from areal_sc.sources.row_file import GROWING
@@ -102,7 +102,7 @@ class TinkerModels:
         self._rollout = rollout
         self._journal = journal
         self._lora_rank = actor.config.lora.rank
-        self.saved = SavedWeights(folder.serving / "models", self._lora_rank)
+        self.saved = SavedFolders(folder.serving / "models", self._lora_rank)
         known = next((it for it in found if isinstance(it, Known)), None)
         name = f"{GROWING}served.jsonl" if known is None else known.rows
         rows = GivenRows(folder.sources / name)

@@ -34,8 +34,8 @@ class Served:
         self.run_dir = run_dir
         self._settings = run_dir.with_name(f"{run_dir.name}.yaml")
         self._settings.write_text(SETTINGS)
-        own = "total_steps=1000", "rollout.max_context_tokens=64"
-        self._overrides = (f"actor.path={model}", *own, *PATIENT, *overrides)
+        own = f"actor.path={model}", "rollout.max_context_tokens=64"
+        self._overrides = (*own, *PATIENT, *overrides)
         self._runs: list[RunProcess] = []
         self._clients: list[tinker.ServiceClient] = []
         self._port = 0
@@ -104,7 +104,8 @@ def served(run_dir: Path, model: Path, *overrides: str, **options: str) -> Itera
 
 
 def begun(client: tinker.ServiceClient, model: Path, rank: int = 0) -> tinker.TrainingClient:
-    return client.create_lora_training_client(base_model=model.name, rank=rank).result()
+    name = f"owner/{model.name}"  # as on the hub
+    return client.create_lora_training_client(base_model=name, rank=rank).result()
 
 
 def tokens_of(text: str) -> list[int]:
