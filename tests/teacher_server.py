@@ -1,20 +1,16 @@
 """A model behind HTTP, asked for log-probabilities as SGLang and vLLM are; float64.
 
-    python tests/teacher_server.py MODEL_FOLDER
-
-It prints its port when it answers. `/generate` and `/v1/completions` have the shapes of SGLang
-0.5 and of vLLM 0.11.
+`/generate` and `/v1/completions` have the shapes of SGLang 0.5 and of vLLM 0.11.
 """
 
 from __future__ import annotations
 
-import asyncio
-import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 from aiohttp import web
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STATE: web.AppKey[tuple[Any, Any]] = web.AppKey("state", tuple)
 
@@ -69,19 +65,17 @@ async def complete(request: web.Request) -> web.Response:
     return web.json_response({"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
 
 
-async def serve(folder: str) -> None:
-    torch.set_num_threads(1)
+@asynccontextmanager
+async def serving(model: Any, tokenizer: Any) -> AsyncIterator[str]:
+    """The address of a server of this model."""
     app = web.Application()
-    model = AutoModelForCausalLM.from_pretrained(folder).double().eval()
-    app[STATE] = model, AutoTokenizer.from_pretrained(folder)
+    app[STATE] = model, tokenizer
     app.router.add_post("/generate", generate)
     app.router.add_post("/v1/completions", complete)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    print(runner.addresses[0][1], flush=True)
-    await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1]))
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

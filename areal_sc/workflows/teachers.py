@@ -62,7 +62,8 @@ class Teacher(Referable):
         server: `sglang`: it is asked at `/generate`; `vllm`: at `/v1/completions`, and the server
             needs `--max-logprobs` of at least the number of most probable tokens.
         model: its name there, for a `vllm` that serves several; "": the one that it has.
-        asking: `api_key_variable`, `timeout_s`, `tries`, `at_once`: see `AskedModel`.
+        asking: `api_key_variable`, `timeout_s`, `tries`, `at_once`: see `AskedModel`. Twelve tries
+            take two minutes where nobody answers, so that a teacher may be started again meanwhile.
     Raises: ValueError: an argument is out of bounds.
     """
 
@@ -75,7 +76,8 @@ class Teacher(Referable):
         self._model = model
         path = "generate" if self._is_sglang else "v1/completions"
         self._address = f"{url.rstrip('/')}/{path}"
-        self._asked = AskedModel(f"teacher at {self._address}", WorkflowError, **asking)
+        own: Asking = {"tries": 12, **asking}
+        self._asked = AskedModel(f"teacher at {self._address}", WorkflowError, **own)
         self._probe: asyncio.Future[None] | None = None
 
     async def check_vocabulary(self, tokenizer: PreTrainedTokenizerBase, top_k: int) -> None:

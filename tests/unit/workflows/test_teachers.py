@@ -1,13 +1,12 @@
-"""Teachers behind URLs: a process that serves a model as SGLang and vLLM do, and servers that fail.
+"""Teachers behind URLs: a model that is served as SGLang and vLLM do, and servers that fail.
 
 What rows get is compared with a frozen teacher beside the policy, and with the model in float64.
+A real server is asked in `integration/sglang/test_sglang_generation.py`.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import torch
 from aiohttp import web
 from builders import engines_on, packed_rows
+from teacher_server import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_sc.config.schema import GRPOConfig
@@ -31,7 +31,6 @@ from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
 from areal_sc.workflows.task_mix import Task, TaskMix
 from areal_sc.workflows.teachers import TaughtWorkflow, Teacher
 
-SERVER = Path(__file__).parents[2] / "teacher_server.py"
 TOP_K = 5
 IDS = [7, 8, 9, 3, 4, 5, 6, 1, 20]
 IS_TRAINED = [False, False, True, True, False, False, True, True, False]
@@ -52,16 +51,15 @@ class Played(Workflow):
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model_folder: Path) -> Iterator[str]:
-    """The address of a process that serves the tiny model."""
-    with subprocess.Popen(
-        [sys.executable, str(SERVER), str(tiny_model_folder)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.kill()
+def model(tiny_model_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model_folder).double().eval()
+
+
+@pytest.fixture
+async def served(model: Any, tokenizer: Any) -> AsyncIterator[str]:
+    """The address of a server of the tiny model."""
+    async with serving(model, tokenizer) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +80,12 @@ async def one_row(workflow: Workflow, episode: EpisodeEngine, **row: Any) -> Tra
 
 @pytest.mark.parametrize("server", ["sglang", "vllm"])
 async def test_rows_have_what_a_frozen_teacher_says(
-    server: str, served: str, episode: EpisodeEngine, tiny_model_folder: Path
+    server: str, served: str, episode: EpisodeEngine, tiny_model_folder: Path, model: Any
 ) -> None:
     teacher = Teacher(served, server=server)
     row = await one_row(TaughtWorkflow(Played(), teacher, TOP_K), episode)
     sampled = await one_row(TaughtWorkflow(Played(), teacher, 0), episode)
     is_trained = torch.tensor(IS_TRAINED)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder).double()
     with torch.no_grad():
         whole = model(torch.tensor([IDS])).logits[0].log_softmax(-1).roll(1, 0)
     expected = whole.topk(TOP_K)
