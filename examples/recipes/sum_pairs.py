@@ -3,7 +3,7 @@
     make real-model    # writes the model to .venv-models/SmolLM2-135M-Instruct
     python examples/recipes/sum_pairs.py --config configs/sum_pairs.yaml
     python examples/sums.py --config configs/sums.yaml run_dir=runs/sums_after_pairs \\
-        total_steps=20 actor.path=runs/sum_pairs/model
+        actor.path=runs/sum_pairs/model
 
 The first command is DPO: of two answers to a sum, the right number alone is preferred to another
 number, or to a sentence. The second one is reinforcement learning that begins with its model. The
