@@ -214,6 +214,7 @@ def read_model_shape(path: str | Path) -> ModelShape | None:
         return None
     sizes = {name: prod(shape) for name, shape in read_stored_shapes(folder).items()}
     layer = LayerSizes.of(config)
+    tower, patches_per_token = _sizes_of_tower(read_whole_config(folder) or {})
     return ModelShape(
         **(_numbers_of_parameters(sizes) if sizes else numbers_of_parameters(config)),
         max_context_tokens=first_int(config, "max_position_embeddings", "n_positions"),
@@ -222,16 +223,17 @@ def read_model_shape(path: str | Path) -> ModelShape | None:
         kv_heads=first_int(config, "num_key_value_heads", *HEADS),
         vocabulary=first_int(config, "vocab_size"),
         layer=layer,
-        **_sizes_of_tower(read_whole_config(folder) or {}),
+        tower=tower,
+        patches_per_token=patches_per_token,
         has_weights=bool(sizes),
     )
 
 
-def _sizes_of_tower(config: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes_of_tower(config: Mapping[str, Any]) -> tuple[LayerSizes | None, int]:
     """`tower` and `patches_per_token` of a whole `config.json`, as far as it tells them."""
     vision = config.get("vision_config")
     if config.get("model_type") not in PICTURE_FAMILIES or not isinstance(vision, dict):
-        return {}
+        return None, 0
     own = {"num_hidden_layers": vision.get("depth"), "num_attention_heads": vision.get("num_heads")}
     merged = first_int(config, "scale_factor") or first_int(vision, "spatial_merge_size") or 1
     patches = merged**2
@@ -239,7 +241,7 @@ def _sizes_of_tower(config: Mapping[str, Any]) -> dict[str, Any]:
         side = (first_int(vision, "image_size") or 0) // (first_int(vision, "patch_size") or 1)
         patches = -(-(side**2) // tokens)
     named = {name: value for name, value in own.items() if value}
-    return {"tower": LayerSizes.of({**vision, **named}), "patches_per_token": patches}
+    return LayerSizes.of({**vision, **named}), patches
 
 
 def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -261,7 +263,7 @@ def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, Any]:
+def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, int]:
     """The numbers of parameters in `ModelShape`, from the size of every tensor."""
     layers, others, of_tower = Counter[str](), [0], 0
     for name, size in sizes.items():

@@ -17,7 +17,7 @@ from picture_models import save_picture_model
 from PIL import Image
 
 from areal_sc import DPOTrainer, GRPOConfig, load_config
-from areal_sc.controller.ledger.ledger_account import read_account
+from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.records.metrics_log import History
 from areal_sc.records.reading import pictures, rows
@@ -63,7 +63,8 @@ def test_a_worker_and_a_rank_die_and_each_row_is_trained_once(tmp_path: Path) ->
         assert summary["num_worker_restarts"] == 2
         # of the first policy, which has seen the same pictures
         assert abs(run.records("step")[0]["train"]["behavior_kl"]) < 1e-6
-        account = read_account(run.run_dir / "ledger")
+        groups = list[GroupAccount]()
+        account = read_account(run.run_dir / "ledger", groups.append)
         assert (account.rows_lost, account.trained_again) == (0, [])
         content = {told.digest: it for told, it in pictures(run.run_dir)}
         assert set(content.values()) == set(drawn)
