@@ -92,7 +92,7 @@ def main() -> None:
         for name in ("held_out", *sets()):
             of_set = records.setdefault((name,), {})
             for when, key in (("before", "before"), ("after", f"eta{eta}")):
-                of_set[key] = summary["evaluations"][f"{name}/{when}"]["accuracy"]
+                of_set[key] = summary["other_evaluations"][f"{name}/{when}"]["accuracy"]
     report.print_records("Several sets", {"steps": arguments.steps}, ("set",), records)
     report.write(report.flat(records), arguments.json)
 

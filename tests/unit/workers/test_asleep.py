@@ -58,7 +58,7 @@ async def test_an_episode_is_late_only_by_the_time_in_which_its_engine_is_awake(
     monkeypatch.setattr(
         rollout_worker,
         "WorkerEpisodeEngine",
-        lambda *_: SimpleNamespace(
+        lambda *_, **__: SimpleNamespace(
             failure=None, endless="", past_waits=[], routes=EpisodeRoutes(None)
         ),
     )

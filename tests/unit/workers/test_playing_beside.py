@@ -72,7 +72,9 @@ class Plays(RolloutWorker):
     """
 
     def __init__(self, pulls: Pulls) -> None:
-        nothing: Any = SimpleNamespace(fields={}, waits_outside=False, scores_groups=False)
+        nothing: Any = SimpleNamespace(
+            fields={}, pictures_of_rows=False, waits_outside=False, scores_groups=False
+        )
         fakes: dict[str, Any] = {
             "recorder": SimpleNamespace(is_on=False),
             "files": SimpleNamespace(bring_source=lambda _: asyncio.sleep(0)),
