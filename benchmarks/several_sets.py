@@ -1,7 +1,7 @@
 """One model before and after synchronous and asynchronous training, on several held-out sets.
 
     make real-model
-    python benchmarks/several_sets.py [--steps 30] [--etas 0 2] [--seed 1] [--json FILE]
+    python benchmarks/several_sets.py [--quick] [--steps 30] [--etas 0 2] [--seed 1] [--json FILE]
 
 The training is that of `examples/sums.py`: sums and differences of two numbers below 50. The sets
 are others of these, larger numbers, three numbers, and sums in words, 256 prompts each, of which
@@ -85,15 +85,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     records: dict[tuple[str | int, ...], report.Metrics] = {}
+    steps = 1 if arguments.quick else arguments.steps
     for eta in arguments.etas:
         with tempfile.TemporaryDirectory() as folder:
-            summary = run(Path(folder), eta, arguments.steps, arguments.seed)
+            summary = run(Path(folder), eta, steps, arguments.seed)
         report.say(json.dumps(summary))
         for name in ("held_out", *sets()):
             of_set = records.setdefault((name,), {})
             for when, key in (("before", "before"), ("after", f"eta{eta}")):
                 of_set[key] = summary["other_evaluations"][f"{name}/{when}"]["accuracy"]
-    report.print_records("Several sets", {"steps": arguments.steps}, ("set",), records)
+    report.print_records("Several sets", {"steps": steps}, ("set",), records)
     report.write(report.flat(records), arguments.json)
 
 

@@ -34,6 +34,7 @@ class ScriptedEngine:
     sampled: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.processor = None
         self.end_token_ids = templates.end_token_ids(self.tokenizer)
         self.may_answer = asyncio.Event()
         self.may_answer.set()

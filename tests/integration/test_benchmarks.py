@@ -57,6 +57,7 @@ PROMISED = {
     "picture_memory": {"1_text_dry_run", "1_all_dry_run"},
     "planner": {"8_24_2_error_median", "8_24_2_regret"},
     "planes": {"tcp_vs_bare_pyzmq", "noop_rpc_vs_bare", "heartbeat_256_cpu_percent"},
+    "several_sets": {"held_out_before", "words_eta0"},
     "rank_kills": {"num_kills", "copying_snapshot_until_step_s", "between_steps_until_step_s"},
     "session_kills": {"num_kills", "median_pause_s"},
     "serve_kills": {"server_num_kills", "all_worst_until_step_s"},

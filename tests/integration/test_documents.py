@@ -55,6 +55,8 @@ ONE_GPU = (
     "actor.path=Qwen/Qwen2.5-0.5B-Instruct"
 )
 
+COOKBOOK = "base_url=http://127.0.0.1:8321 model_name=meta-llama/Llama-3.2-1B lora_rank=8"
+
 NOT_RUN_HERE = {
     'loss = NamedLoss("package.module:loss")': (
         "tests/integration/test_adapters_beside.py"  # has the same calls
@@ -75,6 +77,12 @@ NOT_RUN_HERE = {
         "tests/unit/algorithms/test_given_tokens.py"  # has the same calls
     ),
     "import asyncio": "tests/unit/rewards/test_weighted.py",
+    f"python -m tinker_cookbook.recipes.sl_loop {COOKBOOK}": (
+        "needs the cookbook, and its data sets"
+    ),
+    f"python -m tinker_cookbook.recipes.rl_loop {COOKBOOK} loss_fn=importance_sampling": (
+        "needs the cookbook, and its data sets"
+    ),
     "import tinker": "tests/integration/test_serve.py, which runs these lines",
     "pip install areal-sc[serve]": "areal_sc is on no index yet",
     "python -m areal_sc serve --config x.yaml --port 8321": "tests/integration/test_serve.py",

@@ -15,7 +15,7 @@ from picture_models import own_logprobs, save_picture_model
 from transformers import AutoModelForImageTextToText
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import Completion, RequestOptions
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError, WorkflowError
@@ -63,7 +63,7 @@ async def test_answers_to_pictures(rollout_config: RolloutConfig, tmp_path: Path
                 tensors = [(name, p.detach().float()) for name, p in model.named_parameters()]
                 await engine.update_weights(version, at_hand(tensors))
             asked = [
-                engine.generate(prompt, sampling, pictures=row[1])
+                engine.generate(prompt, sampling, RequestOptions(pictures=row[1]))
                 for row, prompt in zip(ROWS, prompts, strict=True)
             ]
             streamed = list[int]()
@@ -72,7 +72,7 @@ async def test_answers_to_pictures(rollout_config: RolloutConfig, tmp_path: Path
                 engine.generate(
                     prompts[1],
                     sampling,
-                    pictures=ROWS[1][1],
+                    RequestOptions(pictures=ROWS[1][1]),
                     on_tokens=streamed.extend,
                 ),
             )
@@ -85,8 +85,9 @@ async def test_answers_to_pictures(rollout_config: RolloutConfig, tmp_path: Path
         other = error(models[1], folder, prompts[1], ROWS[2], answers[1])
         assert other > 100 * TOLERANCE  # pictures are looked at
         with pytest.raises(WorkflowError, match=r"has not the .* tokens of its picture 0"):
-            await engine.generate(prompts[0], sampling, pictures=ROWS[1][1])
+            await engine.generate(prompts[0], sampling, RequestOptions(pictures=ROWS[1][1]))
+        options = RequestOptions(pictures=ROWS[1][1], prompt_logprobs=True)
         with pytest.raises(ConfigError, match="prompt_logprobs: expected false with pictures"):
-            await engine.generate(prompts[1], sampling, pictures=ROWS[1][1], prompt_logprobs=True)
+            await engine.generate(prompts[1], sampling, options)
     finally:
         await engine.close()
