@@ -59,9 +59,7 @@ def test_ranks_take_the_experts_of_generation(tmp_path: Path, model: Path) -> No
     assert {"routing_mismatch", "mismatch"} <= steps[0].keys()
 
 
-@pytest.mark.parametrize(
-    "setting", ["actor.compile_layers=true", "rollout.engine=vllm", "actor.engine=megatron"]
-)
+@pytest.mark.parametrize("setting", ["actor.compile_layers=true", "rollout.engine=vllm"])
 def test_what_cannot_replay_is_refused_before_anything_starts(
     setting: str, tmp_path: Path, model: Path
 ) -> None:

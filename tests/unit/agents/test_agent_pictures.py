@@ -27,7 +27,7 @@ from areal_sc.agents.session import Session, SessionSettings
 from areal_sc.agents.workflow import AgentWorkflow
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.controller.ledger.group import check_fields
-from areal_sc.engines.base import PLAIN, Completion
+from areal_sc.engines.base import Completion
 from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.engines.picture_processor import PictureProcessor, picture_processor
 from areal_sc.engines.tokenizer import load_tokenizer
@@ -58,11 +58,9 @@ class SeeingEngine(ScriptedEngine):
     processor: PictureProcessor
     seen: list[list[bytes]]
 
-    async def generate(
-        self, ids: Sequence[int], sampling: GenerationConfig, options: Any = PLAIN, **how: Any
-    ) -> Completion:
-        self.seen.append(list(options.pictures))
-        return await super().generate(ids, sampling, options, **how)
+    async def generate(self, *asked: Any, pictures: Sequence[bytes] = (), **how: Any) -> Completion:
+        self.seen.append(list(pictures))
+        return await super().generate(*asked, **how)
 
 
 @pytest.fixture
