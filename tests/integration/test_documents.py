@@ -77,6 +77,15 @@ NOT_RUN_HERE = {
         "tests/unit/algorithms/test_given_tokens.py"  # has the same calls
     ),
     "import asyncio": "tests/unit/rewards/test_weighted.py",
+    **{
+        f"python examples/minimal.py --config configs/minimal.yaml {setting}": (
+            "tests/integration/test_own_engine.py"
+        )
+        for setting in (
+            "actor.optimizer.type=muon:Muon",
+            "rollout.engine=plain_engine:PlainGenerator",
+        )
+    },
     f"python -m tinker_cookbook.recipes.sl_loop {COOKBOOK}": (
         "needs the cookbook, and its data sets"
     ),

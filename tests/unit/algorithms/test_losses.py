@@ -245,7 +245,8 @@ def test_losses_are_found_by_name_and_by_import_path() -> None:
     "name", ["ppo", "areal_sc.algorithms.losses:pop", "no.such:loss", ":x", ""]
 )
 def test_a_loss_that_is_not_there(name: str) -> None:
-    expected = rf"loss '{name}': .*expected policy_gradient, .*cross_entropy, .* or package\.module:function"
+    known = "policy_gradient, .*cross_entropy, .*"
+    expected = rf"loss '{name}': .*expected {known} or package\.module:function"
     with pytest.raises(ConfigError, match=expected):
         NamedLoss(name).load()
 
