@@ -98,7 +98,9 @@ def measure_heartbeats(size: argparse.Namespace) -> report.Metrics:
 def _controllers(
     folder: Path, ranks: list[dict[str, str]], workers: list[dict[str, str]]
 ) -> tuple[TrainController, RolloutController]:
-    actor = ActorConfig(path="/no/model", parallel=ParallelConfig(data=NUM_RANKS))
+    actor = ActorConfig(
+        path="/no/model", parallel=ParallelConfig(data=NUM_RANKS), memory_snapshots=False
+    )
     rollout = RolloutConfig(
         path="/no/model",
         num_workers=len(workers),

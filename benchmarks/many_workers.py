@@ -55,7 +55,9 @@ def controllers(
     train_nodes: dict[str, str],
     rollout_nodes: dict[str, str],
 ) -> tuple[TrainController, RolloutController]:
-    actor = ActorConfig(path="/no/model", parallel=ParallelConfig(data=NUM_RANKS))
+    actor = ActorConfig(
+        path="/no/model", parallel=ParallelConfig(data=NUM_RANKS), memory_snapshots=False
+    )
     rollout = RolloutConfig(
         path="/no/model",
         num_workers=size.workers,
