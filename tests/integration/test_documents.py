@@ -86,7 +86,7 @@ NOT_RUN_HERE = {
             "rollout.engine=plain_engine:PlainGenerator",
         )
     },
-    'parts = [\n    {"type": "image_url"': "tests/unit/agents/test_agent_pictures.py",
+    "async def ask(client, row):": "tests/unit/agents/test_agent_pictures.py",
     f"python -m tinker_cookbook.recipes.sl_loop {COOKBOOK}": (
         "needs the cookbook, and its data sets"
     ),
