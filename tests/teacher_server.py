@@ -66,12 +66,8 @@ async def complete(request: web.Request) -> web.Response:
 
 
 @asynccontextmanager
-async def serving(model: Any, tokenizer: Any) -> AsyncIterator[str]:
-    """The address of a server of this model."""
-    app = web.Application()
-    app[STATE] = model, tokenizer
-    app.router.add_post("/generate", generate)
-    app.router.add_post("/v1/completions", complete)
+async def listening(app: web.Application) -> AsyncIterator[str]:
+    """The address of a server, while it runs."""
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -79,3 +75,14 @@ async def serving(model: Any, tokenizer: Any) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def serving(model: Any, tokenizer: Any) -> AsyncIterator[str]:
+    """The address of a server of this model."""
+    app = web.Application()
+    app[STATE] = model, tokenizer
+    app.router.add_post("/generate", generate)
+    app.router.add_post("/v1/completions", complete)
+    async with listening(app) as url:
+        yield url

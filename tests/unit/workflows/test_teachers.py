@@ -18,7 +18,7 @@ import pytest
 import torch
 from aiohttp import web
 from builders import engines_on, packed_rows
-from teacher_server import serving
+from teacher_server import listening, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_sc.config.schema import GRPOConfig
@@ -141,13 +141,8 @@ async def answering(answer: Callable[[dict[str, Any]], Any]) -> Any:
 
     app = web.Application()
     app.router.add_post("/generate", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with listening(app) as url:
+        yield url
 
 
 def whole_answer(tokenizer: Any, body: dict[str, Any], value: float | None = -2.0) -> Any:
